@@ -1,0 +1,58 @@
+# make help        lists the targets
+# make demo        the first thing to try
+#
+# Every target sets up .venv by itself, once, and again when setup.py or constraints.txt change. pip's own settings
+# (PIP_INDEX_URL and the like) decide where packages come from.
+
+# The first interpreter here that is a 3.11 or 3.12 and can make a virtual environment. Or name one: make test PYTHON=...
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
+	&& echo $$python && break; done)
+# Processes that run tests, each with one thread.
+WORKERS ?= 2
+# More arguments for pytest: make test ARGS="tests/solvers -x"
+ARGS ?=
+
+BIN := .venv/bin
+# "not gpu" where there is no CUDA device, else nothing to leave out.
+MARKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+demo: .venv/.ready ## train a small model with and without roamc and print what it saved
+	@$(BIN)/roamc demo
+
+test: .venv/.ready ## run the tests (without those marked gpu where there is no CUDA device)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
+
+lint: .venv/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd build/types && $(CURDIR)/$(BIN)/mypy --strict --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p roamc
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
+
+bench: .venv/.ready ## run every script in benchmarks/
+	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean: ## remove builds and caches; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find roamc passes solvers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Editable in the default mode: new files are seen without another install.
+.venv/.ready: setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "roamc needs Python 3.11 or 3.12 with venv. Name one: make PYTHON=..."; exit 1; }
+	@echo "Setting up .venv with $(PYTHON): once, some minutes, most of them for PyTorch"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,dev]"
+	@touch $@
+
+# The three folders under the names they have in Python, as links: mypy follows no editable install.
+.PHONY: build/types
+build/types:
+	@rm -rf $@ && mkdir -p $@/roamc
+	@ln -s $(CURDIR)/roamc/* $(CURDIR)/passes $(CURDIR)/solvers $@/roamc/

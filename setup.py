@@ -1,0 +1,64 @@
+"""Packaging of roamc: three folders of the repository, one package in Python."""
+
+from setuptools import find_packages, setup
+
+# Which folder holds which package. `passes` and `solvers` lie at the top of the repository; in Python they
+# are roamc.passes and roamc.solvers, and nothing called `passes` or `solvers` lands in a user's environment.
+FOLDERS = {"roamc": "roamc", "roamc.passes": "passes", "roamc.solvers": "solvers"}
+
+
+def packages() -> list[str]:
+    """Return the dotted name of every package under the three folders."""
+    found = []
+    for name, folder in FOLDERS.items():
+        found += [name, *(f"{name}.{inner}" for inner in find_packages(folder))]
+    return found
+
+
+TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
+
+setup(
+    name="roamc",
+    version="0.1.0",
+    description="A memory compiler for PyTorch training: plans every byte of a step and proves its peak",
+    author="The roamc authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    package_dir=FOLDERS,
+    packages=packages(),
+    package_data={
+        "roamc": ["py.typed"],  # covers roamc.passes and roamc.solvers too
+        "roamc.runtime": ["*.c"],  # compiled on first use, on the user's machine
+        "roamc.report": ["templates/*"],
+    },
+    install_requires=[
+        "torch>=2.11,<2.14",  # graphs and kernels; roamc/compat.py covers this range
+        "numpy",  # solvers and timelines: anything over ten thousand items
+        "typer",  # the command line; brings rich, which prints the reports' tables
+    ],
+    extras_require={
+        "test": [
+            "pytest",
+            "pytest-timeout",  # a solver that does not end fails its test instead of the whole run
+            "pytest-xdist",  # one worker per core
+            "hypothesis",  # random problems for solvers, random graphs for passes
+            TRANSFORMERS,
+        ],
+        "bench": [TRANSFORMERS],
+        "dev": ["mypy", "ruff"],
+    },
+    entry_points={
+        "torch_dynamo_backends": ["roamc = roamc.backend:roamc"],  # so torch.compile finds it by name
+        "console_scripts": ["roamc = roamc.cli:main"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Software Development :: Compilers",
+        "Typing :: Typed",
+    ],
+)
