@@ -1,0 +1,39 @@
+"""roamc: a memory compiler for PyTorch training.
+
+>>> step = roamc.train_step(model, loss_fn, optimizer)      # one planned program for the whole step
+>>> loss = step(tokens, targets)
+>>> print(roamc.plans(step)[0])                              # its peak, proved before it ran
+"""
+
+from roamc.errors import (
+    BackwardTwiceError,
+    BudgetError,
+    CaptureError,
+    OptionError,
+    PlanError,
+    RoamcError,
+    VerifyError,
+)
+from roamc.optimize import optimize, plan, plans, train_step
+from roamc.options import Options
+from roamc.plan import Plan
+from roamc.train_step import TrainStep
+from roamc.version import __version__
+
+__all__ = [
+    "BackwardTwiceError",
+    "BudgetError",
+    "CaptureError",
+    "OptionError",
+    "Options",
+    "Plan",
+    "PlanError",
+    "RoamcError",
+    "TrainStep",
+    "VerifyError",
+    "__version__",
+    "optimize",
+    "plan",
+    "plans",
+    "train_step",
+]

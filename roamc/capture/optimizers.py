@@ -1,0 +1,182 @@
+"""The optimizers of ``train_step``, as ATen operators written behind the backward of a step.
+
+Each rule does the arithmetic of torch.optim's single-tensor form, operator by operator, so that the bits
+are those of eager; where torch makes a temporary and drops it, the rule works in place. Hyperparameters
+and the step count are inputs of the graph: a learning-rate scheduler needs no new plan.
+``fused=True`` calls the same fused kernel as torch, one parameter at a time. ``foreach`` changes speed
+only and is accepted; the single-tensor form is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.errors import CaptureError
+from roamc.rewrite import Writer
+
+aten = torch.ops.aten
+Group = Mapping[str, Any]
+Nodes = Mapping[str, fx.Node]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one optimizer updates one parameter.
+
+    Attributes:
+        states: the keys of ``optimizer.state[p]`` that are tensors of p's shape, for one group.
+        has_step: whether ``optimizer.state[p]["step"]`` counts steps.
+        flags: what of a group changes the operators themselves; another value needs another plan.
+        scalars: numbers for one step: (group, step count from 1, is this the first) to name and value.
+        write: (writer, parameter, gradient, states, scalars, group) appends the update.
+    """
+
+    states: Callable[[Group], tuple[str, ...]]
+    has_step: bool
+    flags: tuple[str, ...]
+    scalars: Callable[[Group, float, bool], dict[str, float]]
+    write: Callable[[Writer, fx.Node, fx.Node, Nodes, Nodes, Group], None]
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of an optimizer's exact type.
+
+    Raises:
+        CaptureError: the type, or one of its settings, is not supported; names those that are.
+    """
+    found = RULES.get(type(optimizer))
+    if found is None:
+        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+        raise CaptureError(f"{type(optimizer).__name__} is not supported by train_step; supported: {known}")
+    for group in optimizer.param_groups:
+        for setting in ("capturable", "differentiable"):
+            if group.get(setting):
+                raise CaptureError(f"{type(optimizer).__name__}({setting}=True) is not supported; leave {setting} out")
+    return found
+
+
+def structure(rule: Rule, group: Group) -> tuple[object, ...]:
+    """What of a group the operators depend on."""
+    return tuple(bool(group.get(flag)) for flag in rule.flags)
+
+
+def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group) -> None:
+    """Give ``parameter`` the state that torch makes at its first step, if it has none."""
+    state = optimizer.state[parameter]
+    if rule.has_step and "step" not in state:
+        device = parameter.device if group.get("fused") else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    for key in rule.states(group):
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _sgd_states(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
+    return {
+        "lr": float(group["lr"]),
+        "minus_lr": -float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "momentum": float(group["momentum"]),
+        # The first step's buffer is the gradient itself, whatever the dampening.
+        "one_minus_dampening": 1.0 if first else 1 - float(group["dampening"]),
+    }
+
+
+def _sgd_write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    if group.get("maximize"):
+        grad = w.call(aten.neg.default, grad)
+    if group["weight_decay"]:
+        grad = w.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+    if group["momentum"]:
+        buffer = states["momentum_buffer"]
+        w.call(aten.mul_.Tensor, buffer, n["momentum"])
+        w.call(aten.add_.Tensor, buffer, grad, alpha=n["one_minus_dampening"])
+        grad = w.call(aten.add.Tensor, grad, buffer, alpha=n["momentum"]) if group.get("nesterov") else buffer
+    w.call(aten.add_.Tensor, param, grad, alpha=n["minus_lr"])
+
+
+def _adam_states(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _adam_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
+    lr = float(group["lr"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+    return {
+        "lr": lr,
+        "beta1": beta1,
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "decay": 1 - lr * float(group["weight_decay"]),
+        "root_correction2": correction2**0.5,
+        "minus_step_size": -(lr / correction1),
+    }
+
+
+def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
+    def write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+        if group.get("fused"):
+            _fused_adam(w, param, grad, states, n, group, decoupled(group))
+            return
+        if group.get("maximize"):
+            grad = w.call(aten.neg.default, grad)
+        if group["weight_decay"] and decoupled(group):
+            w.call(aten.mul_.Tensor, param, n["decay"])
+        elif group["weight_decay"]:
+            grad = w.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+        first, second = states["exp_avg"], states["exp_avg_sq"]
+        w.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
+        w.call(aten.mul_.Tensor, second, n["beta2"])
+        w.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
+        if group["amsgrad"]:
+            largest = w.call(aten.maximum.default, states["max_exp_avg_sq"], second)
+            w.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
+            second = states["max_exp_avg_sq"]
+        denominator = w.call(aten.sqrt.default, second)
+        w.call(aten.div_.Tensor, denominator, n["root_correction2"])
+        w.call(aten.add_.Tensor, denominator, n["eps"])
+        w.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
+
+    return write
+
+
+def _fused_adam(
+    w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group, decoupled: bool
+) -> None:
+    if grad.meta["val"].stride() != param.meta["val"].stride():
+        dense = w.call(aten.empty_like.default, param)
+        grad = w.call(aten.copy_.default, dense, grad)
+    largest = [states["max_exp_avg_sq"]] if group["amsgrad"] else []
+    w.call(
+        aten._fused_adamw_.default if decoupled else aten._fused_adam_.default,
+        [param], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], largest, [states["step"]],
+        lr=n["lr"], beta1=n["beta1"], beta2=n["beta2"], weight_decay=n["weight_decay"], eps=n["eps"],
+        amsgrad=bool(group["amsgrad"]), maximize=bool(group.get("maximize")),
+    )  # fmt: skip
+
+
+_ADAM_FLAGS = ("amsgrad", "maximize", "weight_decay", "fused", "decoupled_weight_decay")
+
+RULES: dict[type, Rule] = {
+    torch.optim.SGD: Rule(
+        _sgd_states, False, ("momentum", "weight_decay", "nesterov", "maximize"), _sgd_scalars, _sgd_write
+    ),
+    torch.optim.Adam: Rule(
+        _adam_states, True, _ADAM_FLAGS, _adam_scalars,
+        _adam_write(lambda group: bool(group.get("decoupled_weight_decay"))),
+    ),
+    torch.optim.AdamW: Rule(_adam_states, True, _ADAM_FLAGS, _adam_scalars, _adam_write(lambda group: True)),
+}  # fmt: skip

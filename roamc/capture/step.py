@@ -1,0 +1,385 @@
+"""Capture a whole training step: forward, loss, backward and the optimizer's update as one ATen graph.
+
+Everything runs under fake tensors: no weight is allocated or read, so that a step of a model far larger
+than this machine can be planned. Parameters may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from roamc import compat
+from roamc.capture.optimizers import Rule, rule_for, structure
+from roamc.errors import CaptureError
+from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
+from roamc.rewrite import Writer
+from roamc.units import format_bytes
+
+LossFunction = Callable[..., torch.Tensor]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the value of one graph input comes from at every step.
+
+    Attributes:
+        kind: "parameter", "buffer", "state", "scalar" or "batch".
+        name: parameter or buffer name; for a scalar its name in the optimizer's rule.
+        key: for a state, its key in ``optimizer.state[p]``.
+        index: for a batch tensor, its position among the leaves of the batch; for a scalar, its cohort.
+    """
+
+    kind: str
+    name: str = ""
+    key: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Parameters that share all scalars: same group, same step count, same first-step state."""
+
+    group: int
+    step: float
+    first: bool
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One step as a graph, and how to feed it.
+
+    Attributes:
+        graph: inputs in the order of ``sources``; its output is the loss.
+        sources: one per input.
+        cohorts: parameter name to its cohort at capture, for all that the optimizer updates.
+    """
+
+    graph: TrainGraph
+    sources: tuple[Source, ...]
+    cohorts: dict[str, Cohort]
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What to capture. ``leaves`` are the flat batch, ``rebuild`` makes the batch of them again."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    optimizer: torch.optim.Optimizer
+    leaves: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], tuple[Any, ...]]
+    clip_grad_norm: float | None = None
+    device: torch.device | None = None
+
+
+def capture_step(request: StepRequest) -> CapturedStep:
+    """Trace one step.
+
+    Raises:
+        CaptureError: the loss is not a scalar, control flow depends on data, the optimizer is not
+            supported, inputs are on another device; one line that says what to do.
+    """
+    rule = rule_for(request.optimizer)
+    parameters = dict(request.model.named_parameters())
+    buffers = dict(request.model.named_buffers())
+    check_devices(request.leaves, list(parameters.values()))
+    trained = _trained(request, parameters)
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    traced = _Trace(request, parameters, buffers, trained)
+    module = traced.run(mode)
+    return _Assembly(request, rule, mode, module, traced).build()
+
+
+def check_devices(leaves: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse a batch that is on another device than the parameters."""
+    devices = {parameter.device for parameter in parameters}
+    if not devices or any(device.type == "meta" for device in devices):
+        return
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.device not in devices:
+            at = ", ".join(sorted(map(str, devices)))
+            raise CaptureError(f"an input is on {leaf.device}, the parameters are on {at}; move the input with .to()")
+
+
+def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Names of the parameters that the optimizer updates, in its order."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    trained = []
+    for group in request.optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CaptureError(
+                    "the optimizer holds a parameter that the model does not; make the optimizer from "
+                    "model.parameters() of this very model, after any change to it"
+                )
+            if parameter.is_complex():
+                raise CaptureError(f"{names[id(parameter)]} is complex; train_step updates real parameters only")
+            if parameter.requires_grad:
+                trained.append(names[id(parameter)])
+    return trained
+
+
+class _Trace:
+    """Forward, loss and backward of the request, traced to one FX graph."""
+
+    def __init__(
+        self,
+        request: StepRequest,
+        parameters: dict[str, nn.Parameter],
+        buffers: dict[str, torch.Tensor],
+        trained: list[str],
+    ) -> None:
+        self.request = request
+        self.parameters = parameters
+        self.buffers = buffers
+        self.trained = trained
+        self.tensor_leaves = [i for i, leaf in enumerate(request.leaves) if isinstance(leaf, torch.Tensor)]
+        self.updated: list[str] = []
+
+    def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
+        device = self.request.device or torch.device("cpu")
+        tensors = [*self.parameters.values(), *self.buffers.values()]
+        tensors += [self.request.leaves[i] for i in self.tensor_leaves]
+        fakes = [compat.empty_fake(mode, tensor, device) for tensor in tensors]
+        try:
+            return compat.trace(self._step, fakes, mode)
+        except compat.DataDependentError as error:
+            raise CaptureError(
+                f"the step reads a tensor's value to decide what to do next ({error.func}); "
+                "train_step needs a step whose operators do not depend on data: use torch.where, or torch.compile"
+            ) from None
+        except compat.DynamicShapeError as error:
+            raise CaptureError(
+                f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
+                "use a mask instead of an index, or torch.compile"
+            ) from None
+        finally:
+            compat.clear_autocast_cache()
+
+    def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        count = len(self.parameters)
+        leaves = [
+            fake.detach().requires_grad_(real.requires_grad) if real.requires_grad else fake
+            for fake, real in zip(flat, self.parameters.values(), strict=False)
+        ]
+        held = dict(zip([*self.parameters, *self.buffers], [*leaves, *flat[count:]], strict=False))
+        batch = list(self.request.leaves)
+        for index, fake in zip(self.tensor_leaves, flat[count + len(self.buffers) :], strict=True):
+            batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
+        model = self.request.model
+        with torch.enable_grad(), compat.reparametrized(model, held):
+            loss = self.request.loss_fn(model, *self.request.rebuild(batch))
+            self._write_back(held)
+            check_loss(loss)
+            wanted = {name: held[name] for name in self.trained}
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
+        return [loss.detach(), *(grad for grad in found if grad is not None)]
+
+    def _write_back(self, held: dict[str, torch.Tensor]) -> None:
+        """A buffer that the model assigned anew is copied into the one it had, so that the change is kept."""
+        for name, now in self.request.model.named_buffers(remove_duplicate=False):
+            before = held.get(name)
+            if before is None or now is before:
+                continue
+            if now.shape != before.shape or now.dtype != before.dtype:
+                raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
+            with torch.no_grad():
+                before.copy_(now)
+
+
+def check_loss(loss: object) -> None:
+    """Refuse anything but one floating-point number that depends on the parameters."""
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}")
+    if loss.numel() != 1 or loss.dim() != 0:
+        raise CaptureError(f"loss_fn must return a scalar tensor, not one of shape {tuple(loss.shape)}; use .mean() or .sum()")
+    if not loss.is_floating_point():
+        raise CaptureError(f"the loss must be a floating-point number, not {loss.dtype}")
+    if not loss.requires_grad:
+        raise CaptureError("the loss does not depend on any parameter that requires grad; nothing to train")
+
+
+class _Assembly:
+    """Adds optimizer state, scalars and updates to a traced forward and backward, and says what is what."""
+
+    def __init__(
+        self, request: StepRequest, rule: Rule, mode: compat.FakeTensorMode, module: fx.GraphModule, traced: _Trace
+    ) -> None:
+        self.request = request
+        self.rule = rule
+        self.mode = mode
+        self.module = module
+        self.traced = traced
+        self.ports: list[Port] = []
+        self.sources: list[Source] = []
+        self.cohorts: dict[str, Cohort] = {}
+
+    def build(self) -> CapturedStep:
+        graph = self.module.graph
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self._describe_inputs(inputs)
+        end = output_node(graph)
+        loss, *gradients = _flat(end)
+        phase = _phases(graph, loss)
+        groups = self._groups()
+        parameters = dict(zip(self.traced.parameters, inputs, strict=False))
+        grads = dict(zip(self.traced.updated, gradients, strict=True))
+        feeds = self._add_inputs(graph, inputs[-1], groups)
+        writer = Writer(graph, self.mode, Phase.UPDATE)
+        waits: dict[str, str] = {}
+        with graph.inserting_before(end):
+            for name, grad in self._clip(writer, grads).items():
+                known = set(writer.phase)
+                self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
+                waits.update((node, grads[name].name) for node in writer.phase if node not in known)
+        end.args = ((loss,),)
+        graph.set_codegen(fx.graph.CodeGen())
+        self.module.recompile()
+        captured = TrainGraph(
+            name=type(self.request.model).__name__,
+            module=self.module,
+            inputs=tuple(self.ports),
+            outputs=(Port("loss", Role.LOSS),),
+            phase={**phase, **writer.phase},
+            gradients=tuple(dict.fromkeys(node.name for node in gradients)),
+            waits=waits,
+            notes=self._notes(gradients),
+        )
+        return CapturedStep(captured, tuple(self.sources), self.cohorts)
+
+    def _describe_inputs(self, inputs: list[fx.Node]) -> None:
+        for name in self.traced.parameters:
+            self._describe(Port(name, Role.PARAMETER), Source("parameter", name))
+        for name in self.traced.buffers:
+            self._describe(Port(name, Role.BUFFER), Source("buffer", name))
+        for index in self.traced.tensor_leaves:
+            self._describe(Port(f"batch[{index}]", Role.INPUT), Source("batch", index=index))
+        if len(inputs) != len(self.ports):
+            raise CaptureError(f"tracing gave {len(inputs)} inputs for {len(self.ports)} tensors")
+
+    def _describe(self, port: Port, source: Source) -> None:
+        self.ports.append(port)
+        self.sources.append(source)
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to its group, with its number under "index"."""
+        names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
+        found = {}
+        for index, group in enumerate(self.request.optimizer.param_groups):
+            for parameter in group["params"]:
+                found[names[id(parameter)]] = {**group, "index": index}
+        return found
+
+    def _add_inputs(
+        self, graph: fx.Graph, last: fx.Node, groups: dict[str, dict[str, Any]]
+    ) -> dict[str, tuple[dict[str, fx.Node], dict[str, fx.Node]]]:
+        """Placeholders for optimizer state and scalars of every updated parameter."""
+        feeds = {}
+        scalars: dict[Cohort, dict[str, fx.Node]] = {}
+        self.last = last
+        for name in self.traced.updated:
+            group = groups[name]
+            cohort = cohort_of(self.request.optimizer, self.traced.parameters[name], group, group["index"], self.rule)
+            self.cohorts[name] = cohort
+            if cohort not in scalars:
+                scalars[cohort] = self._scalar_inputs(graph, cohort, len(scalars), group)
+            feeds[name] = (self._state_inputs(graph, name, group), scalars[cohort])
+        return feeds
+
+    def _scalar_inputs(self, graph: fx.Graph, cohort: Cohort, number: int, group: dict[str, Any]) -> dict[str, fx.Node]:
+        nodes = {}
+        for key, value in self.rule.scalars(group, 1.0, True).items():
+            nodes[key] = self._placeholder(graph, f"{key}_{number}", value)
+            self._describe(Port(f"group {cohort.group}: {key}", Role.SCALAR), Source("scalar", key, index=number))
+        return nodes
+
+    def _state_inputs(self, graph: fx.Graph, name: str, group: dict[str, Any]) -> dict[str, fx.Node]:
+        nodes = {}
+        real = self.traced.parameters[name]
+        device = self.request.device or torch.device("cpu")
+        plain = compat.empty_fake(self.mode, real.detach(), device)
+        for key in self.rule.states(group):
+            with self.mode:
+                value = torch.zeros_like(plain, memory_format=torch.preserve_format)
+            nodes[key] = self._state(graph, name, key, value)
+        if self.rule.has_step and group.get("fused"):
+            with self.mode:
+                nodes["step"] = self._state(graph, name, "step", torch.zeros((), device=plain.device))
+        return nodes
+
+    def _state(self, graph: fx.Graph, name: str, key: str, value: torch.Tensor) -> fx.Node:
+        node = self._placeholder(graph, f"{name}_{key}".replace(".", "_"), value)
+        self._describe(Port(f"{name}: {key}", Role.OPTIMIZER_STATE), Source("state", name, key))
+        return node
+
+    def _placeholder(self, graph: fx.Graph, name: str, value: object) -> fx.Node:
+        with graph.inserting_after(self.last):
+            self.last = graph.placeholder(name)
+        self.last.meta["val"] = value
+        return self.last
+
+    def _clip(self, w: Writer, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """torch.nn.utils.clip_grad_norm_ with the 2-norm, operator by operator."""
+        limit = self.request.clip_grad_norm
+        if limit is None or not grads:
+            return grads
+        norms = [w.call(aten.linalg_vector_norm.default, grad, 2.0) for grad in grads.values()]
+        total = w.call(aten.linalg_vector_norm.default, w.call(aten.stack.default, norms), 2.0)
+        shifted = w.call(aten.add.Tensor, total, 1e-6)
+        ratio = w.call(aten.mul.Tensor, w.call(aten.reciprocal.default, shifted), limit)
+        factor = w.call(aten.clamp.default, ratio, None, 1.0)
+        # Out of place: two parameters may share one gradient.
+        return {name: w.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+
+    def _notes(self, gradients: list[fx.Node]) -> tuple[str, ...]:
+        if self.request.clip_grad_norm is None:
+            return ()
+        held = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients}
+        return (
+            f"clip_grad_norm holds all gradients ({format_bytes(sum(held.values()))}) until the norm is known",
+        )
+
+
+def cohort_of(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any], index: int, rule: Rule
+) -> Cohort:
+    """The cohort of a parameter of group number ``index`` as its state is now."""
+    state = optimizer.state.get(parameter, {})
+    step = float(state["step"]) if "step" in state else 0.0
+    first = not rule.has_step and bool(rule.states(group)) and state.get(rule.states(group)[0]) is None
+    return Cohort(index, step, first)
+
+
+def optimizer_key(optimizer: torch.optim.Optimizer, rule: Rule) -> tuple[object, ...]:
+    """What of the optimizer a captured step depends on; a change needs a new capture."""
+    return tuple((structure(rule, group), len(group["params"])) for group in optimizer.param_groups)
+
+
+def _flat(end: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(end.args[0], found.append)
+    flat = end.args[0]
+    if isinstance(flat, list | tuple) and len(flat) != len(found):
+        raise CaptureError("tracing lost a gradient; please report this model")
+    return list(flat)  # type: ignore[arg-type]
+
+
+def _phases(graph: fx.Graph, loss: fx.Node) -> dict[str, Phase]:
+    """FORWARD up to the loss in trace order, BACKWARD behind it."""
+    nodes = operators(graph)
+    last = loss if loss.op == "call_function" else None
+    if last is not None and last.target is aten.detach.default:
+        last = last.args[0] if isinstance(last.args[0], fx.Node) else last
+    phase, current = {}, Phase.FORWARD
+    for node in nodes:
+        phase[node.name] = current
+        if node is last:
+            current = Phase.BACKWARD
+    return phase

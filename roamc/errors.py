@@ -1,0 +1,29 @@
+"""Every error that roamc raises on purpose. Each message says what to do next."""
+
+
+class RoamcError(Exception):
+    """Base of all errors raised by roamc."""
+
+
+class OptionError(RoamcError, ValueError):
+    """An option has an unknown name or a value out of its range."""
+
+
+class CaptureError(RoamcError):
+    """A model or step could not be turned into one graph."""
+
+
+class VerifyError(RoamcError):
+    """A graph or a plan broke a rule; the message shows the neighbourhood of the fault."""
+
+
+class BudgetError(RoamcError):
+    """No plan within the budget exists; the message names the smallest budget that would do."""
+
+
+class PlanError(RoamcError, ValueError):
+    """A plan is malformed, or does not belong to the graph it is used with."""
+
+
+class BackwardTwiceError(RoamcError, RuntimeError):
+    """Backward was asked to run again through tensors that its first run has given back."""

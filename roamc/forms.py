@@ -1,0 +1,93 @@
+"""How an operator puts its results into memory that was planned for them: one of four forms.
+
+| form     | what is emitted                                   | extra bytes while it runs  |
+|----------|---------------------------------------------------|----------------------------|
+| OUT      | the overload with ``out=`` arguments              | none                       |
+| KERNEL   | a function of :mod:`roamc.runtime.kernels`        | none                       |
+| IN_PLACE | the operator itself; it makes no storage          | none                       |
+| ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
+
+An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
+plain operator and copy, which would hide an allocation.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload, has_kernel
+from roamc.graph import tensors_of
+from roamc.runtime.kernels import KERNELS
+
+
+class FormKind(enum.Enum):
+    """See the table above."""
+
+    OUT = "out"
+    KERNEL = "kernel"
+    IN_PLACE = "in place"
+    ALLOCATE = "allocate"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one operator on one device.
+
+    Attributes:
+        kind: row of the table.
+        overload: for OUT, the overload to call.
+        arguments: for OUT, the keyword of each result, in result order.
+    """
+
+    kind: FormKind
+    overload: OpOverload | None = None
+    arguments: tuple[str, ...] = ()
+
+
+ALLOCATE = Form(FormKind.ALLOCATE)
+
+
+def form_of(node: fx.Node, births: int) -> Form:
+    """The form of ``node``, which makes ``births`` new storages."""
+    if births == 0:
+        return Form(FormKind.IN_PLACE)
+    target = node.target
+    tensors = [tensor for _, tensor in tensors_of(node)]
+    devices = {tensor.device.type for tensor in tensors}
+    if not isinstance(target, OpOverload) or len(devices) != 1 or births != len(tensors):
+        return ALLOCATE
+    return _form(target, devices.pop(), tensors[0].dtype)
+
+
+@functools.cache
+def _form(target: OpOverload, device: str, dtype: torch.dtype) -> Form:
+    kernel = KERNELS.get(target)
+    if kernel is not None and kernel.serves(device, dtype):
+        return Form(FormKind.KERNEL)
+    found = out_overload(target)
+    if found is not None and has_kernel(found[0].name(), device.upper()):
+        return Form(FormKind.OUT, *found)
+    return ALLOCATE
+
+
+def out_overload(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
+    """The overload with the same arguments plus one written keyword per result, and those keywords."""
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        outs, rest = [], []
+        for argument in overload._schema.arguments:
+            written = argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+            if written:
+                outs.append(argument.name)
+            else:
+                rest.append((argument.name, str(argument.type)))
+        if outs and rest == wanted and len(outs) == len(target._schema.returns):
+            return overload, tuple(outs)
+    return None

@@ -1,0 +1,145 @@
+"""TrainGraph: an FX graph of one training step, with the role of every input and output and the phase of every node.
+
+Two kinds, one type. From ``torch.compile`` the graph has a *boundary*: every FORWARD node runs before
+any BACKWARD node, because the user's code runs in between. From ``train_step`` there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from roamc.layout import Layout
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Phase(enum.IntEnum):
+    """Which part of the step a node belongs to."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+
+
+class Role(enum.Enum):
+    """What an input is, or what an output is handed out as."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    TANGENT = "tangent"
+    SCALAR = "scalar"
+    OUTPUT = "output"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of the graph.
+
+    Attributes:
+        name: the user's name for it where there is one (``"wte.weight"``), else the node's.
+        role: what it is.
+        phase: the part of the step that it enters in (inputs) or leaves in (outputs).
+    """
+
+    name: str
+    role: Role
+    phase: Phase = Phase.FORWARD
+
+
+@dataclass(frozen=True)
+class TrainGraph:
+    """One training step, or the forward and backward of one module, as ATen operators.
+
+    Attributes:
+        name: shown in logs and reports.
+        module: the FX graph. Placeholders in the order of ``inputs``; one output node with a flat tuple.
+        inputs: one port per placeholder.
+        outputs: one port per element of the output; elements may be None.
+        phase: node name to phase, for every ``call_function`` node.
+        boundary: no node may cross from FORWARD to BACKWARD (graphs of ``torch.compile``).
+        saved: with a boundary, node names in the order in which AOTAutograd saves them for backward.
+        gradients: names of the nodes that are a parameter's gradient; eager keeps these until the end.
+        waits: node of the update to the gradient node that it must not run before, though it may not read it.
+        notes: sentences about the capture that the plan passes on to the user.
+        layout: where every tensor lies, once the layout pass has run.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    phase: Mapping[str, Phase]
+    boundary: bool = False
+    saved: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    waits: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    layout: Layout | None = field(default=None, repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph itself."""
+        return self.module.graph
+
+    def replace(self, **changes: object) -> TrainGraph:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The input nodes in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def operators(graph: fx.Graph) -> list[fx.Node]:
+    """The ``call_function`` nodes in graph order, views included."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The single output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    """What the graph returns, flat; None where it returns nothing."""
+    return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
+
+
+def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
+    """The (position, fake tensor) results of a node; position 0 for a single tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield 0, value
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield position, item
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the user's model that made ``node``, as ``file.py:line``; the innermost one outside torch."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in found if "/torch/" not in frame[0]] or found
+    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+
+
+def main_device(graph: TrainGraph) -> torch.device:
+    """The device of the arena: the one that most bytes of tensors are on."""
+    total: dict[torch.device, int] = {}
+    for node in graph.graph.nodes:
+        for _, tensor in tensors_of(node):
+            total[tensor.device] = total.get(tensor.device, 0) + tensor.numel() * tensor.itemsize
+    return max(total, key=lambda device: total[device], default=torch.device("cpu"))

@@ -1,0 +1,315 @@
+"""Storages, aliases, lifetimes and live bytes of a graph. The only place that knows them.
+
+A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one is
+read off the fake tensors of the trace. An *operator* here is a node that does work: views and picks of one
+result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order:
+a storage lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.graph import Phase, TrainGraph, output_values, placeholders, tensors_of
+from roamc.units import Bytes
+
+Step = int
+Int64s = npt.NDArray[np.int64]
+
+
+class Place(enum.Enum):
+    """Who owns a storage."""
+
+    INPUT = "input"  # the caller; exists before and after, never counted
+    OUTPUT = "output"  # made by the step and handed to the caller; never in the arena
+    TEMPORARY = "temporary"  # made and finished with inside the step
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage.
+
+    Attributes:
+        index: position in ``MemoryModel.storages``.
+        name: the node that makes it, with ``#k`` for result k of several.
+        nbytes: bytes of the whole storage, not of any view.
+        place: who owns it.
+        producer: index of the operator that makes it; -1 for inputs.
+        device: type of the device that it is on, such as "cpu".
+        gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
+    """
+
+    index: int
+    name: str
+    nbytes: Bytes
+    place: Place
+    producer: int
+    device: str = "cpu"
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One step's work: ``births`` are made by it, ``reads`` and ``writes`` are storages that exist."""
+
+    node: fx.Node
+    phase: Phase
+    births: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The memory of one graph, for any order of its operators.
+
+    Attributes:
+        storages: every storage, inputs included.
+        operators: in graph order.
+        edges: (before, after) pairs of operator indices that every order must keep: data, writes
+            against reads of the same storage, random and collective operators in their order.
+        owner: (node name, result position) to storage index, for every tensor of the graph.
+    """
+
+    storages: tuple[Storage, ...]
+    operators: tuple[Operator, ...]
+    edges: tuple[tuple[int, int], ...]
+    owner: dict[tuple[str, int], int]
+
+    @cached_property
+    def counted(self) -> tuple[Storage, ...]:
+        """The storages that the step itself makes."""
+        return tuple(storage for storage in self.storages if storage.place is not Place.INPUT)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """Per storage the operators that read or write it, in graph order, its producer left out."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for index, operator in enumerate(self.operators):
+            for storage in sorted({*operator.reads, *operator.writes}):
+                found[storage].append(index)
+        return tuple(tuple(users) for users in found)
+
+    @cached_property
+    def saved(self) -> tuple[Storage, ...]:
+        """Temporaries made in FORWARD and used in BACKWARD or later."""
+        return tuple(
+            storage
+            for storage in self.counted
+            if self.operators[storage.producer].phase is Phase.FORWARD
+            and any(self.operators[user].phase is not Phase.FORWARD for user in self.uses[storage.index])
+        )
+
+    def storage_of(self, node: fx.Node, position: int = 0) -> Storage:
+        """The storage behind one tensor of the graph."""
+        return self.storages[self.owner[node.name, position]]
+
+
+def build_memory(graph: TrainGraph) -> MemoryModel:
+    """Read storages, operators and order constraints off ``graph``."""
+    return _Builder(graph).build()
+
+
+def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[Int64s, Int64s]:
+    """Half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
+
+    Args:
+        memory: n operators.
+        order: a permutation of 0..n-1; None for graph order.
+
+    Returns:
+        Two arrays over ``memory.counted``. Outputs live to step n.
+    """
+    count = len(memory.operators)
+    position = np.empty(count, dtype=np.int64)
+    position[np.arange(count) if order is None else np.asarray(order)] = np.arange(count)
+    born = np.array([position[storage.producer] for storage in memory.counted], dtype=np.int64)
+    dead = born + 1
+    for row, storage in enumerate(memory.counted):
+        if storage.place is Place.OUTPUT:
+            dead[row] = count
+        elif memory.uses[storage.index]:
+            dead[row] = max(dead[row], 1 + max(position[user] for user in memory.uses[storage.index]))
+    return born, dead
+
+
+def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
+    """Live bytes at every step, for storages of ``nbytes`` alive in ``[born, dead)``."""
+    change = np.zeros(steps + 1, dtype=np.int64)
+    np.add.at(change, born, nbytes)
+    np.subtract.at(change, dead, nbytes)
+    return np.cumsum(change)[:steps]
+
+
+def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
+    """Live bytes of counted storages at every step of ``order`` (graph order if None)."""
+    born, dead = lifetimes(memory, order)
+    return timeline(sizes(memory.counted), born, dead, len(memory.operators))
+
+
+def eager_live_bytes(memory: MemoryModel) -> Int64s:
+    """What eager PyTorch holds at every step: program order, and gradients live to the end of the step.
+
+    Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
+    the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
+    """
+    born, dead = lifetimes(memory)
+    count = len(memory.operators)
+    for row, storage in enumerate(memory.counted):
+        if storage.gradient:
+            dead[row] = count
+    return timeline(sizes(memory.counted), born, dead, count)
+
+
+def sizes(storages: Iterable[Storage]) -> Int64s:
+    """Their sizes in bytes as an array."""
+    return np.array([storage.nbytes for storage in storages], dtype=np.int64)
+
+
+class _Builder:
+    """Walks the graph once; one dictionary from storage identity to index."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.graph = graph
+        self.storages: list[Storage] = []
+        self.operators: list[Operator] = []
+        self.owner: dict[tuple[str, int], int] = {}
+        self.seen: dict[int, int] = {}
+        self.maker: dict[fx.Node, int] = {}
+        self.handed: set[int] = set()
+        self.gradients: set[int] = set()
+
+    def build(self) -> MemoryModel:
+        self.handed = self._identities(output_values(self.graph.graph))
+        by_name = {node.name: node for node in self.graph.graph.nodes}
+        self.gradients = self._identities(by_name.get(name) for name in self.graph.gradients)
+        for node in self.graph.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                for position, tensor in tensors_of(node):
+                    self._claim(node, position, tensor, Place.INPUT, -1)
+            elif node.op == "call_function":
+                self._visit(node)
+        return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
+
+    def _identities(self, nodes: Iterable[fx.Node | None]) -> set[int]:
+        """Storage identities of all tensors that ``nodes`` stand for."""
+        return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
+
+    def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
+        """Record the storage of one tensor; its index if it is new, None if it was known."""
+        key = identity(tensor)
+        new = key not in self.seen
+        if new:
+            name = node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
+            nbytes = int(tensor.untyped_storage().nbytes())
+            gradient = key in self.gradients
+            self.seen[key] = len(self.storages)
+            device = tensor.device.type
+            self.storages.append(Storage(len(self.storages), name, nbytes, place, producer, device, gradient))
+        self.owner[node.name, position] = self.seen[key]
+        return self.seen[key] if new else None
+
+    def _visit(self, node: fx.Node) -> None:
+        index = len(self.operators)
+        births = []
+        for position, tensor in tensors_of(node):
+            place = Place.OUTPUT if identity(tensor) in self.handed else Place.TEMPORARY
+            new = self._claim(node, position, tensor, place, index)
+            if new is not None:
+                births.append(new)
+        if not births and ops.is_view(node.target):
+            return
+        writes = {self._storage(argument) for argument in ops.mutated_arguments(node)}
+        reads = {storage for argument in node.all_input_nodes for storage in self._storages(argument)}
+        self.maker[node] = index
+        phase = self.graph.phase[node.name]
+        kept = tuple(sorted(reads - set(births)))
+        self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
+
+    def _storage(self, node: fx.Node) -> int:
+        return self.owner[node.name, 0]
+
+    def _storages(self, node: fx.Node) -> list[int]:
+        return [self.owner[node.name, position] for position, _ in tensors_of(node)]
+
+    def _edges(self) -> tuple[tuple[int, int], ...]:
+        edges: set[tuple[int, int]] = set()
+        self._storage_edges(edges)
+        self._scalar_edges(edges)
+        self._update_edges(edges)
+        self._chain(edges, lambda rule: rule.random)
+        self._chain(edges, lambda rule: rule.collective)
+        self._chain(edges, lambda rule: rule.ordered)
+        return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
+
+    def _storage_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Reads after the last write, writes after every read since, per storage."""
+        writer: dict[int, int] = {s.index: s.producer for s in self.storages if s.producer >= 0}
+        readers: dict[int, list[int]] = {}
+        for index, operator in enumerate(self.operators):
+            for storage in operator.reads:
+                if storage in writer and writer[storage] < index:
+                    edges.add((writer[storage], index))
+            for storage in operator.writes:
+                edges.update((reader, index) for reader in readers.get(storage, ()))
+                if storage in writer and writer[storage] < index:
+                    edges.add((writer[storage], index))
+                writer[storage] = index
+                readers[storage] = []
+            for storage in operator.reads:
+                if storage not in operator.writes:
+                    readers.setdefault(storage, []).append(index)
+
+    def _scalar_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Dependencies through results that are not tensors (numbers, tokens, random states)."""
+        for node, index in self.maker.items():
+            for argument in node.all_input_nodes:
+                maker = self._maker_of(argument)
+                if maker is not None:
+                    edges.add((maker, index))
+
+    def _update_edges(self, edges: set[tuple[int, int]]) -> None:
+        """No part of an update before its gradient exists: a step that fails before has changed nothing."""
+        by_name = {node.name: node for node in self.graph.graph.nodes}
+        for name, gradient in self.graph.waits.items():
+            maker = self._maker_of(by_name[gradient]) if gradient in by_name else None
+            if name in by_name and maker is not None:
+                edges.add((maker, self.maker[by_name[name]]))
+
+    def _maker_of(self, node: fx.Node) -> int | None:
+        while node not in self.maker:
+            if node.op != "call_function" or not node.all_input_nodes:
+                return None
+            node = node.all_input_nodes[0]
+        return self.maker[node]
+
+    def _chain(self, edges: set[tuple[int, int]], kind: object) -> None:
+        members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]  # type: ignore[operator]
+        edges.update(zip(members, members[1:], strict=False))
+
+
+def identity(tensor: torch.Tensor) -> int:
+    """The same number for two fake tensors exactly if they share a storage (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
+    """Bytes of the caller's tensors by role: parameters, optimizer state, buffers, inputs."""
+    total: dict[str, Bytes] = {}
+    seen: set[int] = set()
+    for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
+        for _, tensor in tensors_of(node):
+            if identity(tensor) not in seen:
+                seen.add(identity(tensor))
+                size = int(tensor.untyped_storage().nbytes())
+                total[port.role.value] = total.get(port.role.value, 0) + size
+    return total

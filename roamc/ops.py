@@ -1,0 +1,137 @@
+"""The operator table: per operator, whether it views, mutates, is random, talks to other ranks, may be run again.
+
+Most of it is in the operator's schema and tags. ``ROWS`` holds what a schema does not say. Code asks
+:func:`rule` and never compares operator names itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.compat import HigherOrderOperator, OpOverload
+
+Target = object
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """What the planner must know of one operator.
+
+    Attributes:
+        view_of: positions of the arguments whose storage a result shares.
+        mutates: positions or keyword names of the arguments that are written.
+        random: draws from a generator, so that its place among random operators matters.
+        collective: talks to other ranks; all ranks must issue it in the same order.
+        ordered: has an effect that is not in its results (assertions, tokens); keeps its place.
+        recomputable: gives the same bits again for the same inputs.
+    """
+
+    view_of: tuple[int, ...] = ()
+    mutates: tuple[int | str, ...] = ()
+    random: bool = False
+    collective: bool = False
+    ordered: bool = False
+    recomputable: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """Corrections to what schema and tags say; None leaves a field as derived."""
+
+    view_of: tuple[int, ...] | None = None
+    random: bool | None = None
+    ordered: bool | None = None
+    recomputable: bool | None = None
+
+
+ROWS: dict[str, Row] = {
+    # Share storage although their schema declares no alias.
+    "aten::_unsafe_view": Row(view_of=(0,)),
+    "aten::_reshape_alias": Row(view_of=(0,)),
+    "aten::lift_fresh": Row(view_of=(0,)),
+    # Draw random numbers although not tagged so in every supported torch.
+    "aten::native_dropout": Row(random=True),
+    "aten::bernoulli_": Row(random=True),
+    "aten::uniform_": Row(random=True),
+    "aten::normal_": Row(random=True),
+    "aten::_fused_dropout": Row(random=True),
+    # Effects beside the results.
+    "aten::_assert_async": Row(ordered=True),
+    "aten::_assert_scalar": Row(ordered=True),
+    "aten::_assert_tensor_metadata": Row(ordered=True),
+    "aten::sym_constrain_range": Row(ordered=True),
+    # Sum with atomics on a GPU: the same inputs may give other bits.
+    "aten::index_put": Row(recomputable=False),
+    "aten::_index_put_impl_": Row(recomputable=False),
+    "aten::scatter_add": Row(recomputable=False),
+    "aten::index_add": Row(recomputable=False),
+    "aten::embedding_dense_backward": Row(recomputable=False),
+    "aten::max_pool2d_with_indices_backward": Row(recomputable=False),
+    "aten::upsample_bilinear2d_backward": Row(recomputable=False),
+    "aten::grid_sampler_2d_backward": Row(recomputable=False),
+}
+
+COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})
+RANDOM_HIGHER_ORDER = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
+
+
+@functools.cache
+def rule(target: Target) -> OpRule:
+    """The row of ``target``: an ATen or custom overload, ``operator.getitem`` or a higher-order operator."""
+    if target is operator.getitem:
+        return OpRule(view_of=(0,))
+    if isinstance(target, OpOverload):
+        return _from_schema(target)
+    known = isinstance(target, HigherOrderOperator) and target.name() in RANDOM_HIGHER_ORDER
+    return OpRule(random=known, ordered=not known, recomputable=False)
+
+
+def _from_schema(target: OpOverload) -> OpRule:
+    schema = target._schema
+    row = ROWS.get(schema.name, Row())
+    mutates: list[int | str] = []
+    views: list[int] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        if argument.alias_info.is_write:
+            mutates.append(argument.name if argument.kwarg_only else position)
+        elif not argument.kwarg_only:
+            views.append(position)
+    random = torch.Tag.nondeterministic_seeded in target.tags if row.random is None else row.random
+    collective = target.namespace in COLLECTIVE_NAMESPACES
+    exact = not (random or collective or mutates)
+    return OpRule(
+        view_of=tuple(views) if row.view_of is None else row.view_of,
+        mutates=tuple(mutates),
+        random=random,
+        collective=collective,
+        ordered=bool(row.ordered),
+        recomputable=exact if row.recomputable is None else (exact and row.recomputable),
+    )
+
+
+def is_view(target: Target) -> bool:
+    """Whether a call of ``target`` only makes another view (or picks one result of several)."""
+    found = rule(target)
+    return bool(found.view_of) and not found.mutates
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose storage ``node`` writes, in schema order; lists of tensors are flattened."""
+    written: list[fx.Node] = []
+    schema = getattr(node.target, "_schema", None)
+    for where in rule(node.target).mutates:
+        if isinstance(where, str):
+            value = node.kwargs.get(where)
+        elif where < len(node.args):
+            value = node.args[where]
+        else:
+            value = node.kwargs.get(schema.arguments[where].name) if schema is not None else None
+        fx.node.map_arg(value, written.append)
+    return written

@@ -1,0 +1,90 @@
+"""The options of every way in: one frozen dataclass, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roamc.errors import OptionError
+from roamc.units import Bytes, parse_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set; the same names in ``options={...}``, keyword arguments and the command line.
+
+    Attributes:
+        memory_limit: refuse, before anything runs, a plan whose peak is above this many bytes.
+        alignment: bytes; every tensor of the arena starts at a multiple. 0 takes the device's own.
+        layout_nodes: node limit of the layout's tree search.
+        order: name of one ordering algorithm, or "best" for all of them and the best kept.
+        disable: names of passes to leave out, e.g. ("reorder",).
+        strict: raise where roamc would otherwise warn and hand the graph to the fallback.
+        max_plans: how many shapes of one train step or module keep a plan at the same time.
+    """
+
+    memory_limit: Bytes | None = None
+    alignment: int = 0
+    layout_nodes: int = 20_000
+    order: str = "best"
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    max_plans: int = 8
+
+    def key(self) -> tuple[object, ...]:
+        """Everything that a plan depends on, hashable."""
+        return dataclasses.astuple(self)
+
+
+def parse_options(given: Mapping[str, Any] | None) -> Options:
+    """Check names, types and ranges of user options.
+
+    Raises:
+        OptionError: names the nearest valid option, or the range that was left.
+    """
+    given = dict(given or {})
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in given:
+        if name not in known:
+            raise OptionError(_unknown(name, known))
+    if given.get("memory_limit") is not None:
+        given["memory_limit"] = parse_bytes(given["memory_limit"])
+    if "disable" in given:
+        given["disable"] = _names(given["disable"])
+    options = Options(**given)
+    _check_ranges(options)
+    return options
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown option {name!r}{hint} Valid options: {', '.join(known)}"
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise OptionError(f"disable takes pass names, not {value!r}")
+
+
+def _check_ranges(options: Options) -> None:
+    if not _is_int(options.alignment) or options.alignment < 0 or options.alignment & (options.alignment - 1):
+        raise OptionError(f"alignment must be 0 or a power of two, not {options.alignment!r}")
+    if not _is_int(options.layout_nodes) or options.layout_nodes < 0:
+        raise OptionError(f"layout_nodes must be a whole number from 0, not {options.layout_nodes!r}")
+    if not _is_int(options.max_plans) or options.max_plans < 1:
+        raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
+    if not isinstance(options.strict, bool):
+        raise OptionError(f"strict must be True or False, not {options.strict!r}")
+    if not isinstance(options.order, str):
+        raise OptionError(f"order must be the name of an ordering algorithm or 'best', not {options.order!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

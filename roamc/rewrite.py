@@ -1,0 +1,51 @@
+"""Writing FX nodes together with their metadata: every new node gets its fake value from the operator itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from roamc.compat import FakeTensorMode, fake_mode_of
+from roamc.graph import Phase
+
+
+class Writer:
+    """Adds ``call_function`` nodes to a graph and derives shape, dtype and strides of each.
+
+    Attributes:
+        phase: node name to phase of every node written; :class:`roamc.graph.TrainGraph` takes it.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: Phase) -> None:
+        self.graph = graph
+        self.mode = mode
+        self.current = phase
+        self.phase: dict[str, Phase] = {}
+        self.like: fx.Node | None = None
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append ``target(*args, **kwargs)``; arguments are nodes, numbers or lists of them."""
+        node = self.graph.call_function(target, args, kwargs)
+        with self.mode:
+            node.meta["val"] = target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
+        if self.like is not None and "stack_trace" in self.like.meta:
+            node.meta["stack_trace"] = self.like.meta["stack_trace"]
+        self.phase[node.name] = self.current
+        return node
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that a node stands for."""
+    return node.meta["val"]
+
+
+def mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, list | tuple) else (value,):
+            mode = fake_mode_of(item)
+            if mode is not None:
+                return mode
+    return None

@@ -1,0 +1,38 @@
+"""Bytes and how people write them."""
+
+from __future__ import annotations
+
+import re
+
+from roamc.errors import OptionError
+
+Bytes = int
+Seconds = float
+
+_POWERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+           "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> Bytes:
+    """Read a size such as ``"6GiB"``, ``"500 MB"`` or ``1048576``.
+
+    Raises:
+        OptionError: the text is not a non-negative size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise OptionError(f"a size cannot be negative: {text}")
+        return text
+    match = _SIZE.fullmatch(str(text))
+    if match is None:
+        raise OptionError(f"{text!r} is not a size; write for example 6GiB, 500MB or a number of bytes")
+    return int(float(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
+
+
+def format_bytes(count: Bytes) -> str:
+    """Write ``count`` bytes in decimal units with four significant digits, e.g. ``"463.2 MB"``."""
+    for power, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(count) >= power:
+            return f"{count / power:.4g} {unit}" if abs(count) < 1000 * power else f"{count / power:.0f} {unit}"
+    return f"{count} B"
