@@ -1,0 +1,119 @@
+"""reorder: the order of the operators, so that the peak of live bytes is as low as the portfolio finds.
+
+Operators are nodes that do work; views and picks follow the operator that they belong to. The constraints
+(data, writes, random and collective operators, the boundary) come from :mod:`roamc.memory`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from roamc.errors import OptionError, PlanError
+from roamc.graph import TrainGraph, output_node
+from roamc.memory import MemoryModel, Place, build_memory
+from roamc.options import Options
+from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve
+from roamc.units import Bytes
+
+NAME = "reorder"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The chosen order.
+
+    Attributes:
+        order: names of all operators (views and picks left out), first to last.
+        peak_bytes: live bytes at the worst step.
+        bound_bytes: no order of this graph has a lower peak.
+        status: ``"optimal"`` if peak and bound meet, else ``"gap"``.
+        algorithm: the member of the portfolio that found it.
+        candidates: (algorithm, peak) of every member that ran.
+    """
+
+    order: tuple[str, ...]
+    peak_bytes: Bytes
+    bound_bytes: Bytes
+    status: str
+    algorithm: str
+    candidates: tuple[tuple[str, Bytes], ...]
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Run the portfolio, or the one algorithm that ``options.order`` names."""
+    memory = build_memory(graph)
+    if options.order != "best" and options.order not in ALGORITHMS:
+        raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
+    chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
+    solution = solve(order_problem(graph, memory), algorithms=chosen)
+    return Decision(
+        order=tuple(memory.operators[index].node.name for index in solution.order.tolist()),
+        peak_bytes=int(solution.peak_bytes),
+        bound_bytes=int(solution.bound_bytes),
+        status=str(solution.status.value),
+        algorithm=solution.algorithm,
+        candidates=tuple((name, int(peak)) for name, peak in solution.candidates),
+    )
+
+
+def order_problem(graph: TrainGraph, memory: MemoryModel) -> OrderProblem:
+    """The graph as plain numbers: stages at the boundary, buffers, constraints."""
+    stage = [int(op.phase) if graph.boundary else 0 for op in memory.operators]
+    buffers = [
+        (s.nbytes, s.producer, list(memory.uses[s.index]), s.place is Place.OUTPUT) for s in memory.counted
+    ]
+    return make_problem(stage, memory.edges, buffers, [0] * len(stage))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Move the nodes: picks right behind their operator, views right before the first that reads them.
+
+    Raises:
+        PlanError: the decision names other operators than the graph has.
+    """
+    by_name = {node.name: node for node in graph.graph.nodes}
+    wanted = {op.node.name for op in build_memory(graph).operators}
+    if set(decision.order) != wanted or len(decision.order) != len(wanted):
+        raise PlanError("reorder: the plan's order is not a permutation of this graph's operators")
+    placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
+    for name in decision.order:
+        _place(by_name[name], wanted, placed)
+        for user in by_name[name].users:
+            if user.target is operator.getitem:
+                placed[user] = None
+    for argument in output_node(graph.graph).all_input_nodes:
+        _place(argument, wanted, placed)
+    _relink(graph.graph, list(placed))
+    phase = {name: found for name, found in graph.phase.items() if by_name[name] in placed}
+    return graph.replace(phase=phase)
+
+
+def _place(node: fx.Node, wanted: set[str], placed: dict[fx.Node, None]) -> None:
+    """List ``node`` behind the views that it reads, which are listed now if they were not before."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        missing = [n for n in current.all_input_nodes if n not in placed]
+        early = [n.name for n in missing if n.name in wanted]
+        if early:
+            raise PlanError(f"reorder: {current.name} would run before {early[0]}, which it reads")
+        if missing:
+            pending.extend(missing)
+            continue
+        placed[current] = None
+        pending.pop()
+
+
+def _relink(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Put the graph's nodes in the order of ``nodes``; views that nothing reads are erased."""
+    kept = set(nodes)
+    for node in reversed(list(graph.nodes)):
+        if node not in kept and node.op == "call_function":
+            graph.erase_node(node)
+    end = output_node(graph)
+    for node in nodes:
+        if node.op == "call_function":
+            end.prepend(node)

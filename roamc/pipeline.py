@@ -1,0 +1,161 @@
+"""The road: an ordered tuple of passes, and the runner that checks the graph after each.
+
+Read this file top to bottom, then one pass, then one solver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roamc import verify
+from roamc.errors import BudgetError, PlanError
+from roamc.graph import TrainGraph, tensors_of
+from roamc.memory import build_memory, eager_live_bytes, input_bytes
+from roamc.options import Options
+from roamc.passes import layout, normalize, reorder
+from roamc.plan import Plan
+from roamc.units import format_bytes
+from roamc.version import __version__
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass: its name on the command line and in messages, and its two functions."""
+
+    name: str
+    decision: type
+    decide: Callable[[TrainGraph, Options], Any]
+    apply: Callable[[TrainGraph, Any], TrainGraph]
+
+
+PIPELINE = (
+    Pass(normalize.NAME, normalize.Decision, normalize.decide, normalize.apply),
+    Pass(reorder.NAME, reorder.Decision, reorder.decide, reorder.apply),
+    Pass(layout.NAME, layout.Decision, layout.decide, layout.apply),
+)
+
+REQUIRED = frozenset({layout.NAME})
+"""Passes that no option leaves out: without them there is no program."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A graph with every decision applied, and the plan that did it."""
+
+    graph: TrainGraph
+    plan: Plan
+
+
+def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False) -> Planned:
+    """Decide, apply and verify every pass in turn.
+
+    Args:
+        graph: straight from capture; its nodes are moved and erased in place.
+        options: what the user set.
+        plan: decisions to use instead of deciding; every apply and every check still runs.
+        deep: also derive all metadata again after every pass (slow; for tests).
+
+    Raises:
+        PlanError: ``plan`` was made for another graph.
+        VerifyError: a pass left an invalid graph.
+        BudgetError: the plan's peak is above ``options.memory_limit``.
+    """
+    _check_disabled(options)
+    mark = fingerprint(graph)
+    if plan is not None and plan.fingerprint != mark:
+        raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
+    verify.check_graph(graph, "capture", deep=deep)
+    baseline = int(eager_live_bytes(build_memory(graph)).max(initial=0))
+    decisions: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    for step in PIPELINE:
+        if step.name in options.disable or (plan is not None and step.name not in plan.decisions):
+            continue
+        start = time.perf_counter()
+        kept = verify.constraints(graph)
+        decision = _read(step, plan) if plan is not None else step.decide(graph, options)
+        graph = step.apply(graph, decision)
+        verify.check_graph(graph, step.name, kept, deep=deep)
+        decisions[step.name] = decision
+        seconds[step.name] = time.perf_counter() - start
+    start = time.perf_counter()
+    verify.check_layout(graph)
+    made = _plan(graph, mark, baseline, decisions, seconds)
+    made.seconds["verify"] = time.perf_counter() - start  # type: ignore[index]
+    _check_limit(made, options)
+    log.info("%s", made)
+    return Planned(graph, made)
+
+
+def fingerprint(graph: TrainGraph) -> str:
+    """A hash of operators, arguments, shapes and roles; the same in every process."""
+    digest = hashlib.sha256()
+    for node in graph.graph.nodes:
+        geometry = [(tuple(map(int, t.shape)), tuple(map(int, t.stride())), str(t.dtype)) for _, t in tensors_of(node)]
+        digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{geometry}\n".encode())
+    digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
+    digest.update(f"{graph.boundary}|{graph.saved}".encode())
+    return digest.hexdigest()
+
+
+def _check_disabled(options: Options) -> None:
+    known = [step.name for step in PIPELINE if step.name not in REQUIRED]
+    for name in options.disable:
+        if name not in known:
+            raise PlanError(f"cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
+
+
+def _read(step: Pass, plan: Plan) -> Any:
+    """A decision from plain data; tuples again where JSON has lists."""
+    data = plan.decisions[step.name]
+    names = {field.name for field in dataclasses.fields(step.decision)}
+    if set(data) != names:
+        raise PlanError(f"the plan's decision of pass {step.name!r} has fields {sorted(data)}, not {sorted(names)}")
+    return step.decision(**{key: _frozen(value) for key, value in data.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _plan(
+    graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]
+) -> Plan:
+    placed: layout.Decision = decisions[layout.NAME]
+    ordered: reorder.Decision | None = decisions.get(reorder.NAME)
+    statuses = {placed.status, ordered.status if ordered else "gap"}
+    return Plan(
+        name=graph.name,
+        fingerprint=mark,
+        versions={"roamc": __version__, "torch": torch.__version__},
+        peak_bytes=placed.arena_bytes + placed.outside_bytes,
+        arena_bytes=placed.arena_bytes,
+        live_bytes=placed.live_bytes,
+        bound_bytes=ordered.bound_bytes if ordered else 0,
+        baseline_bytes=baseline,
+        status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
+        fixed_bytes=input_bytes(graph),
+        decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
+        notes=graph.notes,
+        seconds=seconds,
+    )
+
+
+def _check_limit(plan: Plan, options: Options) -> None:
+    if options.memory_limit is None or plan.peak_bytes <= options.memory_limit:
+        return
+    raise BudgetError(
+        f"{plan.name} needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) at its peak, above "
+        f"memory_limit={format_bytes(options.memory_limit)}; no order of its operators needs less than "
+        f"{format_bytes(plan.bound_bytes)}. Raise the limit, or use a smaller batch"
+    )

@@ -1,0 +1,145 @@
+"""A plan: every decision of every pass as frozen data, with its cost and its bound; JSON both ways.
+
+A plan made once can be kept and given to a later run: the pipeline then skips every ``decide`` and runs
+every ``apply`` and every check. Reading a plan executes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roamc.errors import PlanError
+from roamc.units import Bytes, Seconds, format_bytes
+
+FORMAT = 1
+"""Version of the JSON form; raised when a reader of an older version could misread it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided for one graph, and what it costs. All sizes in bytes.
+
+    Attributes:
+        name: name of the graph.
+        fingerprint: hash of the graph that the plan was made for.
+        versions: of roamc and torch.
+        peak_bytes: predicted peak of everything that the step allocates: the arena, and outside it
+            outputs, held results and results on their way into the arena. Parameters, optimizer state
+            and inputs are not in it, nor the workspace inside operators.
+        arena_bytes: size of the arena.
+        live_bytes: most bytes of the arena in use at one step.
+        bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
+        baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
+        status: "optimal" if no order and no layout can be better, else "gap" or "limit".
+        fixed_bytes: bytes of parameters, optimizer state, buffers and inputs, by role.
+        decisions: pass name to that pass's decision, as plain data.
+        notes: sentences for the user, such as what gradient clipping costs.
+        seconds: wall time of every stage; not part of equality, nor of :meth:`to_json` unless asked for.
+    """
+
+    name: str
+    fingerprint: str
+    versions: Mapping[str, str]
+    peak_bytes: Bytes
+    arena_bytes: Bytes
+    live_bytes: Bytes
+    bound_bytes: Bytes
+    baseline_bytes: Bytes
+    status: str
+    fixed_bytes: Mapping[str, Bytes]
+    decisions: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    seconds: Mapping[str, Seconds] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the arena that no tensor uses at its fullest step: arena / live - 1."""
+        return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
+
+    def to_dict(self, *, seconds: bool = False) -> dict[str, Any]:
+        """Plain data, ready for JSON. ``seconds`` adds the planning times, which differ from run to run."""
+        data = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        if not seconds:
+            del data["seconds"]
+        return {"format": FORMAT, **data}
+
+    def to_json(self, *, seconds: bool = False) -> str:
+        """The plan as JSON text; byte for byte the same for the same graph, options and versions."""
+        return json.dumps(self.to_dict(seconds=seconds), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: the text is not a plan of this format; says what is wrong.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"not a plan: {error}") from None
+        return _from_dict(data)
+
+    def __str__(self) -> str:
+        rows = [
+            ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
+            ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
+            ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
+            ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
+            ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
+            ("status", self.status, ""),
+        ]
+        lines = [f"plan of {self.name}"]
+        lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in rows]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _against(value: Bytes, base: Bytes, of: str) -> str:
+    return f"{value / base:.3f} {of}" if base else ""
+
+
+def _parts(parts: Mapping[str, Bytes]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+_KINDS: dict[str, type] = {
+    "name": str,
+    "fingerprint": str,
+    "versions": dict,
+    "peak_bytes": int,
+    "arena_bytes": int,
+    "live_bytes": int,
+    "bound_bytes": int,
+    "baseline_bytes": int,
+    "status": str,
+    "fixed_bytes": dict,
+    "decisions": dict,
+    "notes": list,
+}
+
+
+def _from_dict(data: Any) -> Plan:
+    if not isinstance(data, dict):
+        raise PlanError("not a plan: expected a JSON object")
+    if data.get("format") != FORMAT:
+        raise PlanError(f"plan format {data.get('format')!r}; this roamc reads format {FORMAT}: plan again")
+    for key, kind in _KINDS.items():
+        if not isinstance(data.get(key), kind) or isinstance(data.get(key), bool):
+            raise PlanError(f"plan field {key!r} is missing or not a {kind.__name__}")
+        if kind is int and data[key] < 0:
+            raise PlanError(f"plan field {key!r} is negative")
+    fields = {key: data[key] for key in _KINDS}
+    fields["notes"] = tuple(data["notes"])
+    return Plan(**fields, seconds=data.get("seconds", {}))

@@ -1,0 +1,189 @@
+"""The judge of graphs and of plans. Every graph a pass leaves, and every plan, is checked here before it runs.
+
+The checks are dull on purpose and share nothing with the solvers. A fault is shown with the ten nodes
+around it, the pass that ran last, and how to leave that pass out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.errors import VerifyError
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.memory import build_memory, identity
+from roamc.rewrite import mode_of, value_of
+
+NEIGHBOURS = 5
+"""Nodes shown on each side of a fault."""
+
+Constraint = tuple[str, str]
+
+
+def constraints(graph: TrainGraph) -> tuple[Constraint, ...]:
+    """(before, after) pairs of node names that no pass may turn round: data, writes, random, collectives."""
+    memory = build_memory(graph)
+    names = [op.node.name for op in memory.operators]
+    return tuple((names[before], names[after]) for before, after in memory.edges)
+
+
+def check_graph(graph: TrainGraph, after: str, kept: Iterable[Constraint] = (), *, deep: bool = False) -> None:
+    """Check one graph.
+
+    Args:
+        graph: what the pass left.
+        after: name of the pass, for the message.
+        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped.
+        deep: also derive shape, dtype and strides of every node again from its operator.
+
+    Raises:
+        VerifyError: names the fault, shows its neighbourhood and the pass.
+    """
+    try:
+        graph.graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {error}") from error
+    _check_ports(graph, after)
+    _check_phases(graph, after)
+    _check_order(graph, after, kept)
+    _check_aliases(graph, after)
+    if deep:
+        _check_metadata(graph, after)
+
+
+def check_layout(graph: TrainGraph) -> None:
+    """Check that no two storages that are alive together share bytes of the arena.
+
+    Lifetimes are derived here anew, from the graph as it will run, by walking it once.
+
+    Raises:
+        VerifyError: names the two storages, their bytes and lives.
+    """
+    if graph.layout is None:
+        raise VerifyError("after pass 'layout': the graph has no layout")
+    lives = _storage_lives(graph)
+    alive: list[tuple[int, int, int, str]] = []
+    for name, (born, dead, nbytes) in sorted(lives.items(), key=lambda item: item[1][0]):
+        if name not in graph.layout.offset:
+            continue
+        low = graph.layout.offset[name]
+        high = low + nbytes
+        if low % graph.layout.alignment or low < 0 or high > graph.layout.arena_bytes:
+            raise VerifyError(f"after pass 'layout': {name} at [{low}, {high}) is misaligned or outside the arena")
+        alive = [other for other in alive if other[0] > born]
+        for other_dead, other_low, other_high, other in alive:
+            if low < other_high and other_low < high:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at bytes [{low}, {high}), alive in steps [{born}, {dead}), and "
+                    f"{other} at [{other_low}, {other_high}), alive until {other_dead}, overlap; "
+                    f"leave the pass's order out with options={{'disable': 'reorder'}}"
+                )
+        if nbytes:
+            alive.append((dead, low, high, name))
+
+
+def _storage_lives(graph: TrainGraph) -> dict[str, tuple[int, int, int]]:
+    """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
+    owner: dict[int, str] = {}
+    lives: dict[str, tuple[int, int, int]] = {}
+    for step, node in enumerate(graph.graph.nodes):
+        touched = {identity(t) for a in node.all_input_nodes for _, t in tensors_of(a)}
+        for position, tensor in tensors_of(node):
+            key = identity(tensor)
+            if key not in owner:
+                many = not isinstance(node.meta["val"], torch.Tensor)
+                owner[key] = f"{node.name}#{position}" if many else node.name
+                lives[owner[key]] = (step, step + 1, int(tensor.untyped_storage().nbytes()))
+            touched.add(key)
+        if node.op == "call_function" and ops.is_view(node.target):
+            continue
+        for key in touched:
+            born, _, nbytes = lives[owner[key]]
+            lives[owner[key]] = (born, step + 1, nbytes)
+    return lives
+
+
+def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
+    nodes = list(graph.graph.nodes)
+    at = nodes.index(node)
+    shown = []
+    for other in nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]:
+        mark = ">" if other is node else " "
+        shown.append(f"  {mark} {other.format_node()}")
+    raise VerifyError(
+        f"after pass {after!r}: {what}\n" + "\n".join(shown) + f"\nleave the pass out with options={{'disable': {after!r}}}"
+    )
+
+
+def _check_ports(graph: TrainGraph, after: str) -> None:
+    if len(placeholders(graph.graph)) != len(graph.inputs):
+        raise VerifyError(f"after pass {after!r}: {len(placeholders(graph.graph))} inputs, {len(graph.inputs)} roles")
+    if len(output_values(graph.graph)) != len(graph.outputs):
+        raise VerifyError(f"after pass {after!r}: {len(output_values(graph.graph))} outputs, {len(graph.outputs)} roles")
+    names = {node.name for node in graph.graph.nodes}
+    missing = [name for name in graph.saved if name not in names]
+    if missing:
+        raise VerifyError(f"after pass {after!r}: saved node {missing[0]} is gone")
+
+
+def _check_phases(graph: TrainGraph, after: str) -> None:
+    late = {n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is not Phase.FORWARD}
+    crossed = False
+    for node in operators(graph.graph):
+        if node.name not in graph.phase:
+            _fail(graph, after, node, f"{node.name} has no phase")
+        if not graph.boundary or ops.is_view(node.target):
+            continue
+        forward = graph.phase[node.name] is Phase.FORWARD
+        if forward and (crossed or any(argument in late for argument in node.all_input_nodes)):
+            _fail(graph, after, node, f"{node.name} belongs to FORWARD but stands behind or reads from BACKWARD")
+        crossed = crossed or not forward
+
+
+def _check_order(graph: TrainGraph, after: str, kept: Iterable[Constraint]) -> None:
+    position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
+    by_name = {node.name: node for node in graph.graph.nodes}
+    for before, behind in kept:
+        if before in position and behind in position and position[before] > position[behind]:
+            _fail(graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)")
+
+
+def _check_aliases(graph: TrainGraph, after: str) -> None:
+    """What the operator table calls a view must share storage, and nothing else may."""
+    for node in operators(graph.graph):
+        rule = ops.rule(node.target)
+        inputs = {identity(t) for argument in node.all_input_nodes for _, t in tensors_of(argument)}
+        shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
+        if node.target is operator.getitem and not all(shared):
+            _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
+        if shared and any(shared) and not (rule.view_of or rule.mutates):
+            _fail(graph, after, node, f"{node.name} shares storage with an input; the operator table has no row for it")
+
+
+def _check_metadata(graph: TrainGraph, after: str) -> None:
+    """Every tensor's shape, dtype and strides again, from the operator and its inputs' metadata."""
+    mode = mode_of(graph.graph)
+    for node in operators(graph.graph):
+        if mode is None or node.target is operator.getitem:
+            continue
+        with mode:
+            fresh = node.target(*fx.map_arg(node.args, _copy), **fx.map_arg(node.kwargs, _copy))  # type: ignore[operator]
+        probe = fresh if isinstance(fresh, list | tuple) else (fresh,)
+        told = [tensor for _, tensor in tensors_of(node)]
+        found = [tensor for tensor in probe if isinstance(tensor, torch.Tensor)]
+        for a, b in zip(told, found, strict=True):
+            if (a.shape, a.dtype, a.stride(), a.device) != (b.shape, b.dtype, b.stride(), b.device):
+                _fail(graph, after, node, f"{node.name} is noted as {_short(a)}, its operator gives {_short(b)}")
+
+
+def _copy(node: fx.Node) -> object:
+    value = value_of(node)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {tuple(tensor.stride())}"
