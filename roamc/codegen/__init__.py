@@ -1,0 +1,1 @@
+"""From a planned graph to Python source that runs it over one arena."""

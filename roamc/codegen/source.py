@@ -1,0 +1,376 @@
+"""Emit a planned graph as Python source.
+
+The program is a function ``bind(arena)``: it makes every planned tensor once, as a view of the arena, and
+returns the functions that run one step over them. Each statement is one operator; a comment gives the
+line of the user's model. Tensors outside the arena are deleted right after their last use.
+
+    def bind(arena):
+        addmm = arena.view("addmm", 4096, (256, 768), (768, 1), torch.float32)
+        def step(args):
+            wte, wpe, tokens = args
+            args.clear()
+            addmm_out(bias, x, weight, out=addmm)                  # model.py:31
+            ...
+            return (loss,)
+        return {"step": step}
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import OpOverload
+from roamc.errors import PlanError
+from roamc.forms import Form, FormKind, form_of
+from roamc.graph import Phase, TrainGraph, output_values, placeholders, source_line, tensors_of
+from roamc.layout import Layout
+from roamc.memory import MemoryModel, Place, Storage, build_memory
+from roamc.runtime.kernels import KERNELS
+
+INDENT = "        "
+
+
+@dataclass(frozen=True)
+class Program:
+    """Emitted source and what it needs beside torch.
+
+    Attributes:
+        source: Python text defining ``bind(arena)``.
+        constants: names in the source to objects: operators, kernels, tensors of the graph, rare arguments.
+        entries: name of each function to its parameters (node names) in order.
+    """
+
+    source: str
+    constants: dict[str, Any] = field(repr=False)
+    entries: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One function of the program: its parameters, what it returns, and the phases it runs."""
+
+    name: str
+    parameters: tuple[fx.Node, ...]
+    results: tuple[fx.Node | None, ...]
+    phases: frozenset[Phase]
+
+
+def emit(graph: TrainGraph) -> Program:
+    """Emit ``graph``, whose layout pass has run.
+
+    Raises:
+        PlanError: the graph has no layout.
+    """
+    if graph.layout is None:
+        raise PlanError("the graph has no layout; run the layout pass first")
+    return _Emitter(graph, graph.layout).emit()
+
+
+def entries_of(graph: TrainGraph) -> tuple[Entry, ...]:
+    """One function for a whole step; two, split at the boundary, for a graph of ``torch.compile``."""
+    inputs = placeholders(graph.graph)
+    outputs = output_values(graph.graph)
+    if not graph.boundary:
+        return (Entry("step", tuple(inputs), outputs, frozenset(Phase)),)
+    by_name = {node.name: node for node in graph.graph.nodes}
+    saved = tuple(by_name[name] for name in graph.saved)
+    fed = [(node, port) for node, port in zip(inputs, graph.inputs, strict=True)]
+    early = tuple(node for node, port in fed if port.phase is Phase.FORWARD)
+    late = tuple(node for node, port in fed if port.phase is not Phase.FORWARD)
+    given = list(zip(outputs, graph.outputs, strict=True))
+    forward = tuple(node for node, port in given if port.phase is Phase.FORWARD)
+    backward = tuple(node for node, port in given if port.phase is not Phase.FORWARD)
+    return (
+        Entry("forward", early, forward + saved, frozenset({Phase.FORWARD})),
+        Entry("backward", saved + late, backward, frozenset({Phase.BACKWARD})),
+    )
+
+
+class _Emitter:
+    """Walks the graph in order and writes one statement per operator."""
+
+    def __init__(self, graph: TrainGraph, layout: Layout) -> None:
+        self.graph = graph
+        self.layout = layout
+        self.memory: MemoryModel = build_memory(graph)
+        self.names = _Names(graph.graph)
+        self.constants: dict[str, Any] = {"torch": torch}
+        self.planned: dict[tuple[str, int], str] = {}
+        self.views: list[str] = []
+
+    def emit(self) -> Program:
+        entries = entries_of(self.graph)
+        bodies = [self._function(entry) for entry in entries]
+        lines = ["def bind(arena):", *(f"    {view}" for view in self.views), ""]
+        for body in bodies:
+            lines += [f"    {line}" if line else "" for line in body]
+            lines.append("")
+        exported = [f'"{entry.name}": {entry.name}' for entry in entries]
+        if self.graph.boundary:
+            exported.append(f'"saved": lambda: {self._saved()}')
+        lines.append("    return {" + ", ".join(exported) + "}")
+        parameters = {entry.name: tuple(node.name for node in entry.parameters) for entry in entries}
+        return Program("\n".join(lines) + "\n", self.constants, parameters)
+
+    def _saved(self) -> str:
+        """The planned places of saved tensors, for a backward whose saved tensors come from elsewhere."""
+        by_name = {node.name: node for node in self.graph.graph.nodes}
+        placed = [self._tensor(by_name[name]) for name in self.graph.saved if self._in_arena(by_name[name])]
+        return f"({', '.join(placed)},)" if placed else "()"
+
+    def _function(self, entry: Entry) -> list[str]:
+        nodes = self._nodes_of(entry)
+        last = _LastUses(entry, nodes)
+        lines = [f"def {entry.name}(args):"]
+        local = [self.names.of(node) for node in entry.parameters]
+        if local:
+            lines.append("    (" + ", ".join(self._parameter(node) for node in entry.parameters) + ",) = args")
+        lines.append("    args.clear()")
+        unused = [self._parameter(node) for node in entry.parameters if node not in last]
+        lines += self._delete([name for name in unused if name != "_"])
+        for node in nodes:
+            lines += [f"    {line}" for line in self._statement(node)]
+            lines += self._delete([self.names.of(done) for done in last.get_done(node) if self._is_local(done)])
+        results = ", ".join("None" if node is None else self._tensor(node) for node in entry.results)
+        lines.append(f"    return ({results},)" if entry.results else "    return ()")
+        return lines
+
+    def _nodes_of(self, entry: Entry) -> list[fx.Node]:
+        """Operators of the entry's phases, and the views of tensors outside the arena that they need here."""
+        mine = [
+            node
+            for node in self.graph.graph.nodes
+            if node.op == "call_function" and self.graph.phase[node.name] in entry.phases
+        ]
+        listed: dict[fx.Node, None] = {}
+        mine_set = set(mine)
+        for node in mine:
+            if not (self._is_free_view(node) and self._in_arena(node)):
+                listed[node] = None
+                # Picks follow their operator at once, so that results nobody picks are freed there.
+                picks = [user for user in node.users if user.target is operator.getitem]
+                listed.update((user, None) for user in picks if user in mine_set and not self._in_arena(user))
+        return list(listed)
+
+    def _parameter(self, node: fx.Node) -> str:
+        """The local name of a parameter; tensors that already lie in the arena arrive and are ignored."""
+        return "_" if node.op == "call_function" and self._in_arena(node) else self.names.of(node)
+
+    def _delete(self, names: Sequence[str]) -> list[str]:
+        return [f"    del {', '.join(names)}"] if names else []
+
+    def _is_local(self, node: fx.Node) -> bool:
+        return not self._in_arena(node)
+
+    # -- where tensors are ----------------------------------------------------------------------
+
+    def _storage(self, node: fx.Node, position: int = 0) -> Storage:
+        return self.memory.storages[self.memory.owner[node.name, position]]
+
+    def _placed(self, storage: Storage) -> bool:
+        return storage.name in self.layout.offset
+
+    def _in_arena(self, node: fx.Node) -> bool:
+        owned = [self._storage(node, position) for position, _ in tensors_of(node)]
+        return bool(owned) and all(self._placed(storage) for storage in owned)
+
+    def _is_free_view(self, node: fx.Node) -> bool:
+        births = [s for s in self._births(node)]
+        return not births and ops.is_view(node.target)
+
+    def _births(self, node: fx.Node) -> list[tuple[int, Storage]]:
+        """(result position, storage) for every storage that ``node`` makes."""
+        found = []
+        for position, _ in tensors_of(node):
+            storage = self._storage(node, position)
+            own = storage.name == node.name or storage.name == f"{node.name}#{position}"
+            if own and storage.place is not Place.INPUT:
+                found.append((position, storage))
+        return found
+
+    def _tensor(self, node: fx.Node, position: int = 0) -> str:
+        """The name that stands for one tensor: a planned view, made on first need, or a local."""
+        if not isinstance(node.meta.get("val"), torch.Tensor) and position == 0 and not self._many(node):
+            return self.names.of(node)
+        storage = self._storage(node, position)
+        if not self._placed(storage):
+            return self.names.of(node)
+        key = (node.name, position)
+        if key not in self.planned:
+            self.planned[key] = self._view(node, position, storage)
+        return self.planned[key]
+
+    def _many(self, node: fx.Node) -> bool:
+        return isinstance(node.meta.get("val"), list | tuple)
+
+    def _view(self, node: fx.Node, position: int, storage: Storage) -> str:
+        tensor = dict(tensors_of(node))[position]
+        name = self.names.of(node) if not self._many(node) else self.names.fresh(f"{node.name}_{position}")
+        offset = self.layout.offset[storage.name] + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        shape = tuple(int(size) for size in tensor.shape)
+        stride = tuple(int(step) for step in tensor.stride())
+        self.views.append(f'{name} = arena.view("{name}", {offset}, {shape}, {stride}, {tensor.dtype})')
+        return name
+
+    # -- statements -----------------------------------------------------------------------------
+
+    def _statement(self, node: fx.Node) -> list[str]:
+        births = self._births(node)
+        if not births and ops.is_view(node.target):
+            return [self._plain(node)]
+        form = form_of(node, len(births))
+        placed = [(position, storage) for position, storage in births if self._placed(storage)]
+        line = source_line(node)
+        comment = f"  # {line}" if line else ""
+        if not placed:
+            return [self._plain(node) + comment]
+        if form.kind in (FormKind.OUT, FormKind.KERNEL):
+            return self._allocate_rest(node, births) + [self._written(node, form) + comment]
+        return self._copied(node, births, comment)
+
+    def _plain(self, node: fx.Node) -> str:
+        """The operator itself; the result is a local, or ignored where it is a planned tensor already."""
+        if node.target is operator.getitem:
+            return f"{self.names.of(node)} = {self.names.of(node.args[0])}[{node.args[1]!r}]"
+        call = f"{self._function_name(node.target)}({self._arguments(node)})"
+        return call if self._in_arena(node) or not node.users else f"{self.names.of(node)} = {call}"
+
+    def _written(self, node: fx.Node, form: Form) -> str:
+        results = [self._result(node, position) for position, _ in tensors_of(node)]
+        if form.kind is FormKind.OUT:
+            target: Any = form.overload
+            outs = ", ".join(f"{key}={name}" for key, name in zip(form.arguments, results, strict=True))
+        else:
+            target = KERNELS[node.target].function  # type: ignore[index]
+            outs = f"out={results[0]}" if len(results) == 1 else f"out=({', '.join(results)})"
+        arguments = self._arguments(node)
+        return f"{self._function_name(target)}({arguments}{', ' if arguments else ''}{outs})"
+
+    def _result(self, node: fx.Node, position: int) -> str:
+        if self._placed(self._storage(node, position)):
+            return self._tensor(node, position)
+        return self.names.of(node) if not self._many(node) else f"{self.names.of(node)}[{position}]"
+
+    def _allocate_rest(self, node: fx.Node, births: Sequence[tuple[int, Storage]]) -> list[str]:
+        """Results that are handed out, of an operator whose other results are planned: made just before."""
+        if all(self._placed(storage) for _, storage in births):
+            return []
+        made = []
+        for position, tensor in tensors_of(node):
+            if self._placed(self._storage(node, position)):
+                made.append("None")
+                continue
+            shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+            made.append(f'torch.empty_strided({shape}, {stride}, dtype={tensor.dtype}, device="{tensor.device}")')
+        return [f"{self.names.of(node)} = ({', '.join(made)},)"]
+
+    def _copied(self, node: fx.Node, births: Sequence[tuple[int, Storage]], comment: str) -> list[str]:
+        """No ``out=`` form: run the operator, copy what is planned, keep the rest."""
+        name = self.names.of(node)
+        placed = [position for position, storage in births if self._placed(storage)]
+        local = f"{name}_result" if self._in_arena(node) else name
+        lines = [f"{local} = {self._function_name(node.target)}({self._arguments(node)}){comment}"]
+        for position in placed:
+            item = f"{local}[{position}]" if self._many(node) else local
+            lines.append(f"{self._tensor(node, position)}.copy_({item})")
+        if local != name:
+            return [*lines, f"del {local}"]
+        kept = [f"{local}[{p}]" if p not in placed else "None" for p, _ in tensors_of(node)]
+        return [*lines, f"{local} = ({', '.join(kept)},)"]
+
+    # -- expressions ----------------------------------------------------------------------------
+
+    def _arguments(self, node: fx.Node) -> str:
+        parts = [self._literal(argument) for argument in node.args]
+        parts += [f"{key}={self._literal(value)}" for key, value in node.kwargs.items()]
+        return ", ".join(parts)
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return self._attribute(value)
+            return self._tensor(value)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            inner = ", ".join(self._literal(item) for item in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+        if value is None or isinstance(value, bool | int | str | torch.dtype):
+            return repr(value)
+        if isinstance(value, torch.memory_format | torch.layout) or (isinstance(value, float) and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, torch.device):
+            return f'torch.device("{value}")'
+        return self._constant(f"constant_{len(self.constants)}", value)
+
+    def _attribute(self, node: fx.Node) -> str:
+        value: Any = self.graph.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return self._constant(f"attribute_{node.name}", value)
+
+    def _function_name(self, target: Any) -> str:
+        if isinstance(target, OpOverload):
+            overload = "" if target._overloadname == "default" else f"_{target._overloadname}"
+            return self._constant(target._schema.name.replace("::", "_") + overload, target)
+        return self._constant(f"run_{target.__name__}", target)
+
+    def _constant(self, name: str, value: Any) -> str:
+        while self.names.taken(name) or self.constants.get(name, value) is not value:
+            name += "_"
+        self.constants[name] = value
+        return name
+
+
+class _Names:
+    """One Python identifier per node; nodes whose names are Python words get an underscore."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._of = {node: node.name + "_" if keyword.iskeyword(node.name) else node.name for node in graph.nodes}
+        self._taken = set(self._of.values()) | {"torch", "arena", "args", "bind", "step", "forward", "backward"}
+
+    def of(self, node: Any) -> str:
+        return self._of[node]
+
+    def taken(self, name: str) -> bool:
+        return name in self._taken
+
+    def fresh(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+
+class _LastUses:
+    """For one function: which locals may be deleted after which statement."""
+
+    def __init__(self, entry: Entry, nodes: Sequence[fx.Node]) -> None:
+        last: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            for argument in node.all_input_nodes:
+                last[argument] = node
+        mine = {*entry.parameters, *nodes}
+        kept = {node for node in entry.results if node is not None}
+        self._done: dict[fx.Node, list[fx.Node]] = {}
+        self._used = set(last)
+        for value, user in last.items():
+            if value in mine and value not in kept:
+                self._done.setdefault(user, []).append(value)
+        for node in nodes:
+            if node not in last and node not in kept and node.users:
+                self._done.setdefault(node, []).append(node)
+        self._used |= kept
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self._used
+
+    def get_done(self, node: fx.Node) -> list[fx.Node]:
+        return self._done.get(node, [])

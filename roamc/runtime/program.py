@@ -1,0 +1,183 @@
+"""Bound programs: emitted source compiled once, bound to an arena, fed every step."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roamc import compat
+from roamc.codegen.source import Program, emit
+from roamc.errors import BackwardTwiceError, VerifyError
+from roamc.graph import TrainGraph, main_device
+from roamc.memory import build_memory
+from roamc.pipeline import Planned
+from roamc.runtime.arena import Arena, ArenaPool, Bound
+
+log = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+class Executable:
+    """A planned graph that runs: its source, its plan and its pool of arenas.
+
+    Attributes:
+        planned: the graph and the plan behind it.
+        program: the emitted source.
+        pool: arenas in flight and free.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned = planned
+        self.program: Program = emit(planned.graph)
+        layout = planned.graph.layout
+        if layout is None:
+            raise VerifyError("the plan has no layout")
+        self._bind = load(self.program, planned.graph.name)
+        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), self._bind_arena)
+        self._checked: set[str] = set()
+        log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
+
+    def _bind_arena(self, arena: Arena) -> Bound:
+        bound: Bound = self._bind(arena)
+        return bound
+
+    def run(self, entry: str, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
+        """Run one function of the program over ``arena``; ``args`` is emptied."""
+        results: tuple[Any, ...] = arena.entry[entry](args)
+        if entry not in self._checked:
+            self._check(entry, arena)
+        return results
+
+    def _check(self, entry: str, arena: Arena) -> None:
+        moved = arena.moved_views()
+        if moved:
+            raise VerifyError(
+                f"{self.planned.graph.name}: torch gave {moved[0]} another shape than was planned; "
+                "please report the operator, and use the aot_eager backend until then"
+            )
+        self._checked.add(entry)
+
+
+class Whole:
+    """A graph that runs in one go: a whole training step, or inference."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.executable = Executable(planned)
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run once over an arena of its own. ``args`` is emptied; tensors of it may be updated in place."""
+        pool = self.executable.pool
+        arena = pool.acquire()
+        try:
+            return self.executable.run("step", arena, args)
+        finally:
+            pool.release(arena)
+
+
+class Pair:
+    """Forward and backward of one module, called apart by AOTAutograd, over the arena that forward took.
+
+    A forward parks its arena until its backward has run or its saved tensors are gone; a forward in
+    between takes another. With ``retain_graph=True`` backward runs over a copy of the arena.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self.executable = Executable(planned)
+        graph = planned.graph
+        by_name = {node.name: node for node in graph.graph.nodes}
+        saved = [by_name[name] for name in graph.saved]
+        placed = graph.layout.offset if graph.layout is not None else {}
+        names = _storage_names(graph)
+        self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
+        self.saved_count = len(saved)
+        self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
+
+    def forward(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run forward; returns the user's outputs, then the saved tensors."""
+        pool = self.executable.pool
+        arena = pool.acquire()
+        try:
+            results = list(self.executable.run("forward", arena, args))
+        except BaseException:
+            pool.release(arena)
+            raise
+        saved = [self.first_saved + index for index in self.in_arena]
+        if not saved:
+            pool.release(arena)
+        elif compat.saved_tensor_hooks_active():
+            # The hooks may keep the tensors in any form: they get tensors of their own.
+            for index in saved:
+                results[index] = results[index].clone()
+            pool.release(arena)
+        else:
+            token = results[saved[0]] = _alias(results[saved[0]])
+            pool.park(arena, token)
+        return tuple(results)
+
+    def backward(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run backward over the arena that the saved tensors lie in."""
+        pool = self.executable.pool
+        saved = [args[index] for index in self.in_arena]
+        found = pool.take(saved[0]) if saved else None
+        if found is None:
+            return self._elsewhere(args, saved)
+        ticket, arena = found
+        if compat.keeps_graph():
+            pool.put_back(ticket, arena)
+            return self._over_copy(arena, args)
+        try:
+            return self.executable.run("backward", arena, args)
+        finally:
+            pool.release(arena)
+
+    def _over_copy(self, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
+        pool = self.executable.pool
+        spare = pool.acquire()
+        try:
+            spare.base.copy_(arena.base)
+            return self.executable.run("backward", spare, args)
+        finally:
+            pool.release(spare)
+
+    def _elsewhere(self, args: list[Any], saved: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Saved tensors that hooks have kept outside any arena, or none at all: copied to their places."""
+        pool = self.executable.pool
+        arena = pool.acquire()
+        try:
+            if any(arena.contains(tensor) for tensor in saved):
+                raise BackwardTwiceError(
+                    "backward ran already and its saved tensors are gone; call the first backward with retain_graph=True"
+                )
+            planned = arena.entry["saved"]() if saved else ()
+            for place, tensor in zip(planned, saved, strict=True):
+                place.copy_(tensor)
+            return self.executable.run("backward", arena, args)
+        finally:
+            pool.release(arena)
+
+
+def load(program: Program, name: str) -> Callable[[Arena], Bound]:
+    """Compile emitted source; tracebacks show its lines."""
+    filename = f"<roamc {name} {next(_numbers)}>"
+    linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
+    namespace = dict(program.constants)
+    exec(compile(program.source, filename, "exec"), namespace)
+    bind: Callable[[Arena], Bound] = namespace["bind"]
+    return bind
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor object over the same bytes, whose end tells that nobody can run backward any more."""
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def _storage_names(graph: TrainGraph) -> dict[str, str]:
+    """Node name to the name of the storage behind its (first) tensor."""
+    memory = build_memory(graph)
+    return {name: memory.storages[index].name for (name, position), index in memory.owner.items() if position == 0}

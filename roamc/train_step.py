@@ -1,0 +1,278 @@
+"""``roamc.train_step``: a callable that runs forward, loss, backward and the optimizer's update as one planned program."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat, pipeline
+from roamc.capture.optimizers import Rule, init_state, rule_for
+from roamc.capture.step import (
+    CapturedStep,
+    Cohort,
+    LossFunction,
+    StepRequest,
+    capture_step,
+    check_devices,
+    cohort_of,
+    optimizer_key,
+)
+from roamc.errors import CaptureError, OptionError
+from roamc.options import Options
+from roamc.plan import Plan
+from roamc.runtime.program import Whole
+
+log = logging.getLogger(__name__)
+
+
+class TrainStep:
+    """``step(*batch) -> loss``; updates parameters, buffers and optimizer state in place.
+
+    Made by :func:`roamc.train_step`. A new batch shape, dtype, training mode or autocast state gets a plan
+    of its own; the ``max_plans`` used last are kept. Copies and pickles carry model, loss function and
+    optimizer, and plan anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise OptionError(f"clip_grad_norm must be a positive number, not {clip_grad_norm!r}")
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.options = options
+        self.clip_grad_norm = clip_grad_norm
+        self._rule = rule_for(optimizer)
+        self._steps: OrderedDict[object, _BoundStep] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """One training step; returns the loss, detached.
+
+        Raises:
+            CaptureError: this batch or model cannot be captured; says what to do.
+            BudgetError: the plan does not fit ``memory_limit``; nothing has run.
+        """
+        leaves, spec = compat.flatten(batch)
+        with self._lock:
+            return self._bound(leaves, spec).run(leaves)
+
+    def plan(self, *batch: Any) -> Plan:
+        """The plan for a batch of this shape, without running it. Tensors may be on the meta device."""
+        leaves, spec = compat.flatten(batch)
+        captured, seconds = self._capture(leaves, spec)
+        planned = pipeline.run(captured.graph, self.options)
+        planned.plan.seconds["capture"] = seconds  # type: ignore[index]
+        return planned.plan
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, least recently used first."""
+        return [bound.plan for bound in self._steps.values()]
+
+    @property
+    def source(self) -> str:
+        """The emitted source of the program used last; empty before the first step."""
+        last = next(reversed(self._steps.values()), None)
+        return last.whole.executable.program.source if last is not None else ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_steps"], state["_lock"], state["_rule"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rule = rule_for(self.optimizer)
+        self._steps = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _request(self, leaves: Sequence[Any], spec: Any) -> StepRequest:
+        def rebuild(values: Sequence[Any]) -> tuple[Any, ...]:
+            batch: tuple[Any, ...] = compat.unflatten(values, spec)
+            return batch
+
+        return StepRequest(self.model, self.loss_fn, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm)
+
+    def _capture(self, leaves: Sequence[Any], spec: Any) -> tuple[CapturedStep, float]:
+        start = time.perf_counter()
+        captured = capture_step(self._request(leaves, spec))
+        return captured, time.perf_counter() - start
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> object:
+        modes = tuple(module.training for module in self.model.modules())
+        grads = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        casts = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
+        return (str(spec), tuple(map(_describe, leaves)), modes, grads, casts, optimizer_key(self.optimizer, self._rule))
+
+    def _bound(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
+        key = self._key(leaves, spec)
+        bound = self._steps.get(key)
+        if bound is None or not bound.fits():
+            bound = self._steps[key] = self._build(leaves, spec)
+            if len(self._steps) > self.options.max_plans:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return bound
+
+    def _build(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
+        request = self._request(leaves, spec)
+        captured, seconds = self._capture(leaves, spec)
+        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
+            raise CaptureError("the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()")
+        planned = pipeline.run(captured.graph, self.options)
+        planned.plan.seconds["capture"] = seconds  # type: ignore[index]
+        start = time.perf_counter()
+        bound = _BoundStep(request, captured, self._rule, Whole(planned), planned.plan)
+        planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
+        log.info("planned %s for %s", captured.graph.name, [_describe(leaf) for leaf in leaves])
+        return bound
+
+
+class _BoundStep:
+    """One captured step bound to the live model and optimizer."""
+
+    def __init__(self, request: StepRequest, captured: CapturedStep, rule: Rule, whole: Whole, plan: Plan) -> None:
+        self.rule = rule
+        self.whole = whole
+        self.plan = plan
+        self.model = request.model
+        self.optimizer = request.optimizer
+        self.sources = captured.sources
+        numbers: dict[Cohort, int] = {}
+        self.cohort = {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in captured.cohorts.items()}
+        self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
+        self.parameters = _slots(request.model, "_parameters")
+        self.buffers = _slots(request.model, "_buffers")
+
+    def fits(self) -> bool:
+        """Whether parameters of one cohort still share their step count; a loaded checkpoint may differ."""
+        return self._cohorts() is not None
+
+    def run(self, leaves: Sequence[Any]) -> torch.Tensor:
+        """Feed one step."""
+        check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
+        cohorts = self._cohorts()
+        if cohorts is None:
+            raise CaptureError("the optimizer's step counts changed during the call; do not share it between threads")
+        live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
+        for name, group in self.group.items():
+            init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+        with torch.no_grad(), _no_autocast(), _uninterrupted(), self._counted(live):
+            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        result: torch.Tensor = loss
+        return result
+
+    def _cohorts(self) -> dict[int, Cohort] | None:
+        """Cohort number to its state now; None if its members disagree."""
+        found: dict[int, Cohort] = {}
+        for name, number in self.cohort.items():
+            slot, key = self.parameters[name]
+            group = self.optimizer.param_groups[self.group[name]]
+            now = cohort_of(self.optimizer, slot[key], group, self.group[name], self.rule)
+            if found.setdefault(number, now) != now:
+                return None
+        return found
+
+    @contextlib.contextmanager
+    def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count the step in the optimizer's state; not if it fails."""
+        counts = [self.optimizer.state[live[name]]["step"] for name in self.cohort] if self.rule.has_step else []
+        if counts:
+            torch._foreach_add_(counts, 1)
+        try:
+            yield
+        except BaseException:
+            if counts:
+                torch._foreach_sub_(counts, 1)
+            raise
+
+    def _arguments(self, leaves: Sequence[Any], live: dict[str, torch.Tensor], cohorts: dict[int, Cohort]) -> list[Any]:
+        groups = self.optimizer.param_groups
+        scalars = {n: self.rule.scalars(groups[c.group], c.step + 1, c.first) for n, c in cohorts.items()}
+        state = self.optimizer.state
+        arguments: list[Any] = []
+        for source in self.sources:
+            if source.kind == "parameter":
+                arguments.append(live[source.name])
+            elif source.kind == "state":
+                arguments.append(state[live[source.name]][source.key])
+            elif source.kind == "scalar":
+                arguments.append(scalars[source.index][source.name])
+            elif source.kind == "buffer":
+                slot, key = self.buffers[source.name]
+                arguments.append(slot[key])
+            else:
+                arguments.append(leaves[source.index])
+        return arguments
+
+
+def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the live parameter (or buffer) of each name is found: the module's own dictionary and its key there."""
+    found = {}
+    for prefix, module in model.named_modules():
+        own = getattr(module, kind)
+        for key, value in own.items():
+            if value is not None:
+                found[f"{prefix}.{key}" if prefix else key] = (own, key)
+    return found
+
+
+def _describe(leaf: Any) -> object:
+    """What a plan depends on of one leaf of the batch: a tensor's geometry, any other value itself."""
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), tuple(leaf.stride()), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"a batch may hold tensors, numbers, strings and lists or dicts of them, not {type(leaf).__name__}"
+        ) from None
+    return (type(leaf).__name__, leaf)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """The program holds the casts already; autocast must not add its own."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in active:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a step end before Ctrl-C takes effect: a step cut short would leave some parameters updated."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+    pending: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        before(*pending[0])
