@@ -7,27 +7,36 @@ device than the arena's are always held.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from roamc.errors import PlanError
+from roamc.errors import PlanError, VerifyError
 from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph, main_device
 from roamc.layout import Layout
-from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
+from roamc.memory import Int64s, MemoryModel, Operator, Place, build_memory, lifetimes, sizes, timeline
 from roamc.options import Options
-from roamc.solvers.layout import LayoutSolution, make_problem, solve
+from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
 NAME = "layout"
 
+Bools = npt.NDArray[np.bool_]
+
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes; what torch's own allocator aligns to, so that kernels take the paths that they take in eager."""
 
-HOLD_LIMITS = (0, 1, 2, 4, 16, 1 << 60)
-"""Results that live at most this many steps are held in one trial each."""
+HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
+"""In one trial each, results that live at most this many steps are held."""
+
+HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
+"""And of these, in one trial each, only results of at least this share of the largest one."""
+
+LAYOUTS = 3
+"""How many of the best trials are laid out, while the arena does not reach its lower bound."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,26 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class _Table:
+    """All storages that the step makes, as arrays in the order of ``memory.counted``; graph order is the order."""
+
+    steps: int
+    size: Int64s
+    padded: Int64s
+    born: Int64s
+    dead: Int64s
+    output: Bools
+    allocated: Bools
+    elsewhere: Bools
+
+
+@dataclass(frozen=True)
 class _Trial:
-    """Lifetimes split into arena and outside for one choice of held storages."""
+    """One choice of held results: peak of arena plus outside before layout, bytes copied, and the choice."""
 
     total: Bytes
     copied: Bytes
-    held: frozenset[int]
+    held: Bools
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -73,23 +96,23 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     memory = build_memory(graph)
     device = main_device(graph).type
     alignment = options.alignment or ALIGNMENT[device]
-    born, dead = lifetimes(memory)
-    elsewhere = frozenset(s.index for s in memory.counted if s.device != device)
-    trials = [_trial(memory, born, dead, limit, elsewhere) for limit in HOLD_LIMITS]
-    best = min(trials, key=lambda trial: (trial.total, trial.copied))
-    rows = [row for row, s in enumerate(memory.counted) if s.place is Place.TEMPORARY and s.index not in best.held]
-    solution = _solve(memory, rows, born, dead, alignment, options)
-    outside, held = _outside(memory, born, dead, best.held)
-    names = [memory.counted[row].name for row in rows]
+    table = _table(memory, device, alignment)
+    found: list[tuple[_Trial, LayoutSolution]] = []
+    for trial in _trials(table)[:LAYOUTS]:
+        found.append((trial, _solve(table, trial.held, alignment, options)))
+        if found[-1][1].arena_bytes == found[-1][1].bound_bytes:
+            break
+    trial, solution = min(found, key=lambda pair: pair[1].arena_bytes + _peak(_outside(table, pair[0].held)))
+    placed = [s.name for s, inside in zip(memory.counted, ~table.output & ~trial.held, strict=True) if inside]
     return Decision(
         arena_bytes=int(solution.arena_bytes),
         alignment=alignment,
-        offset=dict(zip(names, solution.offset.tolist(), strict=True)),
-        held=tuple(s.name for s in memory.counted if s.place is Place.TEMPORARY and s.index in best.held),
+        offset=dict(zip(placed, solution.offset.tolist(), strict=True)),
+        held=tuple(s.name for s, held in zip(memory.counted, trial.held, strict=True) if held),
         live_bytes=int(solution.bound_bytes),
-        outside_bytes=int(outside.max(initial=0)),
-        copied_bytes=best.copied,
-        held_bytes=int(held.max(initial=0)),
+        outside_bytes=_peak(_outside(table, trial.held)),
+        copied_bytes=trial.copied,
+        held_bytes=_peak(_live(table, trial.held)),
         status=str(solution.status.value),
         algorithm=solution.algorithm,
     )
@@ -108,44 +131,67 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     return graph.replace(layout=layout)
 
 
-def allocated(memory: MemoryModel) -> list[Storage]:
-    """Temporaries made by operators without an ``out=`` form."""
-    found = []
-    for op in memory.operators:
-        if form_of(op.node, len(op.births)).kind is FormKind.ALLOCATE:
-            found += [memory.storages[i] for i in op.births if memory.storages[i].place is Place.TEMPORARY]
-    return found
-
-
-def _trial(memory: MemoryModel, born: Int64s, dead: Int64s, limit: int, elsewhere: frozenset[int]) -> _Trial:
-    row_of = {s.index: row for row, s in enumerate(memory.counted)}
-    candidates = allocated(memory)
-    short = {s.index for s in candidates if dead[row_of[s.index]] - born[row_of[s.index]] <= limit}
-    held = elsewhere.union(short)
-    inside = np.array([s.place is Place.TEMPORARY and s.index not in held for s in memory.counted], dtype=bool)
-    arena = timeline(sizes(memory.counted)[inside], born[inside], dead[inside], len(memory.operators))
-    outside, _ = _outside(memory, born, dead, held)
-    copied = sum(s.nbytes for s in candidates if s.index not in held)
-    return _Trial(int(arena.max(initial=0) + outside.max(initial=0)), copied, held)
-
-
-def _outside(memory: MemoryModel, born: Int64s, dead: Int64s, held: frozenset[int]) -> tuple[Int64s, Int64s]:
-    """Bytes outside the arena at every step: all of them, and those of held results alone."""
-    steps = len(memory.operators)
+def _table(memory: MemoryModel, device: str, alignment: Bytes) -> _Table:
+    born, dead = lifetimes(memory)
     size = sizes(memory.counted)
-    is_held = np.array([s.index in held and s.place is Place.TEMPORARY for s in memory.counted], dtype=bool)
-    is_output = np.array([s.place is Place.OUTPUT for s in memory.counted], dtype=bool)
-    kept = timeline(size[is_held], born[is_held], dead[is_held], steps)
-    total = kept + timeline(size[is_output], born[is_output], dead[is_output], steps)
-    for storage in allocated(memory):
-        if storage.index not in held:
-            total[storage.producer] += storage.nbytes  # graph order is the order: operator = step
-    return total, kept
+    makers = {i for op in memory.operators if _allocates(op) for i in op.births}
+    return _Table(
+        steps=len(memory.operators),
+        size=size,
+        padded=-(-size // alignment) * alignment,
+        born=born,
+        dead=dead,
+        output=_mask(s.place is Place.OUTPUT for s in memory.counted),
+        allocated=_mask(s.index in makers and s.place is Place.TEMPORARY for s in memory.counted),
+        elsewhere=_mask(s.device != device and s.place is Place.TEMPORARY for s in memory.counted),
+    )
 
 
-def _solve(
-    memory: MemoryModel, rows: list[int], born: Int64s, dead: Int64s, alignment: Bytes, options: Options
-) -> LayoutSolution:
-    chosen = np.array(rows, dtype=np.int64)
-    problem = make_problem(sizes(memory.counted)[chosen], born[chosen], dead[chosen], alignment=alignment)
-    return solve(problem, node_limit=options.layout_nodes)
+def _mask(flags: Iterable[bool]) -> Bools:
+    return np.array(list(flags), dtype=bool)
+
+
+def _allocates(operator: Operator) -> bool:
+    return form_of(operator.node, len(operator.births)).kind is FormKind.ALLOCATE
+
+
+def _trials(table: _Table) -> list[_Trial]:
+    """Every different choice of held results, the lowest peak first, then the fewest copies."""
+    life = table.dead - table.born
+    largest = int(table.size[table.allocated].max(initial=0))
+    trials: dict[bytes, _Trial] = {}
+    for steps in HOLD_STEPS:
+        for share in HOLD_SHARES:
+            held = table.elsewhere | (table.allocated & (life <= steps) & (table.size >= share * largest))
+            if held.tobytes() in trials:
+                continue
+            arena = timeline(table.padded * ~(held | table.output), table.born, table.dead, table.steps)
+            copied = int(table.size[table.allocated & ~held].sum())
+            trials[held.tobytes()] = _Trial(_peak(arena) + _peak(_outside(table, held)), copied, held)
+    return sorted(trials.values(), key=lambda trial: (trial.total, trial.copied))
+
+
+def _outside(table: _Table, held: Bools) -> Int64s:
+    """Bytes outside the arena at every step: outputs, held results, and results that are about to be copied."""
+    copied = table.allocated & ~held
+    total = _live(table, held | table.output)
+    np.add.at(total, table.born[copied], table.size[copied])
+    return total
+
+
+def _live(table: _Table, chosen: Bools) -> Int64s:
+    return timeline(table.size * chosen, table.born, table.dead, table.steps)
+
+
+def _peak(live: Int64s) -> Bytes:
+    return int(live.max(initial=0))
+
+
+def _solve(table: _Table, held: Bools, alignment: Bytes, options: Options) -> LayoutSolution:
+    inside = ~table.output & ~held
+    problem = make_problem(table.size[inside], table.born[inside], table.dead[inside], alignment=alignment)
+    solution = solve(problem, node_limit=options.layout_nodes)
+    report = validate(problem, solution)
+    if not report.good:
+        raise VerifyError(f"pass 'layout': {solution.algorithm} gave a layout that is not legal: {report.detail}")
+    return solution

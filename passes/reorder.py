@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from roamc.errors import OptionError, PlanError
+from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
 from roamc.memory import MemoryModel, Place, build_memory
 from roamc.options import Options
-from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve
+from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve, validate
 from roamc.units import Bytes
 
 NAME = "reorder"
@@ -48,7 +48,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.order != "best" and options.order not in ALGORITHMS:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
-    solution = solve(order_problem(graph, memory), algorithms=chosen)
+    problem = order_problem(graph, memory)
+    solution = solve(problem, algorithms=chosen)
+    report = validate(problem, solution)
+    if not report.good:
+        raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")
     return Decision(
         order=tuple(memory.operators[index].node.name for index in solution.order.tolist()),
         peak_bytes=int(solution.peak_bytes),
@@ -62,9 +66,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 def order_problem(graph: TrainGraph, memory: MemoryModel) -> OrderProblem:
     """The graph as plain numbers: stages at the boundary, buffers, constraints."""
     stage = [int(op.phase) if graph.boundary else 0 for op in memory.operators]
-    buffers = [
-        (s.nbytes, s.producer, list(memory.uses[s.index]), s.place is Place.OUTPUT) for s in memory.counted
-    ]
+    buffers = [(s.nbytes, s.producer, list(memory.uses[s.index]), s.place is Place.OUTPUT) for s in memory.counted]
     return make_problem(stage, memory.edges, buffers, [0] * len(stage))
 
 

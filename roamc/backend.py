@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def roamc(gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+def roamc(
+    gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """Compile one dynamo graph.
 
     Args:
@@ -69,7 +71,9 @@ LATEST = Record()
 """Plans of the most recent graphs of this process, whichever way they came in."""
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record) -> Callable[..., Any]:
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record
+) -> Callable[..., Any]:
     """One dynamo graph through AOTAutograd with roamc's partition and compilers."""
     specialized = _specialize(example_inputs)
     if specialized:
@@ -78,7 +82,9 @@ def compile_graph(gm: fx.GraphModule, example_inputs: list[Any], options: Option
             "(torch.compile(..., dynamic=False) says so from the start)",
             specialized,
         )
-    return _Unit(_name(gm), options, record).backend()(gm, example_inputs)
+    unit = _Unit(_name(gm), options, record, compat.new_graph_breaks())
+    compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
+    return compiled
 
 
 def _specialize(example_inputs: Sequence[Any]) -> int:
@@ -108,18 +114,21 @@ def _name(gm: fx.GraphModule) -> str:
 class _Unit:
     """One graph on its way: AOTAutograd calls partition, then forward, then (at the first backward) backward."""
 
-    def __init__(self, name: str, options: Options, record: Record) -> None:
+    def __init__(self, name: str, options: Options, record: Record, breaks: Sequence[str] = ()) -> None:
         self.name = name
         self.options = options
         self.record = record
         self.pair: Pair | None = None
+        self.notes = tuple(f"torch.compile splits the model at {where}; each piece has a plan" for where in breaks)
 
     def backend(self) -> Callable[..., Any]:
         return compat.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
 
-    def partition(self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """torch's split at full save; planned as one graph on the way."""
         halves = compat.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()
@@ -141,14 +150,16 @@ class _Unit:
         whole = self._guarded(lambda: self._plan_whole(joint.inference(gm, static, self.name)))
         return boxed(whole) if whole is not None else interpreter(gm)
 
-    def _plan_pair(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]) -> Pair:
-        planned = pipeline.run(joint.stitch(forward, backward, outputs, static, self.name), self.options)
-        pair = Pair(planned)
+    def _plan_pair(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
+    ) -> Pair:
+        graph = joint.stitch(forward, backward, outputs, static, self.name)
+        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options))
         self._remember(pair)
         return pair
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
-        whole = Whole(pipeline.run(graph, self.options))
+        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options))
         self._remember(whole)
         return whole
 
@@ -168,7 +179,8 @@ class _Unit:
             reason = str(error).splitlines()[0] if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
             self.record.fallbacks.append(reason)
             warnings.warn(
-                f"roamc could not plan {self.name!r} and hands it to aot_eager: {reason} (options={{'strict': True}} raises)",
+                f"roamc could not plan {self.name!r} and hands it to aot_eager: {reason} "
+                "(options={'strict': True} raises)",
                 stacklevel=2,
             )
             log.debug("planning %s failed", self.name, exc_info=True)
@@ -191,7 +203,8 @@ def interpreter(gm: fx.GraphModule) -> Boxed:
     def run(args: list[Any]) -> Sequence[Any]:
         values = list(args)
         args.clear()
-        return fx.Interpreter(gm).boxed_run(values)
+        results: Sequence[Any] = fx.Interpreter(gm).boxed_run(values)
+        return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

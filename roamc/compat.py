@@ -7,6 +7,7 @@ Nothing else in roamc imports a name from a torch module that starts with an und
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,16 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+def number_backward(loss: torch.Tensor) -> None:
+    """While tracing: operators of backward get the ``meta["seq_nr"]`` of the forward call that they belong to."""
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    if loss.grad_fn is not None:
+        setup_stacktrace_preservation_hooks([loss.grad_fn])
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -76,11 +85,33 @@ def fake_mode_of(value: object) -> FakeTensorMode | None:
 
 @contextlib.contextmanager
 def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While inside, ``module`` holds ``tensors`` in place of its parameters and buffers (ties kept)."""
+    """While inside, ``module`` holds ``tensors`` in place of its parameters and buffers.
+
+    Every place that holds one of these parameters or buffers gets its tensor: tied weights, shared modules.
+    """
     from torch.nn.utils.stateless import _reparametrize_module
 
-    with _reparametrize_module(module, dict(tensors), tie_weights=True):
+    named = dict((*module.named_parameters(), *module.named_buffers()))
+    replacement = {id(named[name]): tensor for name, tensor in tensors.items()}
+    slots: dict[str, torch.Tensor] = {}
+    for prefix, part in module.named_modules():
+        for key, value in (*part._parameters.items(), *part._buffers.items()):
+            if value is not None and id(value) in replacement:
+                slots[f"{prefix}.{key}" if prefix else key] = replacement[id(value)]
+    with _reparametrize_module(module, slots):
         yield
+
+
+def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """The lazily conjugated or negated view of ``tensor``, as asked for."""
+    if conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has stepped: they warn where it did not before them."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def clear_autocast_cache() -> None:
@@ -88,12 +119,35 @@ def clear_autocast_cache() -> None:
     torch.clear_autocast_cache()
 
 
-def default_partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's own split of a joint graph at full save: what eager saves, nothing recomputed."""
+def default_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], **how: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own split of a joint graph at full save: what eager saves, nothing recomputed.
+
+    Two faults of torch's are mended: a random operator with several results that nobody reads fails an
+    assertion, and backward gets dead copies of forward's random operators, which would draw again.
+    """
     from torch._functorch.partitioners import default_partition as split
 
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
+            _pick_first(node)
     forward, backward = split(joint, inputs, **how)
+    early = {node.name for node in forward.graph.nodes}
+    for node in reversed(list(backward.graph.nodes)):
+        if node.op == "call_function" and not node.users and node.name in early:
+            backward.graph.erase_node(node)
+    backward.recompile()
     return forward, backward
+
+
+def _pick_first(node: fx.Node) -> None:
+    """Give ``node`` a user that takes its first result."""
+    if not node.meta["val"] or not isinstance(node.meta["val"][0], torch.Tensor):
+        return
+    with node.graph.inserting_after(node):
+        pick = node.graph.call_function(operator.getitem, (node, 0))
+    pick.meta = {**node.meta, "val": node.meta["val"][0]}
 
 
 def aot_backend(
@@ -182,7 +236,7 @@ def forward_backward(
         forward, backward = found["halves"] = default_partition(joint, inputs, **how)
         return forward, backward
 
-    def keep(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.setdefault("halves", (gm,))
         return gm
 
@@ -195,3 +249,40 @@ def forward_backward(
             inference_compiler=keep,
         )(*fakes)  # fmt: skip
     return found["halves"], found["outputs"], found["static"]
+
+
+_breaks_seen = 0
+
+
+def new_graph_breaks() -> list[str]:
+    """Where dynamo has split a model since the last call, as ``file.py:line (reason)``."""
+    global _breaks_seen
+    from torch._dynamo import utils
+
+    reasons = list(getattr(utils, "graph_break_reasons", ()))
+    fresh, _breaks_seen = reasons[min(_breaks_seen, len(reasons)) :], len(reasons)
+    found = []
+    for reason in fresh:
+        frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
+        found.append(f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})")
+    return found
+
+
+def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:
+    """``model.compile`` for fixed shapes; recurrent layers, which dynamo leaves out by default, included."""
+    from torch._dynamo import config, external_utils, trace_rules
+
+    model.compile(backend=backend, dynamic=False)
+    if trace_rules.check(model.forward):
+        # Dynamo skips the frames of torch's own modules unless they are called from a frame that it traces.
+        wrapped = external_utils.wrap_inline(model._call_impl)
+        model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
+    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()) or not hasattr(config, "allow_rnn"):
+        return
+    compiled: Any = model._compiled_call_impl
+
+    def with_recurrent_layers(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(allow_rnn=True):
+            return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = with_recurrent_layers

@@ -59,7 +59,9 @@ def form_of(node: fx.Node, births: int) -> Form:
     target = node.target
     tensors = [tensor for _, tensor in tensors_of(node)]
     devices = {tensor.device.type for tensor in tensors}
-    if not isinstance(target, OpOverload) or len(devices) != 1 or births != len(tensors):
+    results = node.meta["val"]
+    count = len(results) if isinstance(results, list | tuple) else 1
+    if not isinstance(target, OpOverload) or len(devices) != 1 or not births == len(tensors) == count:
         return ALLOCATE
     return _form(target, devices.pop(), tensors[0].dtype)
 

@@ -17,7 +17,6 @@ from torch import fx
 
 from roamc.layout import Layout
 
-
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -110,7 +109,8 @@ def operators(graph: fx.Graph) -> list[fx.Node]:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The single output node."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    end: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return end
 
 
 def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:

@@ -9,7 +9,8 @@ a storage lives in ``[born, dead)``, born at the step that makes it, dead after 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,18 +157,23 @@ def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
 
+def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
+    """As :func:`lifetimes` in program order, but gradients live to the end of the step."""
+    born, dead = lifetimes(memory)
+    for row, storage in enumerate(memory.counted):
+        if storage.gradient:
+            dead[row] = len(memory.operators)
+    return born, dead
+
+
 def eager_live_bytes(memory: MemoryModel) -> Int64s:
     """What eager PyTorch holds at every step: program order, and gradients live to the end of the step.
 
     Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
     the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
     """
-    born, dead = lifetimes(memory)
-    count = len(memory.operators)
-    for row, storage in enumerate(memory.counted):
-        if storage.gradient:
-            dead[row] = count
-    return timeline(sizes(memory.counted), born, dead, count)
+    born, dead = eager_lifetimes(memory)
+    return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
 
 def sizes(storages: Iterable[Storage]) -> Int64s:
@@ -292,9 +298,9 @@ class _Builder:
             node = node.all_input_nodes[0]
         return self.maker[node]
 
-    def _chain(self, edges: set[tuple[int, int]], kind: object) -> None:
-        members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]  # type: ignore[operator]
-        edges.update(zip(members, members[1:], strict=False))
+    def _chain(self, edges: set[tuple[int, int]], kind: Callable[[ops.OpRule], bool]) -> None:
+        members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]
+        edges.update(itertools.pairwise(members))
 
 
 def identity(tensor: torch.Tensor) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roamc.compat import HigherOrderOperator, OpOverload
+from roamc.compat import OpOverload
+from roamc.runtime.random import replay, save_rng_state
 
 Target = object
 
@@ -77,7 +78,6 @@ ROWS: dict[str, Row] = {
 }
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})
-RANDOM_HIGHER_ORDER = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def rule(target: Target) -> OpRule:
         return OpRule(view_of=(0,))
     if isinstance(target, OpOverload):
         return _from_schema(target)
-    known = isinstance(target, HigherOrderOperator) and target.name() in RANDOM_HIGHER_ORDER
+    known = target in (save_rng_state, replay)
     return OpRule(random=known, ordered=not known, recomputable=False)
 
 

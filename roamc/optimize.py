@@ -36,7 +36,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return compile_graph(gm, example_inputs, parsed, record)
 
-    model.compile(backend=roamc, dynamic=False)
+    compat.compile_in_place(model, roamc)
     _RECORDS[model] = record
     return model
 

@@ -128,9 +128,7 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _plan(
-    graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]
-) -> Plan:
+def _plan(graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]) -> Plan:
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
     statuses = {placed.status, ordered.status if ordered else "gap"}

@@ -1,4 +1,4 @@
-"""``roamc.train_step``: a callable that runs forward, loss, backward and the optimizer's update as one planned program."""
+"""``roamc.train_step``: forward, loss, backward and the optimizer's update as one planned program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from roamc.capture.step import (
     cohort_of,
     optimizer_key,
 )
-from roamc.errors import CaptureError, OptionError
+from roamc.errors import CaptureError, OptionError, RoamcError
 from roamc.options import Options
 from roamc.plan import Plan
 from roamc.runtime.program import Whole
@@ -86,10 +86,20 @@ class TrainStep:
         return [bound.plan for bound in self._steps.values()]
 
     @property
+    def latest(self) -> Whole:
+        """The program used last.
+
+        Raises:
+            RoamcError: no step has run yet.
+        """
+        if not self._steps:
+            raise RoamcError("no step has run yet; call the step once, or .plan(*batch) for the plan alone")
+        return next(reversed(self._steps.values())).whole
+
+    @property
     def source(self) -> str:
         """The emitted source of the program used last; empty before the first step."""
-        last = next(reversed(self._steps.values()), None)
-        return last.whole.executable.program.source if last is not None else ""
+        return self.latest.executable.program.source if self._steps else ""
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -120,7 +130,14 @@ class TrainStep:
         casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         )
-        return (str(spec), tuple(map(_describe, leaves)), modes, grads, casts, optimizer_key(self.optimizer, self._rule))
+        return (
+            str(spec),
+            tuple(map(_describe, leaves)),
+            modes,
+            grads,
+            casts,
+            optimizer_key(self.optimizer, self._rule),
+        )
 
     def _bound(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
         key = self._key(leaves, spec)
@@ -136,7 +153,9 @@ class TrainStep:
         request = self._request(leaves, spec)
         captured, seconds = self._capture(leaves, spec)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
-            raise CaptureError("the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()")
+            raise CaptureError(
+                "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
+            )
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         start = time.perf_counter()
@@ -177,6 +196,7 @@ class _BoundStep:
             init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
         with torch.no_grad(), _no_autocast(), _uninterrupted(), self._counted(live):
             (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
         return result
 
@@ -195,14 +215,14 @@ class _BoundStep:
     def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
         """Count the step in the optimizer's state; not if it fails."""
         counts = [self.optimizer.state[live[name]]["step"] for name in self.cohort] if self.rule.has_step else []
-        if counts:
-            torch._foreach_add_(counts, 1)
-        try:
+        if not counts:
             yield
-        except BaseException:
-            if counts:
-                torch._foreach_sub_(counts, 1)
-            raise
+            return
+        torch._foreach_add_(counts, 1)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(torch._foreach_sub_, counts, 1)
+            yield
+            on_error.pop_all()
 
     def _arguments(self, leaves: Sequence[Any], live: dict[str, torch.Tensor], cohorts: dict[int, Cohort]) -> list[Any]:
         groups = self.optimizer.param_groups

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from roamc import ops
+from roamc.compat import OpOverload
 from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.memory import build_memory, identity
@@ -115,7 +117,9 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
         mark = ">" if other is node else " "
         shown.append(f"  {mark} {other.format_node()}")
     raise VerifyError(
-        f"after pass {after!r}: {what}\n" + "\n".join(shown) + f"\nleave the pass out with options={{'disable': {after!r}}}"
+        f"after pass {after!r}: {what}\n"
+        + "\n".join(shown)
+        + f"\nleave the pass out with options={{'disable': {after!r}}}"
     )
 
 
@@ -123,7 +127,9 @@ def _check_ports(graph: TrainGraph, after: str) -> None:
     if len(placeholders(graph.graph)) != len(graph.inputs):
         raise VerifyError(f"after pass {after!r}: {len(placeholders(graph.graph))} inputs, {len(graph.inputs)} roles")
     if len(output_values(graph.graph)) != len(graph.outputs):
-        raise VerifyError(f"after pass {after!r}: {len(output_values(graph.graph))} outputs, {len(graph.outputs)} roles")
+        raise VerifyError(
+            f"after pass {after!r}: {len(output_values(graph.graph))} outputs, {len(graph.outputs)} roles"
+        )
     names = {node.name for node in graph.graph.nodes}
     missing = [name for name in graph.saved if name not in names]
     if missing:
@@ -131,7 +137,9 @@ def _check_ports(graph: TrainGraph, after: str) -> None:
 
 
 def _check_phases(graph: TrainGraph, after: str) -> None:
-    late = {n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is not Phase.FORWARD}
+    late = {
+        n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is not Phase.FORWARD
+    }
     crossed = False
     for node in operators(graph.graph):
         if node.name not in graph.phase:
@@ -149,7 +157,9 @@ def _check_order(graph: TrainGraph, after: str, kept: Iterable[Constraint]) -> N
     by_name = {node.name: node for node in graph.graph.nodes}
     for before, behind in kept:
         if before in position and behind in position and position[before] > position[behind]:
-            _fail(graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)")
+            _fail(
+                graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)"
+            )
 
 
 def _check_aliases(graph: TrainGraph, after: str) -> None:
@@ -168,19 +178,24 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
     """Every tensor's shape, dtype and strides again, from the operator and its inputs' metadata."""
     mode = mode_of(graph.graph)
     for node in operators(graph.graph):
-        if mode is None or node.target is operator.getitem:
+        if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):
             continue
         with mode:
-            fresh = node.target(*fx.map_arg(node.args, _copy), **fx.map_arg(node.kwargs, _copy))  # type: ignore[operator]
-        probe = fresh if isinstance(fresh, list | tuple) else (fresh,)
-        told = [tensor for _, tensor in tensors_of(node)]
-        found = [tensor for tensor in probe if isinstance(tensor, torch.Tensor)]
-        for a, b in zip(told, found, strict=True):
-            if (a.shape, a.dtype, a.stride(), a.device) != (b.shape, b.dtype, b.stride(), b.device):
-                _fail(graph, after, node, f"{node.name} is noted as {_short(a)}, its operator gives {_short(b)}")
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), _copy)
+            fresh = node.target(*arguments, **keywords)  # type: ignore[operator]
+        found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
+        for position, told in tensors_of(node):
+            now = found.get(position)
+            if not isinstance(now, torch.Tensor) or _geometry(told) != _geometry(now):
+                gives = _short(now) if isinstance(now, torch.Tensor) else repr(now)
+                _fail(graph, after, node, f"{node.name} is noted as {_short(told)}, its operator gives {gives}")
 
 
-def _copy(node: fx.Node) -> object:
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+def _copy(node: fx.Node) -> Any:
     value = value_of(node)
     return value.detach() if isinstance(value, torch.Tensor) else value
 

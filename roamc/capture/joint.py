@@ -1,13 +1,14 @@
 """Capture from inside torch.compile: AOTAutograd's forward and backward, put together again as one graph.
 
 AOTAutograd hands the joint graph to our partition function. torch's own default partition (everything
-saved, nothing recomputed) fixes what is forward, what is saved, and in which order AOTAutograd passes it
-on. The two halves are then stitched into one TrainGraph with a boundary between them, so that one plan
-and one arena serve both.
+saved, nothing recomputed but what the user's ``checkpoint`` asks for) fixes what is forward, what is saved,
+and in which order AOTAutograd passes it on. The two halves are then stitched into one TrainGraph with a
+boundary between them, so that one plan and one arena serve both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc import ops
+from roamc.capture.corrections import correct
+from roamc.compat import FakeTensorMode, HigherOrderOperator
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders
+from roamc.rewrite import mode_of, value_of
+from roamc.runtime.random import replay, save_rng_state
 
 
 def stitch(
@@ -26,31 +32,33 @@ def stitch(
 
     Args:
         forward: returns ``num_outputs`` values of the user (mutated inputs first), then what is saved.
-        backward: takes what is saved, under the names it has in ``forward``, then tangents.
+        backward: takes what is saved, then tangents.
         num_outputs: as AOTAutograd counts them.
         static: positions of forward inputs that are parameters or buffers.
         name: for logs and reports.
+
+    Raises:
+        CaptureError: an operator of the graph cannot be planned; the caller falls back.
     """
-    graph = fx.Graph()
-    env: dict[str, fx.Node] = {}
-    phase: dict[str, Phase] = {}
-    inputs = [Port(n.name, role_of(i, static)) for i, n in enumerate(placeholders(forward.graph))]
-    _copy(graph, forward.graph, env, phase, Phase.FORWARD)
-    saved = [node for node in output_values(forward.graph)[num_outputs:] if isinstance(node, fx.Node)]
-    late = [node for node in placeholders(backward.graph) if node.name not in env]
+    made = _Stitcher(mode_of(forward.graph))
+    inputs = [Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(forward.graph))]
+    made.copy(forward.graph, Phase.FORWARD)
+    first = [made.mapped(node) for node in output_values(forward.graph)[:num_outputs]]
+    saved = [made.env[node.name] for node in output_values(forward.graph)[num_outputs:] if isinstance(node, fx.Node)]
+    late = made.feed(backward.graph, saved)
     inputs += [Port(node.name, Role.TANGENT, Phase.BACKWARD) for node in late]
-    _copy(graph, backward.graph, env, phase, Phase.BACKWARD)
-    first = [_mapped(node, env) for node in output_values(forward.graph)[:num_outputs]]
-    second = [_mapped(node, env) for node in output_values(backward.graph)]
-    graph.output((*first, *second))
+    made.copy(backward.graph, Phase.BACKWARD)
+    second = [made.mapped(node) for node in output_values(backward.graph)]
+    made.graph.output((*first, *second))
+    correct(made.graph)
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     return TrainGraph(
         name=name,
-        module=fx.GraphModule(_attributes(forward, backward), graph),
+        module=fx.GraphModule(_attributes(forward, backward), made.graph),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        phase=phase,
+        phase=made.phase,
         boundary=True,
         saved=tuple(node.name for node in saved),
     )
@@ -58,18 +66,17 @@ def stitch(
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:
     """A graph that is only run forward."""
-    graph = fx.Graph()
-    env: dict[str, fx.Node] = {}
-    phase: dict[str, Phase] = {}
-    _copy(graph, module.graph, env, phase, Phase.FORWARD)
-    results = [_mapped(node, env) for node in output_values(module.graph)]
-    graph.output(tuple(results))
+    made = _Stitcher(mode_of(module.graph))
+    made.copy(module.graph, Phase.FORWARD)
+    results = [made.mapped(node) for node in output_values(module.graph)]
+    made.graph.output(tuple(results))
+    correct(made.graph)
     return TrainGraph(
         name=name,
-        module=fx.GraphModule(_attributes(module), graph),
-        inputs=tuple(Port(n.name, role_of(i, static)) for i, n in enumerate(placeholders(module.graph))),
+        module=fx.GraphModule(_attributes(module), made.graph),
+        inputs=tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph))),
         outputs=tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results))),
-        phase=phase,
+        phase=made.phase,
     )
 
 
@@ -78,57 +85,108 @@ def role_of(position: int, static: Sequence[int]) -> Role:
     return Role.PARAMETER if position in static else Role.INPUT
 
 
-def _copy(graph: fx.Graph, source: fx.Graph, env: dict[str, fx.Node], phase: dict[str, Phase], now: Phase) -> None:
-    """Append the nodes of ``source``; a placeholder whose name is known stands for that node."""
-    for node in source.nodes:
-        if node.op == "output" or (node.op == "placeholder" and node.name in env):
-            continue
-        if node.op == "placeholder":
-            last = next((n for n in reversed(env.values()) if n.op == "placeholder"), None)
-            with graph.inserting_after(last) if last is not None else graph.inserting_before(None):
-                copied = graph.create_node("placeholder", node.target, (), {}, name=node.name)
-        else:
-            copied = graph.create_node(
-                node.op,
-                node.target,
-                fx.map_arg(node.args, lambda n: env[n.name]),
-                fx.map_arg(node.kwargs, lambda n: env[n.name]),
-                name=node.name,
-            )
-        if copied.name != node.name:
-            raise CaptureError(f"two different nodes are named {node.name!r} in one step; please report this model")
-        copied.meta = dict(node.meta)
-        _correct(copied)
-        env[node.name] = copied
-        if node.op == "call_function":
-            phase[node.name] = now
+class _Stitcher:
+    """Appends the nodes of one half after the other to a new graph.
 
-
-def _correct(node: fx.Node) -> None:
-    """Mend fake results that are not what the real kernel gives.
-
-    torch notes the new running statistics of a batch norm as float32 where its kernels keep their dtype.
+    Attributes:
+        env: node name in a half to its node in the new graph; for results of a half's random pair, see
+            :meth:`_random_pair`.
+        phase: node name in the new graph to phase.
     """
-    if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
-        told = list(node.meta["val"])
-        for position in (3, 4):
-            before = node.args[position].meta["val"]  # type: ignore[union-attr]
-            if told[position].dtype != before.dtype:
-                with before.fake_mode:
-                    told[position] = torch.empty_like(before)
-        node.meta["val"] = tuple(told)
-    elif node.target is operator.getitem:
-        source = node.args[0].meta["val"]  # type: ignore[union-attr]
-        if isinstance(source, list | tuple):
-            node.meta["val"] = source[node.args[1]]  # type: ignore[index]
 
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self.graph = fx.Graph()
+        self.mode = mode
+        self.env: dict[str, fx.Node] = {}
+        self.pairs: dict[str, tuple[fx.Node, fx.Node]] = {}
+        self.phase: dict[str, Phase] = {}
+        self.last: fx.Node | None = None
 
-def _mapped(node: Any, env: dict[str, fx.Node]) -> fx.Node | None:
-    if node is None:
-        return None
-    if not isinstance(node, fx.Node):
-        raise CaptureError(f"the graph returns {node!r}, which is not a tensor; fix symbolic shapes with dynamic=False")
-    return env[node.name]
+    def copy(self, source: fx.Graph, now: Phase) -> None:
+        """Append every node but placeholders that are fed already, and the output."""
+        for node in source.nodes:
+            if node.op == "output" or (node.op == "placeholder" and node.name in self.env):
+                continue
+            self.env[node.name] = self._input(node) if node.op == "placeholder" else self._append(node, now)
+
+    def feed(self, backward: fx.Graph, saved: Sequence[fx.Node]) -> list[fx.Node]:
+        """Match backward's placeholders with what forward saves, by name, then by order; the tangents are left."""
+        named = {node.name: node for node in saved}
+        entries = placeholders(backward)
+        used = {named[entry.name] for entry in entries if entry.name in named}
+        spare = iter([node for node in saved if node not in used])
+        late = []
+        for position, entry in enumerate(entries):
+            if entry.name in named:
+                self.env[entry.name] = named[entry.name]
+            elif position < len(saved):
+                self.env[entry.name] = next(spare)
+            else:
+                late.append(entry)
+        return late
+
+    def mapped(self, node: Any) -> fx.Node | None:
+        """The new node for one returned value."""
+        if node is None:
+            return None
+        if not isinstance(node, fx.Node):
+            raise CaptureError(f"the graph returns {node!r}, not a tensor; fix symbolic shapes with dynamic=False")
+        return self.env[node.name]
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None):
+            self.last = self.graph.create_node("placeholder", node.target, (), {}, name=node.name)
+        self.last.meta = dict(node.meta)
+        return self.last
+
+    def _append(self, node: fx.Node, now: Phase) -> fx.Node:
+        if node.target is operator.getitem and node.args[0].name in self.pairs:  # type: ignore[union-attr]
+            return self.pairs[node.args[0].name][node.args[1]]  # type: ignore[union-attr,index,return-value]
+        kind = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n.name])
+        if kind == "run_and_save_rng_state":
+            return self._random_pair(node, args, kwargs, now)
+        target = replay if kind == "run_with_rng_state" else node.target
+        made = self._create(node, target, args, kwargs, now)
+        if made.name != node.name or target in (replay, operator.getitem) or "val" not in made.meta:
+            self._derive(made)
+        return made
+
+    def _create(self, node: fx.Node, target: Any, args: Any, kwargs: Any, now: Phase) -> fx.Node:
+        again = node.op == "call_function" and node.name in self.env
+        if again and ops.rule(target).random and target is not replay:
+            raise CaptureError(f"{node.name!r} would draw random numbers again in backward; please report this model")
+        made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+        made.meta = dict(node.meta)
+        if made.op == "call_function":
+            self.phase[made.name] = now
+        return made
+
+    def _random_pair(self, node: fx.Node, args: Any, kwargs: Any, now: Phase) -> fx.Node:
+        """``run_and_save_rng_state(op, ...)`` as two nodes: the generator's state, then the operator."""
+        device = next((value_of(a).device for a in args[1:] if isinstance(a, fx.Node)), torch.device("cpu"))
+        state = self._create(node, save_rng_state, (device,), {}, now)
+        drawn = self._create(node, args[0], tuple(args[1:]), kwargs, now)
+        for made in (state, drawn):
+            self._derive(made)
+        self.pairs[node.name] = (state, drawn)
+        return drawn
+
+    def _derive(self, node: fx.Node) -> None:
+        """A value of its own for a node that both halves have, or that torch left without."""
+        if node.op != "call_function":
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if node.target is operator.getitem:
+            node.meta["val"] = args[0][args[1]]
+            return
+        target: Any = args[1] if node.target is replay else node.target
+        given = args[2:] if node.target is replay else args
+        with self.mode or contextlib.nullcontext():
+            if node.target is save_rng_state:
+                node.meta["val"] = torch.empty(save_rng_state(args[0]).shape, dtype=torch.uint8)
+            else:
+                node.meta["val"] = target(*given, **kwargs)
 
 
 def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def structure(rule: Rule, group: Group) -> tuple[object, ...]:
 
 def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group) -> None:
     """Give ``parameter`` the state that torch makes at its first step, if it has none."""
+    if not rule.has_step and not rule.states(group):
+        return
     state = optimizer.state[parameter]
     if rule.has_step and "step" not in state:
         device = parameter.device if group.get("fused") else torch.device("cpu")

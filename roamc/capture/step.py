@@ -6,6 +6,7 @@ than this machine can be planned. Parameters may be on the meta device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
+from roamc.capture.corrections import correct
 from roamc.capture.optimizers import Rule, rule_for, structure
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
@@ -177,6 +179,7 @@ class _Trace:
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
             check_loss(loss)
+            compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
@@ -199,7 +202,9 @@ def check_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}")
     if loss.numel() != 1 or loss.dim() != 0:
-        raise CaptureError(f"loss_fn must return a scalar tensor, not one of shape {tuple(loss.shape)}; use .mean() or .sum()")
+        raise CaptureError(
+            f"loss_fn must return a scalar tensor, not one of shape {tuple(loss.shape)}; use .mean() or .sum()"
+        )
     if not loss.is_floating_point():
         raise CaptureError(f"the loss must be a floating-point number, not {loss.dtype}")
     if not loss.requires_grad:
@@ -223,11 +228,13 @@ class _Assembly:
 
     def build(self) -> CapturedStep:
         graph = self.module.graph
+        correct(graph)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._describe_inputs(inputs)
         end = output_node(graph)
         loss, *gradients = _flat(end)
         phase = _phases(graph, loss)
+        _trace_back(graph, phase)
         groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
         grads = dict(zip(self.traced.updated, gradients, strict=True))
@@ -315,7 +322,7 @@ class _Assembly:
         return nodes
 
     def _state(self, graph: fx.Graph, name: str, key: str, value: torch.Tensor) -> fx.Node:
-        node = self._placeholder(graph, f"{name}_{key}".replace(".", "_"), value)
+        node = self._placeholder(graph, re.sub(r"\W", "_", f"state_{name}_{key}"), value)
         self._describe(Port(f"{name}: {key}", Role.OPTIMIZER_STATE), Source("state", name, key))
         return node
 
@@ -342,9 +349,7 @@ class _Assembly:
         if self.request.clip_grad_norm is None:
             return ()
         held = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients}
-        return (
-            f"clip_grad_norm holds all gradients ({format_bytes(sum(held.values()))}) until the norm is known",
-        )
+        return (f"clip_grad_norm holds all gradients ({format_bytes(sum(held.values()))}) until the norm is known",)
 
 
 def cohort_of(
@@ -369,6 +374,19 @@ def _flat(end: fx.Node) -> list[fx.Node]:
     if isinstance(flat, list | tuple) and len(flat) != len(found):
         raise CaptureError("tracing lost a gradient; please report this model")
     return list(flat)  # type: ignore[arg-type]
+
+
+def _trace_back(graph: fx.Graph, phase: Mapping[str, Phase]) -> None:
+    """Give operators of backward the line of the forward call that they belong to."""
+    lines: dict[int, str] = {}
+    for node in operators(graph):
+        number, trace = node.meta.get("seq_nr"), node.meta.get("stack_trace")
+        if number is None:
+            continue
+        if phase[node.name] is Phase.FORWARD and trace:
+            lines[number] = trace
+        elif phase[node.name] is Phase.BACKWARD and not trace and number in lines:
+            node.meta["stack_trace"] = lines[number]
 
 
 def _phases(graph: fx.Graph, loss: fx.Node) -> dict[str, Phase]:

@@ -184,8 +184,7 @@ class _Emitter:
         return bool(owned) and all(self._placed(storage) for storage in owned)
 
     def _is_free_view(self, node: fx.Node) -> bool:
-        births = [s for s in self._births(node)]
-        return not births and ops.is_view(node.target)
+        return not self._births(node) and ops.is_view(node.target)
 
     def _births(self, node: fx.Node) -> list[tuple[int, Storage]]:
         """(result position, storage) for every storage that ``node`` makes."""
@@ -218,7 +217,8 @@ class _Emitter:
         offset = self.layout.offset[storage.name] + int(tensor.storage_offset()) * tensor.dtype.itemsize
         shape = tuple(int(size) for size in tensor.shape)
         stride = tuple(int(step) for step in tensor.stride())
-        self.views.append(f'{name} = arena.view("{name}", {offset}, {shape}, {stride}, {tensor.dtype})')
+        bits = (", conj=True" if tensor.is_conj() else "") + (", neg=True" if tensor.is_neg() else "")
+        self.views.append(f'{name} = arena.view("{name}", {offset}, {shape}, {stride}, {tensor.dtype}{bits})')
         return name
 
     # -- statements -----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class _Emitter:
         if not placed:
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
-            return self._allocate_rest(node, births) + [self._written(node, form) + comment]
+            return [*self._allocate_rest(node, births), self._written(node, form) + comment]
         return self._copied(node, births, comment)
 
     def _plain(self, node: fx.Node) -> str:
@@ -284,7 +284,8 @@ class _Emitter:
             lines.append(f"{self._tensor(node, position)}.copy_({item})")
         if local != name:
             return [*lines, f"del {local}"]
-        kept = [f"{local}[{p}]" if p not in placed else "None" for p, _ in tensors_of(node)]
+        own = {position for position, _ in tensors_of(node)}.difference(placed)
+        kept = [f"{local}[{p}]" if p in own else "None" for p in range(len(node.meta["val"]))]
         return [*lines, f"{local} = ({', '.join(kept)},)"]
 
     # -- expressions ----------------------------------------------------------------------------
@@ -337,7 +338,8 @@ class _Names:
         self._taken = set(self._of.values()) | {"torch", "arena", "args", "bind", "step", "forward", "backward"}
 
     def of(self, node: Any) -> str:
-        return self._of[node]
+        name: str = self._of[node]
+        return name
 
     def taken(self, name: str) -> bool:
         return name in self._taken

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from roamc.compat import with_bits
 from roamc.units import Bytes
 
 Bound = dict[str, Callable[..., Any]]
@@ -33,16 +34,28 @@ class Arena:
         self.entry = bind(self)
 
     def view(
-        self, name: str, offset: Bytes, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+        self,
+        name: str,
+        offset: Bytes,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        conj: bool = False,
+        neg: bool = False,
     ) -> torch.Tensor:
-        """A tensor at ``offset`` bytes with its own version counter (not an autograd view)."""
+        """A tensor at ``offset`` bytes with its own version counter (not an autograd view).
+
+        ``conj`` and ``neg`` are the lazy bits of complex views.
+        """
         tensor = torch.empty(0, dtype=dtype, device=self.base.device)
-        tensor.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))  # type: ignore[call-overload]
+        tensor.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
+        tensor = with_bits(tensor, conj=conj, neg=neg)
         self._views.append((name, tensor, tensor.data_ptr(), tensor.shape))
         return tensor
 
     def moved_views(self) -> list[str]:
-        """Names of planned tensors that an operator has resized or moved: always empty unless torch and the plan disagree."""
+        """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
         return [n for n, tensor, pointer, shape in self._views if tensor.data_ptr() != pointer or tensor.shape != shape]
 
     def contains(self, tensor: torch.Tensor) -> bool:

@@ -60,9 +60,13 @@ def copy(source: Tensor, *, out: Tensor, **geometry: Any) -> None:
     out.copy_(source)
 
 
-@_writes(
-    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default
-)
+@_writes(aten.copy.default)
+def functional_copy(self: Tensor, source: Tensor, non_blocking: bool = False, *, out: Tensor) -> None:
+    """The geometry of ``self`` with the values of ``source``."""
+    out.copy_(source)
+
+
+@_writes(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 def zeros(*shape: Any, out: Tensor, **geometry: Any) -> None:
     """Zero the planned tensor."""
     out.zero_()
@@ -106,25 +110,25 @@ def empty(*shape: Any, out: Tensor, **geometry: Any) -> None:
 @_writes(aten.add.Scalar)
 def add_scalar(self: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> None:
     """``self + alpha * other``."""
-    torch.add(self, other, alpha=alpha, out=out)  # type: ignore[arg-type]
+    torch.add(self, other, alpha=alpha, out=out)
 
 
 @_writes(aten.sub.Scalar)
 def sub_scalar(self: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> None:
     """``self - alpha * other``."""
-    torch.sub(self, other, alpha=alpha, out=out)  # type: ignore[arg-type]
+    torch.sub(self, other, alpha=alpha, out=out)
 
 
 @_writes(aten.mul.Scalar)
 def mul_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
     """``self * other``."""
-    torch.mul(self, other, out=out)  # type: ignore[arg-type]
+    torch.mul(self, other, out=out)
 
 
 @_writes(aten.div.Scalar)
 def div_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
     """``self / other``."""
-    torch.div(self, other, out=out)  # type: ignore[arg-type]
+    torch.div(self, other, out=out)
 
 
 @_writes(aten.sum.default)
@@ -177,6 +181,25 @@ def select_scatter(self: Tensor, source: Tensor, dim: int, index: int, *, out: T
     """Copy, then overwrite one row."""
     out.copy_(self)
     out.select(dim, index).copy_(source)
+
+
+@_writes(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    self: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1, *, out: Tensor
+) -> None:
+    """Copy, then overwrite one diagonal."""
+    out.copy_(self)
+    out.diagonal(offset, dim1, dim2).copy_(source)
+
+
+@_writes(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    self: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None,
+    *, out: Tensor,
+) -> None:  # fmt: skip
+    """Copy, then overwrite an ``as_strided`` view; capture makes sure that ``self`` starts its storage."""
+    out.copy_(self)
+    out.as_strided(size, stride, out.storage_offset() + (storage_offset or 0)).copy_(source)
 
 
 @_writes(aten.slice_backward.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import logging
@@ -101,11 +102,10 @@ class Pair:
         """Run forward; returns the user's outputs, then the saved tensors."""
         pool = self.executable.pool
         arena = pool.acquire()
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(pool.release, arena)
             results = list(self.executable.run("forward", arena, args))
-        except BaseException:
-            pool.release(arena)
-            raise
+            on_error.pop_all()
         saved = [self.first_saved + index for index in self.in_arena]
         if not saved:
             pool.release(arena)
@@ -151,7 +151,7 @@ class Pair:
         try:
             if any(arena.contains(tensor) for tensor in saved):
                 raise BackwardTwiceError(
-                    "backward ran already and its saved tensors are gone; call the first backward with retain_graph=True"
+                    "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
                 )
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
@@ -174,7 +174,8 @@ def load(program: Program, name: str) -> Callable[[Arena], Bound]:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor object over the same bytes, whose end tells that nobody can run backward any more."""
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return compat.with_bits(fresh, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def _storage_names(graph: TrainGraph) -> dict[str, str]:

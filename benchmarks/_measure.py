@@ -1,0 +1,88 @@
+"""What all benchmarks share: fresh processes, the heap counter, the machine's description, results files."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def counter_library() -> Path:
+    """The heap counter, built with the machine's C compiler on first use."""
+    target = Path(tempfile.gettempdir()) / f"roamc-heapcount-{os.getuid()}.so"
+    source = HERE / "heapcount.c"
+    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl"], check=True)
+    return target
+
+
+def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int = 2) -> Any:
+    """Run ``script --worker arguments`` in a process of its own; its last line of output, read as JSON."""
+    env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=str(HERE.parent), TOKENIZERS_PARALLELISM="false")
+    if count_heap:
+        env["LD_PRELOAD"] = str(counter_library())
+    command = [sys.executable, script, "--worker", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class Heap:
+    """Live and peak bytes of this process, counted by the preloaded library."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        for name in ("heap_live", "heap_peak"):
+            getattr(self._library, name).restype = ctypes.c_long
+
+    def live(self) -> int:
+        """Bytes allocated now."""
+        return int(self._library.heap_live())
+
+    def peak(self) -> int:
+        """Most bytes allocated since :meth:`reset`."""
+        return int(self._library.heap_peak())
+
+    def reset(self) -> None:
+        """Start a new peak at what is live now."""
+        self._library.heap_reset_peak()
+
+
+def machine() -> dict[str, str]:
+    """Where and with what a result was measured."""
+    import torch
+
+    import roamc
+
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu,
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "roamc": roamc.__version__,
+    }
+
+
+def save(name: str, rows: list[dict[str, Any]], remarks: str) -> Path:
+    """Write ``results/NAME.json``: machine, remarks, rows."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "remarks": remarks, "rows": rows}, indent=1) + "\n")
+    return path

@@ -1,0 +1,138 @@
+"""Peak memory of a training step: predicted, measured, and eager's, every measurement in a fresh process.
+
+    python benchmarks/peak.py [MODEL ...]
+
+Measured bytes come from a counter under malloc and are above what the process holds before the step:
+parameters, optimizer state and batch. The step is the third, so that nothing is made for the first time;
+roamc's arena, which stays between steps, is added back. Operators' own workspace is in the measured
+peak and not in the predicted one. It is shown apart: the largest rise inside one statement of the program
+above what its results need, read at every line of the emitted source in a second run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from benchmarks._measure import Heap, fresh, save
+from benchmarks.models import WORKLOADS, make
+
+ROUTES = ("eager", "train_step", "aot_eager", "optimize")
+
+
+def _eager_step(work: Any, optimizer: Any) -> Any:
+    def step() -> None:
+        work.loss(work.model, *work.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
+    """Measure one route of one model in this process."""
+    import torch
+
+    import roamc
+
+    work = make(name, dtype)
+    optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
+    step, executables = _eager_step(work, optimizer), []
+    if route == "train_step":
+        planned = roamc.train_step(work.model, work.loss, optimizer, strict=True)
+
+        def step() -> None:
+            planned(*work.batch)
+    elif route == "optimize":
+        roamc.optimize(work.model, strict=True)
+    elif route == "aot_eager":
+        work.model.compile(backend="aot_eager", dynamic=False)
+    for _ in range(2):
+        step()
+    heap = Heap()
+    held = 0
+    result: dict[str, Any] = {}
+    if route == "train_step":
+        plan = planned.plans[0]
+        held = plan.arena_bytes
+        executables = [planned.latest.executable]
+        result = {key: getattr(plan, key) for key in ("peak_bytes", "arena_bytes", "live_bytes", "bound_bytes")}
+        result |= {"baseline_bytes": plan.baseline_bytes, "status": plan.status, "seconds": dict(plan.seconds)}
+    elif route == "optimize":
+        plans = roamc.plans(work.model)
+        held = sum(plan.arena_bytes for plan in plans)
+        result = {"peak_bytes": sum(plan.peak_bytes for plan in plans), "graphs": len(plans)}
+    before = heap.live() - held
+    heap.reset()
+    step()
+    result["measured"] = heap.peak() - before
+    if executables:
+        result["workspace"] = _workspace(heap, step)
+    return result
+
+
+def _workspace(heap: Heap, step: Any) -> int:
+    """The most that one line of an emitted program allocates and frees again."""
+    worst = 0
+    live = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal worst, live
+        if not frame.f_code.co_filename.startswith("<roamc"):
+            return None
+        if event in ("line", "return"):
+            worst = max(worst, heap.peak() - max(live, heap.live()))
+            live = heap.live()
+            heap.reset()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(None)
+    return worst
+
+
+def main() -> None:
+    """Measure every model and route; print a table; write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--worker", nargs=3, metavar=("MODEL", "DTYPE", "ROUTE"))
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(*given.worker)))
+        return
+    rows = []
+    for name in given.models:
+        for dtype in given.dtypes.split(","):
+            found = {route: fresh(__file__, name, dtype, route, count_heap=True) for route in ROUTES}
+            rows.append({"model": name, "dtype": dtype, **found})
+            print(_line(rows[-1]), flush=True)
+    if len(given.models) == len(WORKLOADS):
+        print(save("peak", rows, __doc__ or ""))
+
+
+def _line(row: dict[str, Any]) -> str:
+    step, eager = row["train_step"], row["eager"]["measured"]
+    return (
+        f"{row['model']:<16}{row['dtype']:<9} eager {eager / 1e6:8.1f}  train_step {step['measured'] / 1e6:8.1f} "
+        f"({step['measured'] / eager:.3f})  predicted {step['peak_bytes'] / 1e6:8.1f}  workspace "
+        f"{step['workspace'] / 1e6:6.1f}  error {_error(step):+.2%}  fragmentation "
+        f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.3%} baseline {step['baseline_bytes'] / 1e6:8.1f} "
+        f"aot {row['aot_eager']['measured'] / 1e6:8.1f} optimize {row['optimize']['measured'] / 1e6:8.1f} "
+        f"(predicted {row['optimize']['peak_bytes'] / 1e6:.1f})"
+    )
+
+
+def _error(step: dict[str, Any]) -> float:
+    """Measured less predicted, as a share of predicted; what workspace explains is taken off."""
+    over = step["measured"] - step["peak_bytes"]
+    return (over - min(max(over, 0), step["workspace"])) / step["peak_bytes"]
+
+
+if __name__ == "__main__":
+    main()

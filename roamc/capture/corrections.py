@@ -1,0 +1,113 @@
+"""Mend fake results that are not what the real kernels give, so that predicted bytes are the real ones.
+
+Each row of ``FIXES`` names an operator and says what its results really are. Views of a mended result are
+derived again. Tests compare every predicted byte with real storages and find the rows that are missing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.errors import CaptureError
+from roamc.rewrite import mode_of, value_of
+
+aten = torch.ops.aten
+Fix = Callable[[fx.Node, FakeTensorMode], Any]
+
+
+def correct(graph: fx.Graph) -> None:
+    """Give the nodes of ``graph`` the metadata of the real kernels, in place."""
+    mode = mode_of(graph)
+    if mode is None:
+        return
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        _refuse(node)
+        if node.target in FIXES:
+            fixed = FIXES[node.target](node, mode)
+            if fixed is not None:
+                node.meta["val"] = fixed
+                changed.add(node)
+        elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
+            node.meta["val"] = _derive(node, mode)
+            changed.add(node)
+
+
+def _refuse(node: fx.Node) -> None:
+    """Operators that look at a whole storage, or swap it, cannot run on views of an arena."""
+    if node.target in WHOLE_STORAGE:
+        first = value_of(node.all_input_nodes[0])
+        if node.target is not aten.as_strided_scatter.default or first.storage_offset():
+            raise CaptureError(f"{node.target} changes or reads a whole storage; write the model without it")
+
+
+def _shares(node: fx.Node) -> bool:
+    rule = ops.rule(node.target)
+    return bool(rule.view_of or rule.mutates)
+
+
+def _derive(node: fx.Node, mode: FakeTensorMode) -> Any:
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), value_of)
+    if node.target is operator.getitem:
+        return arguments[0][arguments[1]]
+    with mode:
+        return node.target(*arguments, **keywords)  # type: ignore[operator]
+
+
+def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
+    told = list(node.meta["val"])
+    before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
+    if len(before) != 2 or all(told[3 + i].dtype == old.dtype for i, old in enumerate(before)):
+        return None
+    with mode:
+        told[3:5] = [torch.empty_like(old) for old in before]
+    return tuple(told)
+
+
+def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The kernel clones the whole storage of its first argument; the decomposition notes the part that is seen."""
+    fresh = _derive(node, mode)
+    return None if _nbytes(fresh) == _nbytes(node.meta["val"]) else fresh
+
+
+def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Results that ``output_mask`` turns off are None."""
+    mask = node.args[-1]
+    told = node.meta["val"]
+    if not isinstance(mask, list | tuple) or all(mask) or len(mask) != len(told):
+        return None
+    return tuple(value if wanted else None for value, wanted in zip(told, mask, strict=True))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+WHOLE_STORAGE = frozenset(
+    {
+        aten.as_strided_scatter.default,
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.source_Tensor,
+        aten.set_.source_Storage_storage_offset,
+    }
+)
+
+FIXES: dict[OpOverload, Fix] = {
+    aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
+    aten.copy.default: _functional_copy,
+    aten.native_batch_norm_backward.default: _masked,
+    aten.native_layer_norm_backward.default: _masked,
+    aten.native_group_norm_backward.default: _masked,
+    aten.convolution_backward.default: _masked,
+}

@@ -1,0 +1,29 @@
+"""At which offset of one arena each storage lives, so that the arena is as low as it can be.
+
+Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
+"""
+
+from roamc.solvers.layout.portfolio import ALGORITHMS, solve
+from roamc.solvers.layout.problem import (
+    LayoutProblem,
+    LayoutSolution,
+    live_bytes,
+    lower_bound,
+    make_problem,
+    padded,
+)
+from roamc.solvers.layout.validate import LayoutReport, LayoutVerdict, validate
+
+__all__ = [
+    "ALGORITHMS",
+    "LayoutProblem",
+    "LayoutReport",
+    "LayoutSolution",
+    "LayoutVerdict",
+    "live_bytes",
+    "lower_bound",
+    "make_problem",
+    "padded",
+    "solve",
+    "validate",
+]

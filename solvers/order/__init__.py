@@ -1,0 +1,22 @@
+"""In which order operators run, so that the peak of live bytes is as low as it can be.
+
+Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
+"""
+
+from roamc.solvers.order.evaluate import live_bytes, peak_bytes
+from roamc.solvers.order.portfolio import ALGORITHMS, solve
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem
+from roamc.solvers.order.validate import OrderReport, OrderVerdict, validate
+
+__all__ = [
+    "ALGORITHMS",
+    "OrderProblem",
+    "OrderReport",
+    "OrderSolution",
+    "OrderVerdict",
+    "live_bytes",
+    "make_problem",
+    "peak_bytes",
+    "solve",
+    "validate",
+]

@@ -1,0 +1,215 @@
+"""The ordering problem and its answer, as data.
+
+Operators are numbered 0..n-1 in program order, which is itself legal. An order is legal when
+
+- it is a permutation of the operators,
+- every edge (before, after) is respected,
+- every buffer is produced before it is read,
+- all operators of one stage run before any operator of the next.
+
+A buffer is live on the half-open steps [position of producer, last position of a consumer + 1): one step if
+nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
+plus the scratch bytes of the operator that runs there; the peak is their maximum.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, Csr, IntArray, LongArray, group_by, read_only
+from roamc.solvers.status import Status
+
+Bytes = int
+Step = int
+OpIndex = int
+BufferSpec = tuple[Bytes, OpIndex, Iterable[OpIndex], bool]
+
+_MOST_BYTES = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class OrderProblem:
+    """n operators, m ordering edges and b buffers; build it with `make_problem`, which checks it.
+
+    stage: int32[n], non-decreasing in program order.
+    edges: int32[m, 2], rows (before, after) with before < after; need not repeat what the buffers imply.
+    size: int64[b] bytes.  producer: int32[b].  kept: bool[b], true if the buffer never dies.
+    consumer_start: int64[b + 1] and consumer: int32[...], sorted within a buffer, without duplicates and
+        without the producer: buffer k is read by `consumer[consumer_start[k]:consumer_start[k + 1]]`.
+    scratch: int64[n], further bytes while the operator runs.
+    All arrays are read-only.
+    """
+
+    stage: IntArray
+    edges: IntArray
+    size: LongArray
+    producer: IntArray
+    consumer_start: LongArray
+    consumer: IntArray
+    kept: BoolArray
+    scratch: LongArray
+
+    @property
+    def num_ops(self) -> int:
+        """Number of operators, n."""
+        return len(self.stage)
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of buffers, b."""
+        return len(self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class OrderSolution:
+    """An order and what is known about it.
+
+    order: int32[n]; order[t] is the operator that runs at step t. peak_bytes: the peak of live bytes in that
+    order.  bound_bytes: no legal order has a lower peak than this. status: OPTIMAL exactly when peak_bytes ==
+    bound_bytes (a proof raises the bound to the peak). algorithm: the name of the algorithm that found it.
+    work: operators scheduled, over all algorithms that ran. candidates: (name, peak bytes) of every algorithm
+    that ran, in the order in which they ran.
+    """
+
+    order: IntArray
+    peak_bytes: Bytes
+    bound_bytes: Bytes
+    status: Status
+    algorithm: str
+    work: int
+    candidates: tuple[tuple[str, Bytes], ...]
+
+
+def make_problem(
+    stage: Sequence[int],
+    edges: Iterable[tuple[OpIndex, OpIndex]],
+    buffers: Iterable[BufferSpec],
+    scratch: Sequence[Bytes] | None = None,
+) -> OrderProblem:
+    """Check the parts of an ordering problem and pack them into arrays.
+
+    stage[v] is the stage of operator v; edges are (before, after); buffers are (size in bytes, producer,
+    consumers, kept), where consumers may be unsorted, repeat, or name the producer; scratch[v] is bytes, all
+    zero if left out.
+
+    Raises ValueError, naming the item, for a negative size, an operator out of range, an edge or a read that
+    goes against program order, a stage that decreases, or sizes that add up to more than 2**62 bytes.
+    """
+    num_ops = len(stage)
+    scratch_bytes = [0] * num_ops if scratch is None else list(scratch)
+    edge_list = list(edges)
+    _check_ops(stage, scratch_bytes)
+    _check_edges(edge_list, num_ops)
+    size, producer, consumers, kept = _check_buffers(buffers, num_ops)
+    if sum(size) + sum(scratch_bytes) > _MOST_BYTES:
+        raise ValueError(f"sizes add up to {sum(size) + sum(scratch_bytes)} bytes, more than 2**62")
+    start = np.zeros(len(size) + 1, dtype=np.int64)
+    np.cumsum([len(ops) for ops in consumers], out=start[1:])
+    return OrderProblem(
+        stage=read_only(np.array(stage, dtype=np.int32)),
+        edges=read_only(np.array(edge_list, dtype=np.int32).reshape(-1, 2)),
+        size=read_only(np.array(size, dtype=np.int64)),
+        producer=read_only(np.array(producer, dtype=np.int32)),
+        consumer_start=read_only(start),
+        consumer=read_only(np.array([op for ops in consumers for op in ops], dtype=np.int32)),
+        kept=read_only(np.array(kept, dtype=np.bool_)),
+        scratch=read_only(np.array(scratch_bytes, dtype=np.int64)),
+    )
+
+
+def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
+    """The same problem with operator order[t] called t: the given legal order becomes the program order."""
+    position = np.empty(problem.num_ops, dtype=np.int32)
+    position[order] = np.arange(problem.num_ops, dtype=np.int32)
+    buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
+    consumer = position[problem.consumer]
+    return OrderProblem(
+        stage=read_only(problem.stage[order]),
+        edges=read_only(position[problem.edges]),
+        size=problem.size,
+        producer=read_only(position[problem.producer]),
+        consumer_start=problem.consumer_start,
+        consumer=read_only(consumer[np.lexsort((consumer, buffer_of))]),
+        kept=problem.kept,
+        scratch=read_only(problem.scratch[order]),
+    )
+
+
+def dependencies(problem: OrderProblem) -> IntArray:
+    """All (before, after) pairs from edges and buffers, not stages: int32[k, 2], sorted, each once."""
+    per_buffer = np.diff(problem.consumer_start)
+    from_buffers = np.stack([np.repeat(problem.producer, per_buffer), problem.consumer], axis=1)
+    pairs = np.concatenate([problem.edges, from_buffers]).astype(np.int64)
+    width = max(problem.num_ops, 1)
+    keys = np.unique(pairs[:, 0] * width + pairs[:, 1])
+    return np.stack([keys // width, keys % width], axis=1).astype(np.int32)
+
+
+def predecessors(problem: OrderProblem) -> Csr:
+    """Row v: the operators that must run before v by an edge or a buffer, sorted."""
+    pairs = dependencies(problem)
+    return group_by(pairs[:, 1], pairs[:, 0], problem.num_ops)
+
+
+def successors(problem: OrderProblem) -> Csr:
+    """Row v: the operators that must run after v by an edge or a buffer, sorted."""
+    pairs = dependencies(problem)
+    return group_by(pairs[:, 0], pairs[:, 1], problem.num_ops)
+
+
+def consumers(problem: OrderProblem) -> Csr:
+    """Row k: the operators that read buffer k, sorted, without its producer."""
+    return Csr(start=problem.consumer_start, index=problem.consumer)
+
+
+def reads(problem: OrderProblem) -> Csr:
+    """Row v: the buffers that operator v reads, sorted, without those it produces."""
+    buffer_of = np.repeat(np.arange(problem.num_buffers, dtype=np.int32), np.diff(problem.consumer_start))
+    return group_by(problem.consumer, buffer_of, problem.num_ops)
+
+
+def writes(problem: OrderProblem) -> Csr:
+    """Row v: the buffers that operator v produces, sorted."""
+    return group_by(problem.producer, np.arange(problem.num_buffers, dtype=np.int32), problem.num_ops)
+
+
+def _check_ops(stage: Sequence[int], scratch: Sequence[Bytes]) -> None:
+    if len(scratch) != len(stage):
+        raise ValueError(f"{len(stage)} stages but {len(scratch)} scratch sizes")
+    for op in range(1, len(stage)):
+        if stage[op] < stage[op - 1]:
+            raise ValueError(f"stage decreases at op {op}: {stage[op - 1]} to {stage[op]}")
+    for op, num_bytes in enumerate(scratch):
+        if num_bytes < 0:
+            raise ValueError(f"scratch of op {op} is negative: {num_bytes}")
+
+
+def _check_edges(edges: Sequence[tuple[OpIndex, OpIndex]], num_ops: int) -> None:
+    for number, (before, after) in enumerate(edges):
+        if not (0 <= before < num_ops and 0 <= after < num_ops):
+            raise ValueError(f"edge {number} ({before}, {after}) names an op out of range 0..{num_ops - 1}")
+        if before >= after:
+            raise ValueError(f"edge {number} ({before}, {after}) goes against program order")
+
+
+def _check_buffers(
+    buffers: Iterable[BufferSpec], num_ops: int
+) -> tuple[list[Bytes], list[OpIndex], list[list[OpIndex]], list[bool]]:
+    size: list[Bytes] = []
+    producer: list[OpIndex] = []
+    consumers: list[list[OpIndex]] = []
+    kept: list[bool] = []
+    for number, (num_bytes, source, readers, stays) in enumerate(buffers):
+        if num_bytes < 0:
+            raise ValueError(f"buffer {number} has a negative size: {num_bytes}")
+        others = sorted({op for op in readers if op != source})
+        if not 0 <= source < num_ops or (others and not 0 <= others[0] <= others[-1] < num_ops):
+            raise ValueError(f"buffer {number} names an op out of range 0..{num_ops - 1}: {source} -> {others}")
+        if others and others[0] < source:
+            raise ValueError(f"buffer {number} is read by op {others[0]} before op {source} produces it")
+        size.append(num_bytes)
+        producer.append(source)
+        consumers.append(others)
+        kept.append(bool(stays))
+    return size, producer, consumers, kept

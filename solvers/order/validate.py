@@ -1,0 +1,134 @@
+"""The judge of orders: counts everything again, in plain loops, and shares no code with any algorithm.
+
+O(n + m + reads). It judges what can be judged from problem and solution alone; that `bound_bytes` is a true
+lower bound it cannot see, only that the bound does not contradict the peak.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from roamc.solvers.order.problem import Bytes, OrderProblem, OrderSolution
+from roamc.solvers.status import Status
+
+
+class OrderVerdict(Enum):
+    """What the judge found; the first fault in this sequence is the one reported."""
+
+    GOOD = "good"
+    NOT_A_PERMUTATION = "not a permutation"
+    EDGE_BROKEN = "edge broken"
+    DATA_BROKEN = "buffer read before it is produced"
+    STAGE_BROKEN = "stage broken"
+    WRONG_PEAK = "wrong peak"
+    BOUND_ABOVE_PEAK = "bound above peak"
+    CANDIDATE_BELOW_PEAK = "a candidate is better than the solution"
+    WRONG_STATUS = "wrong status"
+
+
+@dataclass(frozen=True)
+class OrderReport:
+    """A verdict, the numbers it is about (see `detail` for what they are), and one line for people."""
+
+    verdict: OrderVerdict
+    items: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def good(self) -> bool:
+        """True if nothing is wrong."""
+        return self.verdict is OrderVerdict.GOOD
+
+
+def validate(problem: OrderProblem, solution: OrderSolution) -> OrderReport:
+    """Judge a solution. Never raises for a bad one: the verdict names the first fault and what is in it."""
+    order = [int(op) for op in solution.order]
+    fault = _permutation_fault(problem.num_ops, order)
+    if fault is not None:
+        return fault
+    position = [0] * problem.num_ops
+    for step, op in enumerate(order):
+        position[op] = step
+    fault = _dependency_fault(problem, position) or _stage_fault(problem, order)
+    if fault is not None:
+        return fault
+    return _claim_fault(solution, _recount_peak(problem, order, position)) or OrderReport(OrderVerdict.GOOD)
+
+
+def _permutation_fault(num_ops: int, order: Sequence[int]) -> OrderReport | None:
+    if len(order) != num_ops:
+        detail = f"{len(order)} steps for {num_ops} operators"
+        return OrderReport(OrderVerdict.NOT_A_PERMUTATION, (len(order), num_ops), detail)
+    seen = [False] * num_ops
+    for op in order:
+        if op < 0 or op >= num_ops or seen[op]:
+            return OrderReport(OrderVerdict.NOT_A_PERMUTATION, (op,), f"op {op} is out of range or runs twice")
+        seen[op] = True
+    return None
+
+
+def _dependency_fault(problem: OrderProblem, position: Sequence[int]) -> OrderReport | None:
+    for before, after in problem.edges.tolist():
+        if position[before] >= position[after]:
+            detail = f"op {after} runs before op {before} against an edge"
+            return OrderReport(OrderVerdict.EDGE_BROKEN, (before, after), detail)
+    start = problem.consumer_start.tolist()
+    consumer = problem.consumer.tolist()
+    for buffer, producer in enumerate(problem.producer.tolist()):
+        for reader in consumer[start[buffer] : start[buffer + 1]]:
+            if position[producer] >= position[reader]:
+                detail = f"op {reader} reads buffer {buffer} before op {producer} produces it"
+                return OrderReport(OrderVerdict.DATA_BROKEN, (buffer, producer, reader), detail)
+    return None
+
+
+def _stage_fault(problem: OrderProblem, order: Sequence[int]) -> OrderReport | None:
+    stage = problem.stage.tolist()
+    for step in range(1, len(order)):
+        earlier, later = order[step - 1], order[step]
+        if stage[earlier] > stage[later]:
+            detail = f"op {earlier} of stage {stage[earlier]} runs before op {later} of stage {stage[later]}"
+            return OrderReport(OrderVerdict.STAGE_BROKEN, (earlier, later), detail)
+    return None
+
+
+def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequence[int]) -> Bytes:
+    """Run the order step by step: give birth, look, bury."""
+    start = problem.consumer_start.tolist()
+    consumer = problem.consumer.tolist()
+    kept = problem.kept.tolist()
+    born_bytes = [0] * len(order)
+    dying_bytes = [0] * len(order)
+    for buffer, (size, producer) in enumerate(zip(problem.size.tolist(), problem.producer.tolist(), strict=True)):
+        born_bytes[position[producer]] += size
+        if not kept[buffer]:
+            last = position[producer]
+            for reader in consumer[start[buffer] : start[buffer + 1]]:
+                last = max(last, position[reader])
+            dying_bytes[last] += size
+    scratch = problem.scratch.tolist()
+    live = 0
+    peak = 0
+    for step, op in enumerate(order):
+        live += born_bytes[step]
+        peak = max(peak, live + scratch[op])
+        live -= dying_bytes[step]
+    return peak
+
+
+def _claim_fault(solution: OrderSolution, peak: Bytes) -> OrderReport | None:
+    bound = solution.bound_bytes
+    if solution.peak_bytes != peak:
+        detail = f"claims a peak of {solution.peak_bytes} bytes, counted {peak}"
+        return OrderReport(OrderVerdict.WRONG_PEAK, (solution.peak_bytes, peak), detail)
+    if bound > peak:
+        return OrderReport(OrderVerdict.BOUND_ABOVE_PEAK, (bound, peak), f"bound {bound} above peak {peak}")
+    for name, candidate in solution.candidates:
+        if candidate < peak:
+            detail = f"candidate {name} has {candidate} bytes, the solution {peak}"
+            return OrderReport(OrderVerdict.CANDIDATE_BELOW_PEAK, (candidate, peak), detail)
+    closed = bound == peak
+    if closed != (solution.status is Status.OPTIMAL) or solution.status is Status.INFEASIBLE:
+        detail = f"status {solution.status.value} with bound {bound} and peak {peak}"
+        return OrderReport(OrderVerdict.WRONG_STATUS, (bound, peak), detail)
+    return None

@@ -1,0 +1,18 @@
+"""What a solver may claim about its answer."""
+
+from enum import Enum
+
+
+class Status(Enum):
+    """How much is known about a solution. The value is the word that plans and reports print.
+
+    OPTIMAL: the value equals the lower bound, or a completed search proved that nothing better exists.
+    GAP: everything that was asked for has run, and the value is still above the lower bound.
+    LIMIT: a limit on work stopped a search; the best answer found so far is returned.
+    INFEASIBLE: no answer meets the request.
+    """
+
+    OPTIMAL = "optimal"
+    GAP = "gap"
+    LIMIT = "limit"
+    INFEASIBLE = "infeasible"

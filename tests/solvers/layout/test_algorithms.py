@@ -1,0 +1,95 @@
+"""Every heuristic gives a valid layout that is no lower than the bound."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roamc.solvers.layout.best_fit import best_fit
+from roamc.solvers.layout.first_fit import first_fit
+from roamc.solvers.layout.greedy_by_size import by_area, by_birth, by_lifetime, by_pressure, by_size
+from roamc.solvers.layout.improve import improve
+from roamc.solvers.layout.portfolio import ALGORITHMS
+from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound, make_problem
+from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room, training_problem
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@PROPERTY
+@given(problem=problems())
+def test_layout_is_valid_and_not_below_the_bound(name: str, problem: LayoutProblem) -> None:
+    offset = ALGORITHMS[name](problem)
+    assert offset.dtype == np.int64
+    assert is_valid(problem, offset.tolist())
+    assert arena_bytes(problem, offset) >= lower_bound(problem)
+    assert all(at == 0 for at, size in zip(offset.tolist(), room(problem), strict=True) if size == 0)
+
+
+@PROPERTY
+@given(problems())
+def test_every_sequence_is_a_permutation(problem: LayoutProblem) -> None:
+    for sequence in (by_size, by_area, by_lifetime, by_birth, by_pressure):
+        assert sorted(sequence(problem).tolist()) == list(range(problem.num_storages))
+
+
+@PROPERTY
+@given(problems(), st.randoms(use_true_random=False))
+def test_first_fit_takes_the_lowest_gap(problem: LayoutProblem, dice) -> None:
+    sequence = list(range(problem.num_storages))
+    dice.shuffle(sequence)
+    size, born, dead = room(problem), problem.born.tolist(), problem.dead.tolist()
+    offset = [0] * len(size)
+    placed: list[int] = []
+    for i in sequence:
+        if size[i]:
+            others = [j for j in placed if born[i] < dead[j] and born[j] < dead[i]]
+            offset[i] = next(
+                place
+                for place in sorted([0, *(offset[j] + size[j] for j in others)])
+                if all(place + size[i] <= offset[j] or offset[j] + size[j] <= place for j in others)
+            )
+            placed.append(i)
+    assert first_fit(problem, np.array(sequence, dtype=np.int64)).tolist() == offset
+
+
+@PROPERTY
+@given(problems(), st.integers(0, 5))
+def test_improvement_is_valid_and_never_worse(problem: LayoutProblem, rounds: int) -> None:
+    layouts = [algorithm(problem) for algorithm in ALGORITHMS.values()]
+    before = min(layouts, key=lambda offset: arena_bytes(problem, offset))
+    out_of_reach = lower_bound(problem) // 2
+    after, done = improve(problem, before, out_of_reach, rounds, patience=9)
+    assert is_valid(problem, after.tolist())
+    assert arena_bytes(problem, after) <= arena_bytes(problem, before)
+    assert done <= rounds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_improvement_forgets_the_rounds_that_were_worse(seed: int) -> None:
+    problem = training_problem(10, seed)
+    before = ALGORITHMS["greedy_by_birth"](problem)
+    target = lower_bound(problem) - 1
+    after = [improve(problem, before, target, rounds, patience=9)[0] for rounds in range(10)]
+    arenas = [arena_bytes(problem, offset) for offset in after]
+    assert arenas == sorted(arenas, reverse=True)
+    assert arenas[-1] < arenas[0]
+
+
+def test_gap_between_two_storages_is_used_again() -> None:
+    # 0 below 1 for all time; 2 dies between them, and 3 takes its place
+    problem = make_problem([8, 8, 8, 8], [0, 0, 0, 5], [9, 9, 5, 9], 8)
+    offset = first_fit(problem, np.array([0, 2, 1, 3]))
+    assert offset.tolist() == [0, 16, 8, 8]
+
+
+def test_best_fit_puts_the_longest_lived_at_the_bottom() -> None:
+    problem = make_problem([8, 8, 8], [2, 0, 1], [3, 9, 4], 8)
+    assert best_fit(problem).tolist() == [16, 0, 8]
+
+
+def test_best_fit_raises_a_stretch_in_which_nothing_fits() -> None:
+    # steps 0..1 and 1..2 are filled to 8 and 16; what lives through both sits on the higher
+    problem = make_problem([8, 16, 8, 8], [0, 1, 0, 0], [1, 2, 2, 2], 8)
+    offset = best_fit(problem).tolist()
+    assert is_valid(problem, offset)
+    assert arena_bytes(problem, np.array(offset)) == lower_bound(problem) == 32

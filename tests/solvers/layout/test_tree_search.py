@@ -1,0 +1,98 @@
+"""The tree search finds the lowest arena of small problems and says when it has not."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roamc.solvers.layout import tree_search as module
+from roamc.solvers.layout.first_fit import first_fit
+from roamc.solvers.layout.greedy_by_size import by_birth
+from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound, make_problem, padded
+from roamc.solvers.layout.tree_search import time_pieces, tree_search
+from tests.solvers.layout.cases import PROPERTY, is_valid, lowest_arena, problems
+
+
+def stacked(problem: LayoutProblem) -> np.ndarray:
+    """The most wasteful layout: each storage above all before it."""
+    size = padded(problem)
+    return np.where(size > 0, np.cumsum(size) - size, 0)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(problems(most_storages=6, most_steps=6))
+def test_search_finds_and_proves_the_lowest_arena(problem: LayoutProblem) -> None:
+    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
+    assert found.proved
+    assert is_valid(problem, found.offset.tolist())
+    assert arena_bytes(problem, found.offset) == lowest_arena(problem)
+
+
+@PROPERTY
+@given(problems(), st.integers(0, 60))
+def test_stopped_search_is_valid_and_keeps_its_limit(problem: LayoutProblem, node_limit: int) -> None:
+    before = first_fit(problem, by_birth(problem))
+    found = tree_search(problem, before, lower_bound(problem), node_limit)
+    assert found.nodes <= node_limit
+    assert is_valid(problem, found.offset.tolist())
+    assert arena_bytes(problem, found.offset) <= arena_bytes(problem, before)
+
+
+# Every step but a few is full, and still no layout is as low as the peak: (size, born, dead), bound, lowest arena.
+ABOVE_BOUND = [
+    ([(1, 1, 5), (2, 4, 6), (2, 0, 3), (1, 3, 5), (2, 5, 6), (1, 1, 4), (2, 0, 1)], 4, 5),
+    ([(1, 2, 5), (3, 0, 3), (2, 5, 6), (2, 0, 2), (3, 4, 6), (1, 2, 4), (2, 3, 4), (1, 3, 5)], 5, 6),
+]
+
+
+def from_rows(rows: list[tuple[int, int, int]], alignment: int) -> LayoutProblem:
+    """A problem from (size, born, dead), with sizes in units of the alignment."""
+    return make_problem(
+        [size * alignment for size, _, _ in rows],
+        [born for _, born, _ in rows],
+        [dead for _, _, dead in rows],
+        alignment,
+    )
+
+
+@pytest.mark.parametrize(("rows", "bound", "lowest"), ABOVE_BOUND)
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_search_proves_that_the_bound_cannot_be_met(rows, bound, lowest, alignment) -> None:
+    problem = from_rows(rows, alignment)
+    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
+    assert lower_bound(problem) == bound * alignment
+    assert lowest_arena(problem) == lowest * alignment
+    assert arena_bytes(problem, found.offset) == lowest * alignment
+    assert found.proved
+
+
+def test_one_proved_piece_proves_the_arena() -> None:
+    rows = ABOVE_BOUND[0][0]
+    twice = from_rows([*rows, *((size, born + 9, dead + 9) for size, born, dead in rows)], 1)
+    found = tree_search(twice, stacked(twice), lower_bound(twice), 100_000)
+    assert arena_bytes(twice, found.offset) == 5
+    assert found.proved
+
+
+def test_pieces_are_cut_where_nothing_lives() -> None:
+    problem = make_problem([8, 8, 8, 0, 8], [4, 0, 1, 0, 3], [6, 2, 3, 9, 5], 8)
+    assert [piece.tolist() for piece in time_pieces(problem)] == [[1, 2], [4, 0]]
+    assert time_pieces(make_problem([0], [0], [1])) == []
+
+
+def test_only_pieces_above_the_target_are_searched() -> None:
+    problem = make_problem([8] * 5, [0, 1, 10, 10, 11], [2, 3, 12, 11, 12], 8)
+    incumbent = np.array([0, 8, 0, 8, 16])
+    found = tree_search(problem, incumbent, 16, 1000)
+    assert found.proved
+    assert found.offset[:2].tolist() == [0, 8]
+    assert 0 < found.nodes <= 3
+
+
+def test_large_pieces_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([8] * 3, [0, 0, 1], [2, 1, 2], 8)
+    monkeypatch.setattr(module, "LARGEST_PIECE", 2)
+    found = tree_search(problem, stacked(problem), lower_bound(problem), 1000)
+    assert not found.proved
+    assert found.nodes == 0
+    assert found.offset.tolist() == stacked(problem).tolist()

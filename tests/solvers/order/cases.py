@@ -1,0 +1,126 @@
+"""Ordering problems to test with, and slow, obvious answers to compare with."""
+
+import random
+from functools import cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from roamc.solvers.order.problem import OrderProblem, consumers, make_problem
+
+PROPERTY = settings(derandomize=True, max_examples=100, deadline=None)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_ops: int = 14) -> OrderProblem:
+    """Small random problems: stages, edges, kept buffers, buffers nobody reads, scratch, sizes of zero."""
+    num_ops = draw(st.integers(1, most_ops))
+    stage = sorted(draw(st.lists(st.integers(0, 2), min_size=num_ops, max_size=num_ops)))
+    size = st.sampled_from([0, 1, 2, 3, 5, 8, 100])
+    scratch = draw(st.lists(st.sampled_from([0, 0, 0, 4]), min_size=num_ops, max_size=num_ops))
+    buffers = []
+    for _ in range(draw(st.integers(0, 2 * num_ops))):
+        producer = draw(st.integers(0, num_ops - 1))
+        readers = draw(st.lists(st.integers(producer, num_ops - 1), max_size=3))
+        buffers.append((draw(size), producer, readers, draw(st.integers(0, 9)) == 0))
+    pairs = draw(st.lists(st.tuples(st.integers(0, num_ops - 1), st.integers(0, num_ops - 1)), max_size=4))
+    edges = [(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]]
+    return make_problem(stage, edges, buffers, scratch)
+
+
+def training_problem(layers: int, seed: int = 0) -> OrderProblem:
+    """Forward with saved activations, backward with weight gradients, and at the end the updates that free them.
+
+    Seven operators a layer: three forward, two backward, two of the update.
+    """
+    dice = random.Random(seed)
+    stage: list[int] = []
+    buffers: list[tuple[int, int, list[int], bool]] = []
+
+    def run(at: int, reads: list[int], size: int) -> int:
+        """Append an operator of stage `at` and the buffer that it produces; the number of that buffer."""
+        stage.append(at)
+        for buffer in reads:
+            buffers[buffer][2].append(len(stage) - 1)
+        buffers.append((size, len(stage) - 1, [], False))
+        return len(buffers) - 1
+
+    activation = run(0, [], 100)
+    saved = []
+    for _ in range(layers):
+        for _ in range(3):
+            saved.append(activation)
+            activation = run(0, [activation], dice.choice([50, 100, 200]))
+    gradient = run(1, [activation], 100)
+    weights = []
+    for layer in reversed(range(layers)):
+        inner = run(1, [gradient, saved[3 * layer + 2], saved[3 * layer + 1]], 100)
+        weight = run(1, [inner, saved[3 * layer]], dice.choice([400, 900]))
+        weights.append(weight)
+        gradient = inner
+    for weight in weights:
+        step = run(1, [weight], buffers[weight][0])
+        run(1, [weight, step], 0)
+    return make_problem(stage, [], buffers)
+
+
+def simulated_live(problem: OrderProblem, order: list[int]) -> list[int]:
+    """Live bytes at each step, straight from the definition: for every step, for every buffer, is it live?"""
+    position = {op: step for step, op in enumerate(order)}
+    live = []
+    for step, op in enumerate(order):
+        total = int(problem.scratch[op])
+        for buffer, readers in enumerate(consumers(problem).lists()):
+            born = position[int(problem.producer[buffer])]
+            dead = max([position[reader] for reader in readers], default=born) + 1
+            if problem.kept[buffer]:
+                dead = len(order)
+            total += int(problem.size[buffer]) if born <= step < dead else 0
+        live.append(total)
+    return live
+
+
+def is_legal(problem: OrderProblem, order: list[int]) -> bool:
+    """Whether an order respects everything that a legal order must."""
+    position = {op: step for step, op in enumerate(order)}
+    pairs = [tuple(pair) for pair in problem.edges.tolist()]
+    for buffer, readers in enumerate(consumers(problem).lists()):
+        pairs += [(int(problem.producer[buffer]), reader) for reader in readers]
+    stages = [int(problem.stage[op]) for op in order]
+    return (
+        sorted(order) == list(range(problem.num_ops))
+        and all(position[before] < position[after] for before, after in pairs)
+        and stages == sorted(stages)
+    )
+
+
+def best_peak(problem: OrderProblem) -> int:
+    """The lowest peak of any legal order: dynamic programming over the sets of operators that have run."""
+    num_ops = problem.num_ops
+    before = [0] * num_ops
+    for first, second in problem.edges.tolist():
+        before[second] |= 1 << first
+    for op in range(num_ops):
+        before[op] |= sum(1 << other for other in range(num_ops) if problem.stage[other] < problem.stage[op])
+    rows = []
+    for buffer, readers in enumerate(consumers(problem).lists()):
+        producer = int(problem.producer[buffer])
+        for reader in readers:
+            before[reader] |= 1 << producer
+        mask = sum(1 << reader for reader in readers)
+        rows.append((int(problem.size[buffer]), 1 << producer, mask, bool(problem.kept[buffer])))
+
+    def live(done: int, op: int) -> int:
+        born = done | 1 << op
+        return int(problem.scratch[op]) + sum(
+            size
+            for size, producer, readers, kept in rows
+            if producer & born and (kept or producer == 1 << op or readers & ~done)
+        )
+
+    @cache
+    def rest(done: int) -> int:
+        ready = [op for op in range(num_ops) if not done >> op & 1 and not before[op] & ~done]
+        return min((max(live(done, op), rest(done | 1 << op)) for op in ready), default=0)
+
+    return rest(0)

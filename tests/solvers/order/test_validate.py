@@ -1,0 +1,93 @@
+"""The judge accepts what is good and names each fault: mutate a good solution, demand the right verdict."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roamc.solvers import Status
+from roamc.solvers.order.portfolio import ALGORITHMS, solve
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem
+from roamc.solvers.order.validate import OrderVerdict, validate
+from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live
+
+# 0 → 1 by a buffer, 1 → 2 by an edge, 3 free, 4 in the next stage. Peak 17 at step 1: 10 + 7.
+PROBLEM = make_problem([0, 0, 0, 0, 1], [(1, 2)], [(10, 0, [1], False), (7, 1, [], True), (5, 4, [], False)])
+GOOD = solve(PROBLEM)
+
+
+def with_order(order: list[int]) -> OrderSolution:
+    """The good solution with another order."""
+    return replace(GOOD, order=np.array(order, dtype=np.int32))
+
+
+@PROPERTY
+@given(problems(), st.sampled_from(sorted(ALGORITHMS)))
+def test_solutions_are_good(problem: OrderProblem, name: str) -> None:
+    assert validate(problem, solve(problem)).good
+    assert validate(problem, solve(problem, (name,))).good
+
+
+@PROPERTY
+@given(problems(most_ops=7), st.randoms(use_true_random=False))
+def test_any_permutation_is_judged_as_the_definition_says(problem: OrderProblem, dice) -> None:
+    order = list(range(problem.num_ops))
+    dice.shuffle(order)
+    peak = max(simulated_live(problem, order))
+    status = Status.OPTIMAL if peak == 0 else Status.GAP
+    claim = OrderSolution(np.array(order, dtype=np.int32), peak, 0, status, "shuffle", 0, ())
+    assert validate(problem, claim).good == is_legal(problem, order)
+
+
+@pytest.mark.parametrize(
+    ("order", "verdict", "items"),
+    [
+        ([0, 1, 2, 3], OrderVerdict.NOT_A_PERMUTATION, (4, 5)),
+        ([0, 1, 2, 3, 4, 4], OrderVerdict.NOT_A_PERMUTATION, (6, 5)),
+        ([0, 1, 1, 3, 4], OrderVerdict.NOT_A_PERMUTATION, (1,)),
+        ([0, 1, 2, 3, 5], OrderVerdict.NOT_A_PERMUTATION, (5,)),
+        ([0, 1, 2, 3, -1], OrderVerdict.NOT_A_PERMUTATION, (-1,)),
+        ([0, 2, 1, 3, 4], OrderVerdict.EDGE_BROKEN, (1, 2)),
+        ([1, 0, 2, 3, 4], OrderVerdict.DATA_BROKEN, (0, 0, 1)),
+        ([0, 1, 2, 4, 3], OrderVerdict.STAGE_BROKEN, (4, 3)),
+    ],
+)
+def test_bad_orders_are_named(order: list[int], verdict: OrderVerdict, items: tuple[int, ...]) -> None:
+    report = validate(PROBLEM, with_order(order))
+    assert (report.verdict, report.items) == (verdict, items)
+    assert report.detail
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"peak_bytes": 16}, OrderVerdict.WRONG_PEAK),
+        ({"peak_bytes": 18}, OrderVerdict.WRONG_PEAK),
+        ({"bound_bytes": 18}, OrderVerdict.BOUND_ABOVE_PEAK),
+        ({"candidates": (("program", 17), ("other", 16))}, OrderVerdict.CANDIDATE_BELOW_PEAK),
+        ({"bound_bytes": 16}, OrderVerdict.WRONG_STATUS),
+        ({"status": Status.GAP}, OrderVerdict.WRONG_STATUS),
+        ({"status": Status.LIMIT}, OrderVerdict.WRONG_STATUS),
+        ({"status": Status.INFEASIBLE, "bound_bytes": 16}, OrderVerdict.WRONG_STATUS),
+        ({"status": Status.GAP, "bound_bytes": 16}, OrderVerdict.GOOD),
+        ({"status": Status.LIMIT, "bound_bytes": 16}, OrderVerdict.GOOD),
+    ],
+)
+def test_wrong_claims_are_named(change: dict, verdict: OrderVerdict) -> None:
+    assert (GOOD.peak_bytes, GOOD.bound_bytes, GOOD.status) == (17, 17, Status.OPTIMAL)
+    assert validate(PROBLEM, replace(GOOD, **change)).verdict is verdict
+
+
+@PROPERTY
+@given(problems(), st.data())
+def test_a_mutated_order_is_never_good_by_mistake(problem: OrderProblem, data: st.DataObject) -> None:
+    solution = solve(problem)
+    order = solution.order.tolist()
+    one = data.draw(st.integers(0, problem.num_ops - 1))
+    other = data.draw(st.integers(0, problem.num_ops - 1))
+    order[one], order[other] = order[other], order[one]
+    report = validate(problem, replace(solution, order=np.array(order, dtype=np.int32)))
+    same_peak = max(simulated_live(problem, order)) == solution.peak_bytes
+    assert report.good == (is_legal(problem, order) and same_peak)

@@ -1,0 +1,31 @@
+"""The same problem gives the same answer in every process, whatever the hash seed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+from roamc.solvers import layout, order
+from tests.solvers.layout.cases import training_problem as storages
+from tests.solvers.order.cases import training_problem as operators
+first = order.solve(operators(30))
+print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work)
+second = layout.solve(storages(40, seed=1))
+print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
+"""
+
+
+def run_with(hash_seed: str) -> str:
+    """What the script prints in a process of its own."""
+    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_two_processes_agree() -> None:
+    first = run_with("1")
+    assert first.count("\n") == 2
+    assert first == run_with("2")

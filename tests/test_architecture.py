@@ -1,0 +1,184 @@
+"""Who may import whom, read from the source: nothing of ours is imported, so a broken file hides no fault."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"roamc": "roamc", "passes": "roamc.passes", "solvers": "roamc.solvers"}
+
+# What the passes stand on: graphs, what is known about them, and the words to speak of them.
+GROUND = tuple(
+    f"roamc.{name}"
+    for name in (
+        *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units"),
+        *("compat", "forms", "layout", "rewrite"),  # the door to torch, and what emission and passes share
+    )
+)
+# What stands above the passes.
+ABOVE = ("roamc.demo", "roamc.report", "roamc.workload", "roamc.zoo", "roamc.train_step", "roamc.pipeline", "roamc.backend", "roamc.optimize", "roamc.cli")
+
+# package or module → all of our own modules that it may import
+MAY_IMPORT = {
+    "roamc.solvers": ("roamc.solvers",),
+    "roamc.passes": (*GROUND, "roamc.solvers", "roamc.passes"),
+}
+# package or module → what it must not import
+MUST_NOT_IMPORT = {
+    "roamc.solvers": ("torch", "functorch", "triton"),
+    "roamc.capture": ABOVE,
+    "roamc.graph": ABOVE,
+    "roamc.memory": ABOVE,
+    "roamc": ("passes", "solvers"),  # names of folders; in Python they are roamc.passes and roamc.solvers
+}
+# The one module that may name what torch keeps to itself.
+COMPAT = "roamc.compat"
+
+
+def within(name: str, package: str) -> bool:
+    """Whether the dotted `name` is `package` or lies in it."""
+    return name == package or name.startswith(package + ".")
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    """Yield line and full dotted name of everything imported anywhere in a file of `package`.
+
+    `from a import b` gives `a.b`, whether b is a module or a name in one.
+    """
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                source = node.module or ""
+                if node.level:
+                    parents = package.split(".")
+                    source = ".".join([*parents[: len(parents) - node.level + 1], *source.split(".")]).rstrip(
+                        "."
+                    )
+                yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name
+
+
+def attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of every attribute of an import: `F.relu` gives torch.nn.functional.relu."""
+    meaning: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                meaning[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            meaning.update(
+                {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names: list[str] = []
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute):
+                names.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in meaning:
+                yield node.lineno, ".".join([meaning[inner.id], *reversed(names)])
+
+
+def private_to_torch(name: str) -> bool:
+    """Whether a dotted name is one that torch may change without notice."""
+    if within(
+        name, "torch.ops"
+    ):  # names of operators, not of modules: torch.ops.aten._softmax is everybody's
+        return False
+    hidden = any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+    experimental = within(name, "torch.fx.experimental") or within(name, "functorch")
+    return experimental or (within(name, "torch") and hidden)
+
+
+def faults(source: str, module: str, package: str) -> list[str]:
+    """Return what `source` imports or names against the rules, were it the file of `module` in `package`."""
+    tree = ast.parse(source)
+    imported = list(imports(tree, package))
+    found = set()
+    for line, name in imported:
+        for ruled, allowed in MAY_IMPORT.items():
+            ours = within(name, "roamc") and within(module, ruled)
+            if ours and not any(within(name, other) for other in allowed):
+                found.add((line, f"{ruled} must not import {name}"))
+        for ruled, forbidden in MUST_NOT_IMPORT.items():
+            if within(module, ruled) and any(within(name, other) for other in forbidden):
+                found.add((line, f"{ruled} must not import {name}"))
+    if module != COMPAT:
+        for line, name in [*imported, *attributes(tree)]:
+            if private_to_torch(name):
+                found.add((line, f"only {COMPAT} may name {name}"))
+    return [f"line {line}: {text}" for line, text in sorted(found)]
+
+
+def source_files() -> Iterator[tuple[Path, str, str]]:
+    """Yield path, module and package of every file of the three folders."""
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = ".".join([package, *path.relative_to(ROOT / folder).parent.parts])
+            yield path, inside if path.stem == "__init__" else f"{inside}.{path.stem}", inside
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_imports_keep_to_the_rules(folder: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path, module, package in source_files()
+        if path.is_relative_to(ROOT / folder) and (wrong := faults(path.read_text(), module, package))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("roamc.solvers.order.greedy", "import torch"),
+        ("roamc.solvers.order.greedy", "def f():\n    from torch import fx"),
+        ("roamc.solvers.order.greedy", "from roamc.units import Bytes"),
+        ("roamc.solvers.order.greedy", "from ...graph import TrainGraph"),
+        ("roamc.passes.fuse", "from roamc.pipeline import PIPELINE"),
+        ("roamc.passes.fuse", "from ..codegen import source"),
+        ("roamc.passes.fuse", "import roamc"),
+        ("roamc.passes.fuse", "import torch\ntorch._dynamo.reset()"),
+        ("roamc.passes.fuse", "from solvers.order import greedy"),
+        ("roamc.capture.joint", "from roamc import backend"),
+        ("roamc.memory", "import roamc.cli"),
+        ("roamc.backend", "from torch._inductor import config"),
+        ("roamc.backend", "from torch.utils import _pytree as pytree"),
+        ("roamc.backend", "from torch.fx.experimental.proxy_tensor import make_fx"),
+        ("roamc.backend", "import torch.utils as u\nu._pytree.tree_map(f, x)"),
+        ("roamc.backend", "import importlib\nimportlib.import_module('torch._dynamo')"),
+        ("roamc.backend", "from functorch.compile import aot_function"),
+    ],
+)
+def test_breach_is_found(module: str, source: str) -> None:
+    assert faults(source, module, module.rpartition(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "roamc.solvers.order.greedy",
+            "import numpy\nfrom .problem import Problem\nfrom roamc.solvers import portfolio",
+        ),
+        ("roamc.passes.fuse", "from roamc.graph import TrainGraph\nfrom roamc.solvers.order import solve"),
+        ("roamc.passes.fuse", "import torch\nsoftmax = torch.ops.aten._softmax.default"),
+        ("roamc.passes.fuse", "import torch\nversion = torch.__version__"),
+        ("roamc.compat", "from torch._dynamo import reset"),
+        ("roamc.backend", "from roamc.pipeline import PIPELINE\nfrom roamc.passes import fuse"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert faults(source, module, module.rpartition(".")[0]) == []
