@@ -2,12 +2,12 @@
 
 Results of operators without an ``out=`` form are either copied into the arena, or held by torch's
 allocator. Both are tried and the lower total is kept; the fewer copies win a tie. Temporaries on another
-device than the arena's are always held.
+device than the arena's are always held; so are saved tensors of a torch.compile graph with ``saved="allocator"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,9 @@ HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
 HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
 """And of these, in one trial each, only results of at least this share of the largest one."""
 
+RELIEVED, RELIEF_CANDIDATES = 4, 12
+"""How many storages of the arena's fullest step may be held as well, and of how many the best is taken each time."""
+
 LAYOUTS = 3
 """How many of the best trials are laid out, while the arena does not reach its lower bound."""
 
@@ -47,7 +50,8 @@ class Decision:
         arena_bytes: size of the arena.
         alignment: bytes.
         offset: storage name to offset, in bytes.
-        held: storages left to the allocator.
+        held: storages left to the allocator: results without an ``out=`` form, and a few others where that
+            lowers the peak (see :func:`_relieve`).
         live_bytes: most live bytes of the arena's storages at one step; the arena's lower bound.
         outside_bytes: most bytes outside the arena at one step: outputs, held results, results before their copy.
         copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
@@ -80,6 +84,7 @@ class _Table:
     output: Bools
     allocated: Bools
     elsewhere: Bools
+    """On another device than the arena, or saved for backward where the options leave those to the allocator."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     memory = build_memory(graph)
     device = main_device(graph).type
     alignment = options.alignment or ALIGNMENT[device]
-    table = _table(memory, device, alignment)
+    freed = {s.index for s in memory.saved} if graph.boundary and options.saved == "allocator" else set()
+    table = _table(memory, device, alignment, freed)
     found: list[tuple[_Trial, LayoutSolution]] = []
     for trial in _trials(table)[:LAYOUTS]:
         found.append((trial, _solve(table, trial.held, alignment, options)))
@@ -127,11 +133,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     temporaries = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
     if set(decision.offset) | set(decision.held) != temporaries:
         raise PlanError("layout: the plan's storages are not this graph's temporaries")
+    if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
+        raise PlanError(f"layout: alignment must be a power of two, not {decision.alignment}")
     layout = Layout(decision.arena_bytes, decision.alignment, dict(decision.offset), frozenset(decision.held))
     return graph.replace(layout=layout)
 
 
-def _table(memory: MemoryModel, device: str, alignment: Bytes) -> _Table:
+def _table(memory: MemoryModel, device: str, alignment: Bytes, freed: Container[int]) -> _Table:
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}
@@ -143,7 +151,9 @@ def _table(memory: MemoryModel, device: str, alignment: Bytes) -> _Table:
         dead=dead,
         output=_mask(s.place is Place.OUTPUT for s in memory.counted),
         allocated=_mask(s.index in makers and s.place is Place.TEMPORARY for s in memory.counted),
-        elsewhere=_mask(s.device != device and s.place is Place.TEMPORARY for s in memory.counted),
+        elsewhere=_mask(
+            s.place is Place.TEMPORARY and (s.device != device or s.index in freed) for s in memory.counted
+        ),
     )
 
 
@@ -163,12 +173,44 @@ def _trials(table: _Table) -> list[_Trial]:
     for steps in HOLD_STEPS:
         for share in HOLD_SHARES:
             held = table.elsewhere | (table.allocated & (life <= steps) & (table.size >= share * largest))
-            if held.tobytes() in trials:
-                continue
-            arena = timeline(table.padded * ~(held | table.output), table.born, table.dead, table.steps)
-            copied = int(table.size[table.allocated & ~held].sum())
-            trials[held.tobytes()] = _Trial(_peak(arena) + _peak(_outside(table, held)), copied, held)
-    return sorted(trials.values(), key=lambda trial: (trial.total, trial.copied))
+            if held.tobytes() not in trials:
+                trials[held.tobytes()] = _trial(table, held)
+    best = sorted(trials.values(), key=_cost)
+    return [_relieve(table, best[0]), *best]
+
+
+def _trial(table: _Table, held: Bools) -> _Trial:
+    copied = int(table.size[table.allocated & ~held].sum())
+    return _Trial(_peak(_arena(table, held)) + _peak(_outside(table, held)), copied, held)
+
+
+def _cost(trial: _Trial) -> tuple[Bytes, Bytes]:
+    return trial.total, trial.copied
+
+
+def _relieve(table: _Table, trial: _Trial) -> _Trial:
+    """Hold a few storages of the arena's fullest step as well, while that lowers the peak.
+
+    The arena is as large at every step as at its fullest, and the allocator's share comes on top of it:
+
+        arena    ########            the storage x lives at the arena's fullest step, the allocator's share is
+        outside      oo  OOO         largest at another. Held, x takes room there that is free at its time.
+    """
+    for _ in range(RELIEVED):
+        fullest = int(np.argmax(_arena(table, trial.held)))
+        alive = (table.born <= fullest) & (fullest < table.dead) & ~trial.held & ~table.output
+        rows = np.flatnonzero(alive)
+        largest = rows[np.argsort(-table.size[rows], kind="stable")][:RELIEF_CANDIDATES]
+        tried = [_trial(table, trial.held | (np.arange(len(alive)) == row)) for row in largest]
+        best = min(tried, key=_cost, default=trial)
+        if best.total >= trial.total:
+            break
+        trial = best
+    return trial
+
+
+def _arena(table: _Table, held: Bools) -> Int64s:
+    return timeline(table.padded * ~(held | table.output), table.born, table.dead, table.steps)
 
 
 def _outside(table: _Table, held: Bools) -> Int64s:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from roamc import ops
+from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
 from roamc.options import Options
 
@@ -40,7 +41,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     aliases = [n.name for n in operators(graph.graph) if n.target in SAME and n.name not in named]
     live: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and _has_effect(node))
+        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.has_effect(node.target))
         if wanted or not live.isdisjoint(node.users):
             live.add(node)
     skipped = set(aliases)
@@ -51,14 +52,15 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Put inputs in the place of aliases, erase the dead nodes, and phases of nodes that are no more."""
     by_name = {node.name: node for node in graph.graph.nodes}
+    unknown = [name for name in (*decision.aliases, *decision.dead) if name not in by_name]
+    loose = [name for name in decision.aliases if name in by_name and not by_name[name].all_input_nodes]
+    if unknown or loose:
+        raise PlanError(f"normalize: the plan names {(unknown + loose)[0]!r}, which this graph does not have as such")
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
     for name in decision.dead:
+        if by_name[name].users:
+            raise PlanError(f"normalize: the plan takes out {name!r}, which other nodes read")
         graph.graph.erase_node(by_name[name])
     phase = {node.name: graph.phase[node.name] for node in operators(graph.graph)}
     return graph.replace(phase=phase)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    rule = ops.rule(node.target)
-    return bool(rule.mutates) or rule.random or rule.collective or rule.ordered

@@ -50,7 +50,8 @@ def roamc(
 class Record:
     """Plans and programs behind one compiled object, oldest first; bounded."""
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, name: str = "", limit: int = 64) -> None:
+        self.name = name
         self._lock = threading.Lock()
         self._limit = limit
         self.programs: list[Pair | Whole] = []
@@ -82,7 +83,7 @@ def compile_graph(
             "(torch.compile(..., dynamic=False) says so from the start)",
             specialized,
         )
-    unit = _Unit(_name(gm), options, record, compat.new_graph_breaks())
+    unit = _Unit(_name(gm, record), options, record, compat.new_graph_breaks())
     compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
     return compiled
 
@@ -102,7 +103,10 @@ def _specialize(example_inputs: Sequence[Any]) -> int:
     return count
 
 
-def _name(gm: fx.GraphModule) -> str:
+def _name(gm: fx.GraphModule, record: Record) -> str:
+    """The model's class where it is known, numbered from its second graph on; else that of its first part."""
+    if record.name:
+        return record.name if not record.programs else f"{record.name} (graph {len(record.programs) + 1})"
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -176,7 +180,8 @@ class _Unit:
         except Exception as error:  # law 8: whatever fails in here, training goes on
             if self.options.strict:
                 raise
-            reason = str(error).splitlines()[0] if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
+            reason = text.splitlines()[0]
             self.record.fallbacks.append(reason)
             warnings.warn(
                 f"roamc could not plan {self.name!r} and hands it to aot_eager: {reason} "

@@ -33,8 +33,9 @@ __all__ = [
     "aot_backend",
     "clear_autocast_cache",
     "default_partition",
-    "empty_fake",
+    "fake_input",
     "fake_mode_of",
+    "fake_parameter",
     "has_kernel",
     "keeps_graph",
     "reparametrized",
@@ -52,8 +53,35 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _no_constant_folding():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+@contextlib.contextmanager
+def _no_constant_folding() -> Iterator[None]:
+    """Tracing runs in-place operators on one-element tensors of the closure for real; not inside this."""
+    from torch.fx.experimental import proxy_tensor
+
+    limit = proxy_tensor.CONSTANT_NUMEL_LIMIT
+    proxy_tensor.CONSTANT_NUMEL_LIMIT = 0
+    try:
+        yield
+    finally:
+        proxy_tensor.CONSTANT_NUMEL_LIMIT = limit
+
+
+@contextlib.contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, ``model`` and its parts run as plain modules although ``compile`` was called on them."""
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    held = [module._compiled_call_impl for module in compiled]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in zip(compiled, held, strict=True):
+            module._compiled_call_impl = implementation
 
 
 def number_backward(loss: torch.Tensor) -> None:
@@ -64,18 +92,19 @@ def number_backward(loss: torch.Tensor) -> None:
         setup_stacktrace_preservation_hooks([loss.grad_fn])
 
 
-def empty_fake(mode: FakeTensorMode, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A fake tensor with the geometry of ``like``; meta tensors take ``device`` instead of their own."""
-    fake = mode.from_tensor(like, static_shapes=True) if not isinstance(like, FakeTensor) else None
-    if like.device.type != "meta" or device is None:
-        if fake is None:
-            raise TypeError("expected a real or a meta tensor, got a fake one")
-        return fake
+def fake_parameter(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake of a parameter or buffer; shared storage stays shared. Meta tensors move to ``device``."""
+    return fake_input(mode, like, device) if like.device.type == "meta" else mode.from_tensor(like, static_shapes=True)
+
+
+def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake with the geometry of ``like`` and a storage of its own; meta tensors move to ``device``."""
+    if like.layout is not torch.strided or type(like) not in (torch.Tensor, torch.nn.Parameter):
+        return mode.from_tensor(like, static_shapes=True)
+    target = device if like.device.type == "meta" else like.device
     with mode:
-        moved = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    if isinstance(like, torch.nn.Parameter):
-        return torch.nn.Parameter(moved, requires_grad=like.requires_grad)
-    return moved.requires_grad_(like.requires_grad)
+        fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=target)
+    return with_bits(fresh, conj=like.is_conj(), neg=like.is_neg()).requires_grad_(like.requires_grad)
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:
@@ -107,6 +136,11 @@ def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
     if conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if neg else tensor
+
+
+def add_to_all(tensors: Sequence[torch.Tensor], number: float) -> None:
+    """Add ``number`` to every tensor in place, in one call."""
+    torch._foreach_add_(list(tensors), number)
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
@@ -167,6 +201,11 @@ def aot_backend(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+
+def direct(target: Any) -> Any:
+    """The callable behind an operator overload: one Python frame less per call."""
+    return target._op if isinstance(target, OpOverload) else target
 
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
@@ -241,9 +280,10 @@ def forward_backward(
         return gm
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = [*model.parameters(), *model.buffers(), *(leaves[index] for index in where)]
-    fakes = [empty_fake(mode, tensor, torch.device("cpu")) for tensor in tensors]
-    with mode:
+    device = torch.device("cpu")
+    fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
+    fakes += [fake_input(mode, leaves[index], device) for index in where]
+    with mode, uncompiled(model):
         aot_function(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,

@@ -18,7 +18,15 @@ class VerifyError(RoamcError):
 
 
 class BudgetError(RoamcError):
-    """No plan within the budget exists; the message names the smallest budget that would do."""
+    """No plan within the budget exists; the message names the smallest budget that would do.
+
+    Attributes:
+        plan: the plan that did not fit, a :class:`roamc.plan.Plan`; None if there is none.
+    """
+
+    def __init__(self, message: str, plan: object = None) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 class PlanError(RoamcError, ValueError):

@@ -17,7 +17,6 @@ import enum
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from roamc.compat import OpOverload, has_kernel
@@ -63,13 +62,13 @@ def form_of(node: fx.Node, births: int) -> Form:
     count = len(results) if isinstance(results, list | tuple) else 1
     if not isinstance(target, OpOverload) or len(devices) != 1 or not births == len(tensors) == count:
         return ALLOCATE
-    return _form(target, devices.pop(), tensors[0].dtype)
+    return _form(target, devices.pop())
 
 
 @functools.cache
-def _form(target: OpOverload, device: str, dtype: torch.dtype) -> Form:
+def _form(target: OpOverload, device: str) -> Form:
     kernel = KERNELS.get(target)
-    if kernel is not None and kernel.serves(device, dtype):
+    if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
     found = out_overload(target)
     if found is not None and has_kernel(found[0].name(), device.upper()):

@@ -122,6 +122,12 @@ def is_view(target: Target) -> bool:
     return bool(found.view_of) and not found.mutates
 
 
+def has_effect(target: Target) -> bool:
+    """Whether ``target`` changes anything beside its results, so that it must run even if nobody reads them."""
+    found = rule(target)
+    return bool(found.mutates) or found.random or found.collective or found.ordered
+
+
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose storage ``node`` writes, in schema order; lists of tensors are flattened."""
     written: list[fx.Node] = []

@@ -31,7 +31,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
         OptionError: an option is unknown or out of range.
     """
     parsed = parse_options(options)
-    record = Record()
+    record = Record(type(model).__name__)
 
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return compile_graph(gm, example_inputs, parsed, record)

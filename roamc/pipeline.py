@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from roamc import verify
+from roamc import typed, verify
 from roamc.errors import BudgetError, PlanError
-from roamc.graph import TrainGraph, tensors_of
+from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes
 from roamc.options import Options
 from roamc.passes import layout, normalize, reorder
@@ -74,6 +74,9 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     mark = fingerprint(graph)
     if plan is not None and plan.fingerprint != mark:
         raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
+    missing = REQUIRED.difference(plan.decisions) if plan is not None else ()
+    if missing:
+        raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
     verify.check_graph(graph, "capture", deep=deep)
     baseline = int(eager_live_bytes(build_memory(graph)).max(initial=0))
     decisions: dict[str, Any] = {}
@@ -83,7 +86,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
             continue
         start = time.perf_counter()
         kept = verify.constraints(graph)
-        decision = _read(step, plan) if plan is not None else step.decide(graph, options)
+        decision = _decision(step, graph, options, plan)
         graph = step.apply(graph, decision)
         verify.check_graph(graph, step.name, kept, deep=deep)
         decisions[step.name] = decision
@@ -97,6 +100,12 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     return Planned(graph, made)
 
 
+def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:
+    if plan is None:
+        return step.decide(graph, options)
+    return typed.read(step.decision, plan.decisions[step.name], f"the plan's decision of pass {step.name!r}")
+
+
 def fingerprint(graph: TrainGraph) -> str:
     """A hash of operators, arguments, shapes and roles; the same in every process."""
     digest = hashlib.sha256()
@@ -104,7 +113,8 @@ def fingerprint(graph: TrainGraph) -> str:
         geometry = [(tuple(map(int, t.shape)), tuple(map(int, t.stride())), str(t.dtype)) for _, t in tensors_of(node)]
         digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{geometry}\n".encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
-    digest.update(f"{graph.boundary}|{graph.saved}".encode())
+    phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
+    digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
     return digest.hexdigest()
 
 
@@ -113,19 +123,6 @@ def _check_disabled(options: Options) -> None:
     for name in options.disable:
         if name not in known:
             raise PlanError(f"cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
-
-
-def _read(step: Pass, plan: Plan) -> Any:
-    """A decision from plain data; tuples again where JSON has lists."""
-    data = plan.decisions[step.name]
-    names = {field.name for field in dataclasses.fields(step.decision)}
-    if set(data) != names:
-        raise PlanError(f"the plan's decision of pass {step.name!r} has fields {sorted(data)}, not {sorted(names)}")
-    return step.decision(**{key: _frozen(value) for key, value in data.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _plan(graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]) -> Plan:
@@ -155,5 +152,6 @@ def _check_limit(plan: Plan, options: Options) -> None:
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) at its peak, above "
         f"memory_limit={format_bytes(options.memory_limit)}; no order of its operators needs less than "
-        f"{format_bytes(plan.bound_bytes)}. Raise the limit, or use a smaller batch"
+        f"{format_bytes(plan.bound_bytes)}. Raise the limit, or use a smaller batch",
+        plan,
     )

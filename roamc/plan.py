@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roamc import typed
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -114,32 +115,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_KINDS: dict[str, type] = {
-    "name": str,
-    "fingerprint": str,
-    "versions": dict,
-    "peak_bytes": int,
-    "arena_bytes": int,
-    "live_bytes": int,
-    "bound_bytes": int,
-    "baseline_bytes": int,
-    "status": str,
-    "fixed_bytes": dict,
-    "decisions": dict,
-    "notes": list,
-}
+STATUSES = ("optimal", "gap", "limit")
 
 
 def _from_dict(data: Any) -> Plan:
     if not isinstance(data, dict):
         raise PlanError("not a plan: expected a JSON object")
-    if data.get("format") != FORMAT:
-        raise PlanError(f"plan format {data.get('format')!r}; this roamc reads format {FORMAT}: plan again")
-    for key, kind in _KINDS.items():
-        if not isinstance(data.get(key), kind) or isinstance(data.get(key), bool):
-            raise PlanError(f"plan field {key!r} is missing or not a {kind.__name__}")
-        if kind is int and data[key] < 0:
-            raise PlanError(f"plan field {key!r} is negative")
-    fields = {key: data[key] for key in _KINDS}
-    fields["notes"] = tuple(data["notes"])
-    return Plan(**fields, seconds=data.get("seconds", {}))
+    form = data.get("format")
+    if form != FORMAT or isinstance(form, bool):
+        raise PlanError(f"plan format {form!r}; this roamc reads format {FORMAT}: plan again")
+    given = {key: item for key, item in data.items() if key != "format"}
+    plan = typed.read(Plan, {"seconds": {}, **given}, "plan")
+    if plan.status not in STATUSES:
+        raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
+    return dataclasses.replace(plan, decisions={name: _frozen(item) for name, item in plan.decisions.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Tuples where JSON has lists, as the passes make them."""
+    if isinstance(value, Mapping):
+        return {key: _frozen(item) for key, item in value.items()}
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -40,6 +40,13 @@ def value_of(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def given(node: fx.Node) -> tuple[Any, Any]:
+    """The arguments and keywords that ``node`` is called with, fake values in the place of nodes."""
+    arguments: Any = fx.map_arg(node.args, value_of)
+    keywords: Any = fx.map_arg(node.kwargs, value_of)
+    return arguments, keywords
+
+
 def mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     """The fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
     for node in graph.nodes:

@@ -126,7 +126,7 @@ class TrainStep:
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> object:
         modes = tuple(module.training for module in self.model.modules())
-        grads = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        held = tuple(map(_geometry, (*self.model.parameters(), *self.model.buffers())))
         casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         )
@@ -134,7 +134,7 @@ class TrainStep:
             str(spec),
             tuple(map(_describe, leaves)),
             modes,
-            grads,
+            held,
             casts,
             optimizer_key(self.optimizer, self._rule),
         )
@@ -218,9 +218,9 @@ class _BoundStep:
         if not counts:
             yield
             return
-        torch._foreach_add_(counts, 1)
+        compat.add_to_all(counts, 1)
         with contextlib.ExitStack() as on_error:
-            on_error.callback(torch._foreach_sub_, counts, 1)
+            on_error.callback(compat.add_to_all, counts, -1)
             yield
             on_error.pop_all()
 
@@ -258,7 +258,7 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
 def _describe(leaf: Any) -> object:
     """What a plan depends on of one leaf of the batch: a tensor's geometry, any other value itself."""
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), tuple(leaf.stride()), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+        return _geometry(leaf)
     try:
         hash(leaf)
     except TypeError:
@@ -266,6 +266,10 @@ def _describe(leaf: Any) -> object:
             f"a batch may hold tensors, numbers, strings and lists or dicts of them, not {type(leaf).__name__}"
         ) from None
     return (type(leaf).__name__, leaf)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from roamc.errors import OptionError
 
@@ -27,12 +28,13 @@ def parse_bytes(text: str | int) -> Bytes:
     match = _SIZE.fullmatch(str(text))
     if match is None:
         raise OptionError(f"{text!r} is not a size; write for example 6GiB, 500MB or a number of bytes")
-    return int(float(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
+    return int(Fraction(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
 
 
 def format_bytes(count: Bytes) -> str:
     """Write ``count`` bytes in decimal units with four significant digits, e.g. ``"463.2 MB"``."""
-    for power, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(count) >= power:
-            return f"{count / power:.4g} {unit}" if abs(count) < 1000 * power else f"{count / power:.0f} {unit}"
+    for power, unit in ((10**3, "kB"), (10**6, "MB"), (10**9, "GB"), (10**12, "TB")):
+        text = f"{count / power:.4g}"
+        if abs(float(text)) < 1000 or unit == "TB":
+            return f"{text} {unit}" if abs(count) >= 1000 else f"{count} B"
     return f"{count} B"

@@ -7,7 +7,7 @@ around it, the pass that ran last, and how to leave that pass out.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,23 +23,35 @@ from roamc.rewrite import mode_of, value_of
 NEIGHBOURS = 5
 """Nodes shown on each side of a fault."""
 
-Constraint = tuple[str, str]
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a pass must leave as it is.
+
+    Attributes:
+        order: (before, after) pairs of node names: data, writes, random operators, collectives.
+        effects: names of nodes that write, draw, talk to other ranks or assert.
+    """
+
+    order: tuple[tuple[str, str], ...] = ()
+    effects: tuple[str, ...] = ()
 
 
-def constraints(graph: TrainGraph) -> tuple[Constraint, ...]:
-    """(before, after) pairs of node names that no pass may turn round: data, writes, random, collectives."""
+def constraints(graph: TrainGraph) -> Constraints:
+    """Read the constraints off a graph before a pass."""
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
-    return tuple((names[before], names[after]) for before, after in memory.edges)
+    effects = tuple(op.node.name for op in memory.operators if ops.has_effect(op.node.target))
+    return Constraints(tuple((names[before], names[after]) for before, after in memory.edges), effects)
 
 
-def check_graph(graph: TrainGraph, after: str, kept: Iterable[Constraint] = (), *, deep: bool = False) -> None:
+def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, *, deep: bool = False) -> None:
     """Check one graph.
 
     Args:
         graph: what the pass left.
         after: name of the pass, for the message.
-        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped.
+        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay.
         deep: also derive shape, dtype and strides of every node again from its operator.
 
     Raises:
@@ -48,10 +60,11 @@ def check_graph(graph: TrainGraph, after: str, kept: Iterable[Constraint] = (), 
     try:
         graph.graph.lint()
     except (RuntimeError, AssertionError) as error:
-        raise VerifyError(f"after pass {after!r}: the graph is malformed: {error}") from error
+        what = str(error).splitlines()[0]
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}\n{_leave_out(after)}") from None
     _check_ports(graph, after)
     _check_phases(graph, after)
-    _check_order(graph, after, kept)
+    _check_order(graph, after, kept or Constraints())
     _check_aliases(graph, after)
     if deep:
         _check_metadata(graph, after)
@@ -116,11 +129,11 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
     for other in nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]:
         mark = ">" if other is node else " "
         shown.append(f"  {mark} {other.format_node()}")
-    raise VerifyError(
-        f"after pass {after!r}: {what}\n"
-        + "\n".join(shown)
-        + f"\nleave the pass out with options={{'disable': {after!r}}}"
-    )
+    raise VerifyError("\n".join([f"after pass {after!r}: {what}", *shown, _leave_out(after)]))
+
+
+def _leave_out(after: str) -> str:
+    return f"leave the pass out with options={{'disable': {after!r}}}"
 
 
 def _check_ports(graph: TrainGraph, after: str) -> None:
@@ -152,10 +165,15 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
         crossed = crossed or not forward
 
 
-def _check_order(graph: TrainGraph, after: str, kept: Iterable[Constraint]) -> None:
+def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
     position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
     by_name = {node.name: node for node in graph.graph.nodes}
-    for before, behind in kept:
+    for name in kept.effects:
+        if name not in position:
+            raise VerifyError(
+                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone\n{_leave_out(after)}"
+            )
+    for before, behind in kept.order:
         if before in position and behind in position and position[before] > position[behind]:
             _fail(
                 graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)"
@@ -181,8 +199,9 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
         if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):
             continue
         with mode:
-            arguments, keywords = fx.map_arg((node.args, node.kwargs), _copy)
-            fresh = node.target(*arguments, **keywords)  # type: ignore[operator]
+            arguments: Any = fx.map_arg(node.args, _copy)
+            keywords: Any = fx.map_arg(node.kwargs, _copy)
+            fresh = node.target(*arguments, **keywords)
         found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
         for position, told in tensors_of(node):
             now = found.get(position)

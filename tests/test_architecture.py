@@ -20,7 +20,17 @@ GROUND = tuple(
     )
 )
 # What stands above the passes.
-ABOVE = ("roamc.demo", "roamc.report", "roamc.workload", "roamc.zoo", "roamc.train_step", "roamc.pipeline", "roamc.backend", "roamc.optimize", "roamc.cli")
+ABOVE = (
+    "roamc.demo",
+    "roamc.report",
+    "roamc.workload",
+    "roamc.zoo",
+    "roamc.train_step",
+    "roamc.pipeline",
+    "roamc.backend",
+    "roamc.optimize",
+    "roamc.cli",
+)
 
 # package or module → all of our own modules that it may import
 MAY_IMPORT = {
@@ -57,9 +67,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
                 source = node.module or ""
                 if node.level:
                     parents = package.split(".")
-                    source = ".".join([*parents[: len(parents) - node.level + 1], *source.split(".")]).rstrip(
-                        "."
-                    )
+                    source = ".".join([*parents[: len(parents) - node.level + 1], *source.split(".")]).rstrip(".")
                 yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
             case ast.Call(
                 func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
@@ -77,9 +85,7 @@ def attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 first = alias.name.split(".")[0]
                 meaning[alias.asname or first] = alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            meaning.update(
-                {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            )
+            meaning.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             names: list[str] = []
@@ -93,9 +99,7 @@ def attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def private_to_torch(name: str) -> bool:
     """Whether a dotted name is one that torch may change without notice."""
-    if within(
-        name, "torch.ops"
-    ):  # names of operators, not of modules: torch.ops.aten._softmax is everybody's
+    if within(name, "torch.ops"):  # names of operators, not of modules: torch.ops.aten._softmax is everybody's
         return False
     hidden = any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
     experimental = within(name, "torch.fx.experimental") or within(name, "functorch")

@@ -16,7 +16,7 @@ from torch import fx
 from roamc import ops
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
-from roamc.rewrite import mode_of, value_of
+from roamc.rewrite import given, mode_of, value_of
 
 aten = torch.ops.aten
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
@@ -43,7 +43,12 @@ def correct(graph: fx.Graph) -> None:
 
 
 def _refuse(node: fx.Node) -> None:
-    """Operators that look at a whole storage, or swap it, cannot run on views of an arena."""
+    """What cannot be replayed from a graph: generators of the user's, operators that read or swap a whole storage."""
+    if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
+        raise CaptureError(
+            f"{node.target} draws from a generator of its own; draw outside the step and pass the numbers in the "
+            "batch, or use the default generator"
+        )
     if node.target in WHOLE_STORAGE:
         first = value_of(node.all_input_nodes[0])
         if node.target is not aten.as_strided_scatter.default or first.storage_offset():
@@ -56,7 +61,7 @@ def _shares(node: fx.Node) -> bool:
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode) -> Any:
-    arguments, keywords = fx.map_arg((node.args, node.kwargs), value_of)
+    arguments, keywords = given(node)
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]
     with mode:

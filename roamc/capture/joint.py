@@ -21,7 +21,7 @@ from roamc.capture.corrections import correct
 from roamc.compat import FakeTensorMode, HigherOrderOperator
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders
-from roamc.rewrite import mode_of, value_of
+from roamc.rewrite import given, mode_of, value_of
 from roamc.runtime.random import replay, save_rng_state
 
 
@@ -140,8 +140,9 @@ class _Stitcher:
         return self.last
 
     def _append(self, node: fx.Node, now: Phase) -> fx.Node:
-        if node.target is operator.getitem and node.args[0].name in self.pairs:  # type: ignore[union-attr]
-            return self.pairs[node.args[0].name][node.args[1]]  # type: ignore[union-attr,index,return-value]
+        if node.target is operator.getitem and node.all_input_nodes[0].name in self.pairs:
+            state, drawn = self.pairs[node.all_input_nodes[0].name]
+            return state if node.args[1] == 0 else drawn
         kind = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n.name])
         if kind == "run_and_save_rng_state":
@@ -176,17 +177,17 @@ class _Stitcher:
         """A value of its own for a node that both halves have, or that torch left without."""
         if node.op != "call_function":
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        args, kwargs = given(node)
         if node.target is operator.getitem:
             node.meta["val"] = args[0][args[1]]
             return
         target: Any = args[1] if node.target is replay else node.target
-        given = args[2:] if node.target is replay else args
+        rest = args[2:] if node.target is replay else args
         with self.mode or contextlib.nullcontext():
             if node.target is save_rng_state:
                 node.meta["val"] = torch.empty(save_rng_state(args[0]).shape, dtype=torch.uint8)
             else:
-                node.meta["val"] = target(*given, **kwargs)
+                node.meta["val"] = target(*rest, **kwargs)
 
 
 def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:

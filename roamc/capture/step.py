@@ -146,11 +146,12 @@ class _Trace:
 
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
         device = self.request.device or torch.device("cpu")
-        tensors = [*self.parameters.values(), *self.buffers.values()]
-        tensors += [self.request.leaves[i] for i in self.tensor_leaves]
-        fakes = [compat.empty_fake(mode, tensor, device) for tensor in tensors]
+        held = [*self.parameters.values(), *self.buffers.values()]
+        fakes = [compat.fake_parameter(mode, tensor, device) for tensor in held]
+        fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
         try:
-            return compat.trace(self._step, fakes, mode)
+            with compat.uncompiled(self.request.model):
+                return compat.trace(self._step, fakes, mode)
         except compat.DataDependentError as error:
             raise CaptureError(
                 f"the step reads a tensor's value to decide what to do next ({error.func}); "
@@ -182,6 +183,7 @@ class _Trace:
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        check_gradients(wanted, found)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
         return [loss.detach(), *(grad for grad in found if grad is not None)]
 
@@ -211,6 +213,13 @@ def check_loss(loss: object) -> None:
         raise CaptureError("the loss does not depend on any parameter that requires grad; nothing to train")
 
 
+def check_gradients(wanted: Mapping[str, torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
+    """Refuse sparse gradients."""
+    for name, grad in zip(wanted, found, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            raise CaptureError(f"the gradient of {name} is sparse; train_step needs nn.Embedding(sparse=False)")
+
+
 class _Assembly:
     """Adds optimizer state, scalars and updates to a traced forward and backward, and says what is what."""
 
@@ -225,6 +234,7 @@ class _Assembly:
         self.ports: list[Port] = []
         self.sources: list[Source] = []
         self.cohorts: dict[str, Cohort] = {}
+        self.names = {node.name for node in module.graph.nodes}
 
     def build(self) -> CapturedStep:
         graph = self.module.graph
@@ -311,7 +321,7 @@ class _Assembly:
         nodes = {}
         real = self.traced.parameters[name]
         device = self.request.device or torch.device("cpu")
-        plain = compat.empty_fake(self.mode, real.detach(), device)
+        plain = compat.fake_input(self.mode, real.detach(), device)
         for key in self.rule.states(group):
             with self.mode:
                 value = torch.zeros_like(plain, memory_format=torch.preserve_format)
@@ -327,6 +337,9 @@ class _Assembly:
         return node
 
     def _placeholder(self, graph: fx.Graph, name: str, value: object) -> fx.Node:
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
         with graph.inserting_after(self.last):
             self.last = graph.placeholder(name)
         self.last.meta["val"] = value

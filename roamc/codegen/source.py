@@ -330,12 +330,16 @@ class _Emitter:
         return name
 
 
+RESERVED = frozenset({"torch", "arena", "args", "bind", "step", "forward", "backward", "_"})
+"""Names that the program uses itself."""
+
+
 class _Names:
-    """One Python identifier per node; nodes whose names are Python words get an underscore."""
+    """One Python identifier per node, unlike Python's words and the program's own names."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._of = {node: node.name + "_" if keyword.iskeyword(node.name) else node.name for node in graph.nodes}
-        self._taken = set(self._of.values()) | {"torch", "arena", "args", "bind", "step", "forward", "backward"}
+        self._taken = set(RESERVED)
+        self._of = {node: self.fresh(node.name) for node in graph.nodes}
 
     def of(self, node: Any) -> str:
         name: str = self._of[node]
@@ -345,7 +349,7 @@ class _Names:
         return name in self._taken
 
     def fresh(self, name: str) -> str:
-        while name in self._taken:
+        while name in self._taken or keyword.iskeyword(name):
             name += "_"
         self._taken.add(name)
         return name

@@ -28,27 +28,19 @@ class Kernel:
 
     Attributes:
         devices: types of the devices on which it gives the operator's bits.
-        dtypes: dtypes of the result for which it does; None for all.
     """
 
     function: Callable[..., None]
     devices: frozenset[str]
-    dtypes: frozenset[torch.dtype] | None = None
-
-    def serves(self, device: str, dtype: torch.dtype) -> bool:
-        """Whether it is exact for results on ``device`` of ``dtype``."""
-        return device in self.devices and (self.dtypes is None or dtype in self.dtypes)
 
 
 KERNELS: dict[OpOverload, Kernel] = {}
 
 
-def _writes(
-    *overloads: OpOverload, devices: frozenset[str] = ANYWHERE, dtypes: frozenset[torch.dtype] | None = None
-) -> Callable[..., Any]:
+def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE) -> Callable[..., Any]:
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for overload in overloads:
-            KERNELS[overload] = Kernel(function, devices, dtypes)
+            KERNELS[overload] = Kernel(function, devices)
         return function
 
     return register
@@ -129,6 +121,25 @@ def mul_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
 def div_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
     """``self / other``."""
     torch.div(self, other, out=out)
+
+
+@_writes(aten.relu.default)
+def relu(self: Tensor, *, out: Tensor) -> None:
+    """``max(self, 0)``; ATen's own relu is a ``clamp_min`` too."""
+    torch.clamp_min(self, 0, out=out)
+
+
+@_writes(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(*bounds: float, out: Tensor, **geometry: Any) -> None:
+    """Whole steps between the bounds."""
+    torch.arange(*bounds, out=out)
+
+
+@_writes(aten._safe_softmax.default)
+def safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor) -> None:
+    """Softmax with zeros for rows that are masked out whole."""
+    aten._softmax.out(self if dtype is None else self.to(dtype), dim, False, out=out)
+    out.masked_fill_(self.eq(-math.inf).all(dim, keepdim=True), 0)
 
 
 @_writes(aten.sum.default)
@@ -279,13 +290,14 @@ def embedding(
     torch.index_select(weight, 0, indices.reshape(-1), out=out.view(-1, weight.size(1)))
 
 
-@_writes(aten.embedding_dense_backward.default, devices=CPU_ONLY, dtypes=WIDE)
+@_writes(aten.embedding_dense_backward.default, devices=CPU_ONLY)
 def embedding_dense_backward(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, *, out: Tensor
 ) -> None:
     """Add every gradient row to the row of its index, in index order as ATen's CPU kernel does.
 
-    Narrow dtypes are left to ATen: ``index_add_`` sums them in float32, the operator does not.
+    Narrow dtypes go through ``index_put_``, which rounds after every row as the operator does;
+    ``index_add_`` sums them in float32.
     """
     if scale_grad_by_freq or math.prod(grad.shape) == 0:
         out.copy_(aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq))
@@ -294,7 +306,11 @@ def embedding_dense_backward(
     if padding_idx >= 0:
         wanted = flat != padding_idx
         rows, flat = rows[wanted], flat[wanted]
-    out.zero_().index_add_(0, flat, rows)
+    out.zero_()
+    if out.dtype in WIDE:
+        out.index_add_(0, flat, rows)
+    else:
+        out.index_put_((flat,), rows, accumulate=True)
 
 
 @_writes(aten._native_batch_norm_legit_functional.default, devices=CPU_ONLY)

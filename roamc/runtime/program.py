@@ -165,7 +165,7 @@ def load(program: Program, name: str) -> Callable[[Arena], Bound]:
     """Compile emitted source; tracebacks show its lines."""
     filename = f"<roamc {name} {next(_numbers)}>"
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
-    namespace = dict(program.constants)
+    namespace = {key: compat.direct(value) for key, value in program.constants.items()}
     exec(compile(program.source, filename, "exec"), namespace)
     bind: Callable[[Arena], Bound] = namespace["bind"]
     return bind

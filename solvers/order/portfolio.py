@@ -32,7 +32,7 @@ DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
 
 
 def solve(problem: OrderProblem, algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS) -> OrderSolution:
-    """Run the named algorithms in turn, polish the best order, and stop as soon as the peak meets the bound.
+    """Run the named algorithms in turn, polish the best of several, and stop as soon as the peak meets the bound.
 
     Ties go to the earlier algorithm; program order comes first, so an order is changed only if that lowers
     the peak. The status is OPTIMAL if peak == bound, else GAP. Raises ValueError for an unknown name, or if
@@ -49,7 +49,7 @@ def solve(problem: OrderProblem, algorithms: tuple[str, ...] = DEFAULT_ALGORITHM
         if min(tried, key=_peak).peak_bytes == bound:
             break
     best = min(tried, key=_peak)
-    if best.peak_bytes > bound:
+    if best.peak_bytes > bound and len(algorithms) > 1:
         bound = _add_candidate(problem, best.name + "+polish", polish(problem, best.order), tried, bound)
         best = min(tried, key=_peak)
     return OrderSolution(

@@ -1,0 +1,105 @@
+"""Time of a training step: eager, aot_eager, roamc.optimize and roamc.train_step, step by step in turn in one process.
+
+    python benchmarks/speed.py [MODEL ...] [--steps N]
+
+Every round runs one step of each in turn, so that a slow moment of the machine hits all; a ratio is taken
+within its round, and the median over rounds is quoted. Planning time is shown by stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._measure import fresh, save
+from benchmarks.models import make
+
+MODELS = ("nanogpt-dropout", "gpt2-124m", "resnet50")
+ROUNDS = {"gpt2-124m": 9}
+
+
+def _loop(work: Any, model: Any) -> Callable[[], None]:
+    """An ordinary training step of ``model``."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        work.loss(model, *work.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def worker(name: str, rounds: int) -> dict[str, Any]:
+    """Time all routes of one model."""
+    import torch
+
+    import roamc
+
+    work = make(name)
+    models = {route: copy.deepcopy(work.model) for route in ("eager", "aot_eager", "optimize", "train_step")}
+    models["aot_eager"].compile(backend="aot_eager", dynamic=False)
+    roamc.optimize(models["optimize"], strict=True)
+    planned = roamc.train_step(
+        models["train_step"], work.loss, torch.optim.AdamW(models["train_step"].parameters(), lr=1e-4), strict=True
+    )
+    steps = {route: _loop(work, model) for route, model in models.items() if route != "train_step"}
+    steps["train_step"] = lambda: planned(*work.batch)
+    times = _interleaved(steps, rounds)
+    return {
+        "model": name,
+        "rounds": rounds,
+        "seconds": {route: statistics.median(found) for route, found in times.items()},
+        "train_step / eager": _ratio(times, "train_step", "eager"),
+        "train_step / aot_eager": _ratio(times, "train_step", "aot_eager"),
+        "optimize / eager": _ratio(times, "optimize", "eager"),
+        "optimize / aot_eager": _ratio(times, "optimize", "aot_eager"),
+        "planning": {stage: round(spent, 3) for stage, spent in planned.plans[0].seconds.items()},
+    }
+
+
+def _interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {route: [] for route in steps}
+    for number in range(rounds):
+        turn = list(steps) if number % 2 == 0 else list(reversed(steps))
+        for route in turn:
+            start = time.perf_counter()
+            steps[route]()
+            times[route].append(time.perf_counter() - start)
+    return times
+
+
+def _ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    return round(statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)), 4)
+
+
+def main() -> None:
+    """Time every model; print a table; write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=21, help="rounds per model (fewer for the largest)")
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ROUNDS"))
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(given.worker[0], int(given.worker[1]))))
+        return
+    rows = []
+    for name in given.models:
+        rows.append(fresh(__file__, name, str(min(given.steps, ROUNDS.get(name, given.steps)))))
+        print({key: value for key, value in rows[-1].items() if key != "seconds"}, flush=True)
+    if tuple(given.models) == MODELS:
+        print(save("speed", rows, __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

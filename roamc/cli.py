@@ -1,0 +1,225 @@
+"""The command line: ``roamc plan``, ``explain``, ``models`` and ``demo``.
+
+Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-limit``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from roamc.demo.race import race
+from roamc.demo.show import show
+from roamc.demo.worker import Task
+from roamc.errors import BudgetError, RoamcError
+from roamc.report import text
+from roamc.report.explain import Explanation
+from roamc.report.progress import Stages
+from roamc.report.request import Request, answer
+from roamc.version import __version__
+from roamc.zoo import MODELS
+
+ERROR, DOES_NOT_FIT = 1, 2
+
+
+class _DoesNotFit(SystemExit):
+    """The plan is above the limit."""
+
+
+class _Commands(TyperGroup):
+    """Ends with 1 where typer ends with 2, at a command or an option that does not exist: 2 has its own meaning."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line."""
+        try:
+            return super().main(*args, **extra)
+        except _DoesNotFit:
+            raise
+        except SystemExit as end:
+            raise SystemExit(ERROR if end.code == DOES_NOT_FIT else end.code) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE.py:FUNCTION",
+        help="A built-in model (see roamc models), or a function that returns (model, inputs[, loss_fn[, optimizer]]).",
+    ),
+]
+Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
+Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers.")]
+Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
+Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any setting of the model, or argument of the function; repeatable."
+    ),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, where the function gives none.")]
+Halves = Annotated[bool, typer.Option("--forward-backward", help="Leave the update out, as torch.compile does.")]
+Meta = Annotated[
+    bool, typer.Option("--meta", help="Call the function under the meta device: its weights then take no memory.")
+]
+Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="Clip the 2-norm of all gradients to this.")]
+Limit = Annotated[
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="End with 2 if the peak is above, e.g. 6GiB.")
+]
+Others = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Any option of roamc, such as order=program; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and end.")] = False,
+) -> None:
+    """roamc: a memory compiler for PyTorch training. Example: roamc plan gpt2 --batch 8 --memory-limit 16GiB"""
+    if version:
+        typer.echo(f"roamc {__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def plan(
+    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_limit: Limit = None,
+    option: Others = None, as_json: Json = False, debug: Debug = False,
+    save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
+) -> None:  # fmt: skip
+    """Plan a training step and print its peak. No weight is allocated, nothing runs.
+
+    Example: roamc plan gpt2-xl --batch 4 --memory-limit 40GiB
+    """
+    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    with _reported(debug, as_json):
+        found = _answer(
+            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_limit,
+                    tuple(option or ()))
+        ).plan  # fmt: skip
+        if save is not None:
+            save.write_text(found.to_json() + "\n", encoding="utf-8")
+        if as_json:
+            _print_json({**found.to_dict(seconds=True), "fragmentation": found.fragmentation, "fits": True})
+        else:
+            text.show_plan(text.console(), found)
+
+
+@app.command()
+def explain(
+    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_limit: Limit = None,
+    option: Others = None, as_json: Json = False, debug: Debug = False,
+    source: Annotated[bool, typer.Option("--source", help="Also print the emitted program.")] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
+) -> None:  # fmt: skip
+    """Why is the peak this big: what lives at the worst step, and which line of the model made it.
+
+    Example: roamc explain gpt --batch 8 --top 20
+    """
+    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    with _reported(debug, as_json):
+        found = _answer(
+            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_limit,
+                    tuple(option or ())),
+            source,
+        )  # fmt: skip
+        if as_json:
+            _print_json(found.to_dict(top))
+        else:
+            text.show_explanation(text.console(), found, top)
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the built-in models and what can be set."""
+    if as_json:
+        _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
+        return
+    rows = [(name, row.about, " ".join(f"{k}={v}" for k, v in row.settings.items())) for name, row in MODELS.items()]
+    text.show_rows(text.console(), ("model", "what it is", "settings"), rows)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each side.")] = 30,
+    batch: Annotated[int, typer.Option("--batch", min=1, hidden=True)] = 4,
+    seq: Annotated[int, typer.Option("--seq", min=1, hidden=True)] = 192,
+    layers: Annotated[int, typer.Option("--layers", min=1, hidden=True)] = 6,
+    width: Annotated[int, typer.Option("--width", min=1, hidden=True)] = 384,
+    heads: Annotated[int, typer.Option("--heads", min=1, hidden=True)] = 6,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a small language model with and without roamc, in step, and compare losses, memory and time."""
+    with _reported(debug, as_json):
+        said = "training with and without roamc"
+        with Stages(said, steps) as stages:
+            task = Task("eager", steps, batch, seq, layers, width, heads)
+            result = race(task, lambda done: stages.now(said, done))
+        if as_json:
+            _print_json(result.to_dict())
+        else:
+            show(text.console(), result)
+
+
+def main() -> None:
+    """The console entry point."""
+    app(prog_name="roamc")
+
+
+def _answer(request: Request, source: bool = False) -> Explanation:
+    with Stages(f"building {request.target}") as stages:
+        return answer(request, source=source, say=stages.now)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=1))
+
+
+@contextlib.contextmanager
+def _reported(debug: bool, as_json: bool) -> Iterator[None]:
+    """Turn errors into one line on stderr and an exit code; ``debug`` shows where they come from."""
+    try:
+        yield
+    except BudgetError as error:
+        typer.echo(f"does not fit: {error}", err=True)
+        if as_json:
+            _print_json({"fits": False, "error": str(error)})
+        raise _DoesNotFit(DOES_NOT_FIT) from None
+    except Exception as error:  # whatever it is, a user of the command line gets a sentence
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {_sentence(error, debug)}", err=True)
+        raise SystemExit(ERROR) from None
+
+
+def _sentence(error: Exception, debug: bool) -> str:
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, RoamcError):
+        return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
+    if isinstance(error, OSError):
+        return lines[0]
+    frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")

@@ -1,0 +1,44 @@
+"""Bytes to train on: the source of Python's own standard library, which every machine has."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roamc.errors import RoamcError
+
+LIMIT = 4_000_000
+"""Bytes to read at most."""
+
+
+def read(limit: int = LIMIT) -> bytes:
+    """Modules at the top of the standard library, by name, one after the other.
+
+    Raises:
+        RoamcError: this Python comes without source files.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(folder.glob("*.py")):
+        if size >= limit:
+            break
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+    if size < 100_000:
+        raise RoamcError(f"the demo trains on Python's own source, and {folder} has next to none")
+    return b"".join(parts)[:limit]
+
+
+def batches(text: bytes, steps: int, batch: int, seq: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Random windows of ``text``: per step the bytes, and the byte behind each, both (batch, seq)."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for starts in torch.randint(len(data) - seq - 1, (steps, batch), generator=generator):
+        windows = torch.stack([data[int(start) : int(start) + seq + 1] for start in starts])
+        found.append((windows[:, :-1].contiguous(), windows[:, 1:].contiguous()))
+    return found

@@ -1,0 +1,302 @@
+"""Why is the peak this big: what lives at the worst step, who made it, and where in the user's model.
+
+Free functions over the planned graph and its :class:`~roamc.memory.MemoryModel`; the results are plain data,
+ready for JSON, and are rendered by :mod:`roamc.report.text`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from roamc.forms import FormKind, form_of
+from roamc.graph import Phase, Role, TrainGraph, placeholders, source_line
+from roamc.layout import Layout
+from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eager_lifetimes, lifetimes, sizes, timeline
+from roamc.pipeline import Planned
+from roamc.plan import Plan
+from roamc.units import Bytes
+
+
+@dataclass(frozen=True)
+class Live:
+    """One storage that lives at a peak.
+
+    Attributes:
+        name: of the storage.
+        nbytes: its bytes.
+        kind: "saved" (made in forward, read in backward), "gradient", "output" or "temporary".
+        place: "arena", "held" by the allocator, "caller" (handed out), or "allocator" where no layout was made.
+        operator: what makes it, such as ``aten.mm.default``.
+        phase: of its operator.
+        source: the line of the user's model, or the parameter that an update belongs to.
+        born: step that makes it.
+        dead: step behind its last use.
+    """
+
+    name: str
+    nbytes: Bytes
+    kind: str
+    place: str
+    operator: str
+    phase: str
+    source: str
+    born: int
+    dead: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Storages of a peak that one line of the model makes with one operator, such as one per layer."""
+
+    source: str
+    operator: str
+    kind: str
+    count: int
+    nbytes: Bytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst step of one order.
+
+    Attributes:
+        step: its number, from 0.
+        steps: how many there are.
+        name: node that runs there.
+        operator: what it is.
+        phase: of that node.
+        source: as of :class:`Live`.
+        live_bytes: sum of ``storages``.
+        storages: all that live there, largest first.
+        by_kind: bytes by :attr:`Live.kind`.
+        by_phase: bytes by :attr:`Live.phase`.
+        phase_peaks: phase to the most live bytes at any step of it.
+    """
+
+    step: int
+    steps: int
+    name: str
+    operator: str
+    phase: str
+    source: str
+    live_bytes: Bytes
+    storages: tuple[Live, ...]
+    by_kind: Mapping[str, Bytes]
+    by_phase: Mapping[str, Bytes]
+    phase_peaks: Mapping[str, Bytes]
+
+
+@dataclass(frozen=True)
+class Allocating:
+    """An operator that has no ``out=`` form, all its calls together.
+
+    Attributes:
+        operator: what it is.
+        calls: how many make a temporary.
+        copied_bytes: of results copied into the arena, per step.
+        held_bytes: of results left with the allocator, per step; not all at the same time.
+    """
+
+    operator: str
+    calls: int
+    copied_bytes: Bytes
+    held_bytes: Bytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything ``roamc explain`` shows.
+
+    Attributes:
+        plan: the plan itself, with its stage times.
+        eager: the peak in program order, gradients kept to the end, as eager PyTorch runs it.
+        planned: the peak in the chosen order.
+        allocating: operators without an ``out=`` form, most bytes first.
+        candidates: every order that was tried and its peak, lowest first.
+        order: the candidate that was taken.
+        source: the emitted program, if it was asked for.
+    """
+
+    plan: Plan
+    eager: Peak
+    planned: Peak
+    allocating: tuple[Allocating, ...]
+    candidates: tuple[tuple[str, Bytes], ...] = ()
+    order: str = ""
+    source: str = field(default="", repr=False)
+
+    def to_dict(self, top: int | None = None) -> dict[str, Any]:
+        """Plain data, ready for JSON; ``top`` cuts the lists of storages and groups."""
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        data["plan"] = self.plan.to_dict(seconds=True)
+        for key in ("eager", "planned"):
+            data[key] = dataclasses.asdict(data[key])
+            data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
+            data[key]["storages"] = data[key]["storages"][:top]
+        data["allocating"] = [dataclasses.asdict(item) for item in self.allocating]
+        if not self.source:
+            del data["source"]
+        return data
+
+
+def explain(eager: Peak, planned: Planned, source: str = "") -> Explanation:
+    """Put together what was found before planning (``eager``, from :func:`find_peak`) and after it."""
+    order = planned.plan.decisions.get("reorder", {})
+    candidates = tuple((str(name), int(peak)) for name, peak in order.get("candidates", ()))
+    return Explanation(
+        plan=planned.plan,
+        eager=eager,
+        planned=find_peak(planned.graph),
+        allocating=allocating(planned.graph),
+        candidates=tuple(sorted(candidates, key=lambda item: item[1])),
+        order=str(order.get("algorithm", "")),
+        source=source,
+    )
+
+
+def find_peak(graph: TrainGraph, *, eager: bool = False) -> Peak:
+    """The worst step of ``graph`` in its present order; the first one where several are equal.
+
+    Args:
+        graph: captured or planned, with at least one operator.
+        eager: keep gradients to the end of the step, as eager PyTorch does.
+    """
+    memory = build_memory(graph)
+    born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
+    live = timeline(sizes(memory.counted), born, dead, len(memory.operators))
+    step = int(np.argmax(live))
+    operator = memory.operators[step]
+    names = _parameter_names(graph)
+    storages = _live_at(graph, memory, born, dead, step, names)
+    return Peak(
+        step=step,
+        steps=len(memory.operators),
+        name=operator.node.name,
+        operator=str(operator.node.target),
+        phase=operator.phase.name,
+        source=origin(operator.node, operator.phase, names),
+        live_bytes=int(live[step]),
+        storages=storages,
+        by_kind=_sums(storages, "kind"),
+        by_phase=_sums(storages, "phase"),
+        phase_peaks=_phase_peaks(memory, live),
+    )
+
+
+def groups(peak: Peak) -> tuple[Group, ...]:
+    """The storages of ``peak`` by line, operator and kind, most bytes first."""
+    found: dict[tuple[str, str, str], Group] = {}
+    for storage in peak.storages:
+        key = (storage.source, storage.operator, storage.kind)
+        before = found.get(key, Group(*key, 0, 0))
+        found[key] = Group(*key, before.count + 1, before.nbytes + storage.nbytes)
+    return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operator, item.kind)))
+
+
+def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
+    """Operators whose temporaries are allocated outside the arena first; needs the layout."""
+    memory = build_memory(graph)
+    found: dict[str, Allocating] = {}
+    held = graph.layout.held if graph.layout is not None else frozenset()
+    for operator in memory.operators:
+        births = [memory.storages[index] for index in operator.births]
+        made = [storage for storage in births if storage.place is Place.TEMPORARY]
+        if not made or form_of(operator.node, len(births)).kind is not FormKind.ALLOCATE:
+            continue
+        name = str(operator.node.target)
+        before = found.get(name, Allocating(name, 0, 0, 0))
+        kept = sum(storage.nbytes for storage in made if storage.name in held)
+        copied = sum(storage.nbytes for storage in made) - kept
+        found[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.held_bytes + kept)
+    return tuple(sorted(found.values(), key=lambda item: (-item.copied_bytes - item.held_bytes, item.operator)))
+
+
+def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> str:
+    """Where ``node`` comes from in the user's terms.
+
+    Its own line of the model; for an update the parameter; else, with a leading "<", the line of the
+    nearest operator in front of it that has one.
+    """
+    line = source_line(node)
+    if line:
+        return line
+    queue, seen = deque(node.all_input_nodes), set(node.all_input_nodes)
+    while queue:
+        current = queue.popleft()
+        if phase is Phase.UPDATE and current.name in parameter_names:
+            return parameter_names[current.name]
+        if phase is not Phase.UPDATE and source_line(current):
+            return f"< {source_line(current)}"
+        fresh = [item for item in current.all_input_nodes if item not in seen]
+        seen.update(fresh)
+        queue.extend(fresh)
+    return ""
+
+
+def _parameter_names(graph: TrainGraph) -> dict[str, str]:
+    """Placeholder of a parameter, or of its state, to the parameter's name."""
+    roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}
+
+
+def _live_at(
+    graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, step: int, names: Mapping[str, str]
+) -> tuple[Live, ...]:
+    saved = {storage.index for storage in memory.saved}
+    rows = [row for row in range(len(memory.counted)) if born[row] <= step < dead[row]]
+    found = []
+    for row in rows:
+        storage = memory.counted[row]
+        maker = memory.operators[storage.producer]
+        found.append(
+            Live(
+                name=storage.name,
+                nbytes=storage.nbytes,
+                kind=_kind(storage, storage.index in saved),
+                place=_place(storage, graph.layout),
+                operator=str(maker.node.target),
+                phase=maker.phase.name,
+                source=origin(maker.node, maker.phase, names),
+                born=int(born[row]),
+                dead=int(dead[row]),
+            )
+        )
+    return tuple(sorted(found, key=lambda item: (-item.nbytes, item.born, item.name)))
+
+
+def _kind(storage: Storage, saved: bool) -> str:
+    if storage.place is Place.OUTPUT:
+        return "output"
+    if storage.gradient:
+        return "gradient"
+    return "saved" if saved else "temporary"
+
+
+def _place(storage: Storage, layout: Layout | None) -> str:
+    if storage.place is Place.OUTPUT:
+        return "caller"
+    if layout is None:
+        return "allocator"
+    return "held" if storage.name in layout.held else "arena"
+
+
+def _sums(storages: tuple[Live, ...], key: str) -> dict[str, Bytes]:
+    """Bytes by one attribute, most first."""
+    total: dict[str, Bytes] = {}
+    for storage in storages:
+        name = getattr(storage, key)
+        total[name] = total.get(name, 0) + storage.nbytes
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _phase_peaks(memory: MemoryModel, live: Int64s) -> dict[str, Bytes]:
+    phases = np.array([int(operator.phase) for operator in memory.operators])
+    return {phase.name: int(live[phases == phase].max()) for phase in Phase if (phases == phase).any()}

@@ -1,0 +1,101 @@
+"""From the words of the command line to a plan and its explanation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from roamc import pipeline, zoo
+from roamc.codegen.source import emit
+from roamc.errors import OptionError
+from roamc.options import Options, parse_options
+from roamc.report.explain import Explanation, explain, find_peak
+from roamc.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to look at.
+
+    Attributes:
+        target: name of a built-in model, or ``FILE.py:function``.
+        sizes: sizes of the model by name; None where the default is meant.
+        sets: ``key=value`` of further settings.
+        optimizer: name of the optimizer where the target brings none.
+        forward_backward: leave the update out.
+        meta: call the function of a file with the meta device as torch's default.
+        clip_grad_norm: as for :func:`roamc.train_step`.
+        memory_limit: a size such as "6GiB".
+        options: ``key=value`` of roamc's options.
+    """
+
+    target: str
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    optimizer: str = "adamw"
+    forward_backward: bool = False
+    meta: bool = False
+    clip_grad_norm: float | None = None
+    memory_limit: str | None = None
+    options: tuple[str, ...] = ()
+
+
+def answer(request: Request, *, source: bool = False, say: Callable[[str], None] = lambda stage: None) -> Explanation:
+    """Build, capture and plan what was asked for.
+
+    Args:
+        request: what.
+        source: also emit the program.
+        say: told what is being done.
+
+    Raises:
+        OptionError: an unknown model, setting, optimizer or option; names the nearest.
+        CaptureError: the step cannot be captured.
+        BudgetError: the plan does not fit.
+    """
+    options = options_of(request)
+    workload = workload_of(request)
+    say(f"capturing {workload.name}")
+    start = time.perf_counter()
+    graph = capture(workload, forward_backward=request.forward_backward, clip_grad_norm=request.clip_grad_norm)
+    seconds = time.perf_counter() - start
+    eager = find_peak(graph, eager=True)
+    say(f"planning {workload.name}")
+    planned = pipeline.run(graph, options)
+    plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
+    planned = dataclasses.replace(planned, plan=plan)
+    return explain(eager, planned, emit(planned.graph).source if source else "")
+
+
+def options_of(request: Request) -> Options:
+    """roamc's options.
+
+    Raises:
+        OptionError: an option is unknown or out of range.
+    """
+    given = dict(parse_setting(text) for text in request.options)
+    if request.memory_limit is not None:
+        given["memory_limit"] = request.memory_limit
+    return parse_options(given)
+
+
+def workload_of(request: Request) -> Workload:
+    """The model, built in or from a file, with its optimizer.
+
+    Raises:
+        OptionError: an unknown model, setting or optimizer; names the nearest.
+    """
+    if request.optimizer not in OPTIMIZERS:
+        known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
+        raise OptionError(f"unknown optimizer {request.optimizer!r}{known}")
+    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
+    settings.update(parse_setting(text) for text in request.sets)
+    if ":" in request.target or request.target.endswith(".py"):
+        workload = from_file(request.target, settings, meta=request.meta)
+    else:
+        workload = zoo.make(request.target, settings)
+    if workload.optimizer is None:
+        workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer])
+    return workload

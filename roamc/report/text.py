@@ -1,0 +1,184 @@
+"""Reports as text: tables on a terminal, the same columns without colour or lines in a pipe or a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from roamc.plan import Plan
+from roamc.report.explain import Allocating, Explanation, Peak, groups
+from roamc.units import Bytes, Seconds, format_bytes
+
+PIPE_WIDTH = 160
+"""Columns where the output is not a terminal and COLUMNS is not set."""
+
+STAGES = ("capture", "normalize", "reorder", "layout", "verify", "emit")
+"""The order in which times are shown; any other stage comes last."""
+
+
+def console() -> Console:
+    """Standard output; plain where it is not a terminal. rich heeds NO_COLOR and COLUMNS."""
+    found = Console(highlight=False)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found = Console(highlight=False, width=PIPE_WIDTH)
+    return found
+
+
+def show_plan(out: Console, plan: Plan) -> None:
+    """The plan's own table and what planning cost."""
+    out.print(str(plan), markup=False, soft_wrap=True)
+    out.print(
+        f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}  {stage_times(plan.seconds)}", markup=False
+    )
+
+
+def show_explanation(out: Console, found: Explanation, top: int) -> None:
+    """Why the peak is this big: one section each."""
+    show_plan(out, found.plan)
+    _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
+    _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
+    _show_allocating(out, found.allocating, top)
+    _show_orders(out, found)
+    _show_layout(out, found.plan)
+    if found.source:
+        _heading(out, "emitted program")
+        if out.is_terminal:
+            out.print(Syntax(found.source, "python", word_wrap=True))
+        else:
+            out.print(found.source, markup=False, soft_wrap=True)
+
+
+def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
+    """One table; columns whose numbers are in ``right`` are aligned to the right."""
+    edge = box.SIMPLE_HEAD if out.is_terminal else None
+    table = Table(box=edge, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    aligned = set(right)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number in aligned else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    out.print(table, markup=False)
+
+
+def stage_times(seconds: Mapping[str, Seconds]) -> str:
+    """``capture 1.8 s, reorder 0.2 s, …``."""
+    known = [name for name in STAGES if name in seconds]
+    names = [*known, *(name for name in seconds if name not in known)]
+    return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
+
+
+def _heading(out: Console, text: str) -> None:
+    out.print()
+    out.print(text, style="bold", markup=False, soft_wrap=True)
+
+
+def _seconds(value: Seconds) -> str:
+    return f"{value:.2f} s"
+
+
+def _short(operator: str) -> str:
+    """``mm`` for ``aten.mm.default``; other overloads and other libraries keep their names."""
+    return operator.removeprefix("aten.").removesuffix(".default")
+
+
+def _bytes_of(parts: Mapping[str, Bytes]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+
+def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
+    _heading(out, title)
+    at = f" at {peak.source}" if peak.source else ""
+    out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
+    out.print(f"  step       {peak.name} ({_short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
+    out.print(f"  by kind    {_bytes_of(peak.by_kind)}", markup=False, soft_wrap=True)
+    out.print(f"  made in    {_bytes_of(peak.by_phase)}", markup=False, soft_wrap=True)
+    out.print(f"  most in    {_bytes_of(peak.phase_peaks)}", markup=False, soft_wrap=True)
+    out.print()
+    _show_groups(out, peak, top)
+    out.print()
+    _show_storages(out, peak, top)
+
+
+def _show_groups(out: Console, peak: Peak, top: int) -> None:
+    found = groups(peak)
+    rows = [
+        (
+            format_bytes(g.nbytes),
+            f"{g.nbytes / peak.live_bytes:.1%}",
+            str(g.count),
+            g.kind,
+            _short(g.operator),
+            g.source,
+        )
+        for g in found[:top]
+    ]
+    show_rows(out, ("bytes", "share", "storages", "kind", "operator", "line"), rows, right=(0, 1, 2))
+    _show_rest(out, [g.nbytes for g in found[top:]])
+
+
+def _show_storages(out: Console, peak: Peak, top: int) -> None:
+    rows = [
+        (
+            format_bytes(s.nbytes),
+            s.name,
+            s.kind,
+            s.place,
+            _short(s.operator),
+            s.phase,
+            f"{s.born + 1} to {s.dead}",
+            s.source,
+        )
+        for s in peak.storages[:top]
+    ]
+    headings = ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line")
+    show_rows(out, headings, rows, right=(0,))
+    _show_rest(out, [s.nbytes for s in peak.storages[top:]])
+
+
+def _show_rest(out: Console, sizes: list[Bytes]) -> None:
+    if sizes:
+        out.print(f"and {len(sizes)} more, {format_bytes(sum(sizes))}", markup=False)
+
+
+def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:
+    if not found:
+        return
+    _heading(out, "operators without an out= form, bytes per step")
+    rows = [
+        (_short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.held_bytes))
+        for a in found[:top]
+    ]
+    show_rows(out, ("operator", "calls", "copied into the arena", "held by the allocator"), rows, right=(1, 2, 3))
+
+
+def _show_orders(out: Console, found: Explanation) -> None:
+    if not found.candidates:
+        return
+    _heading(out, f"orders tried (lower bound {format_bytes(found.plan.bound_bytes)})")
+    rows = [
+        (name, format_bytes(peak), f"{peak / found.eager.live_bytes:.4f}", "taken" if name == found.order else "")
+        for name, peak in found.candidates
+    ]
+    show_rows(out, ("order", "peak", "of eager's", ""), rows, right=(1, 2))
+
+
+def _show_layout(out: Console, plan: Plan) -> None:
+    layout = plan.decisions.get("layout", {})
+    _heading(out, "layout")
+    rows = [
+        ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
+        ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
+        (
+            "outside it",
+            format_bytes(layout.get("outside_bytes", 0)),
+            "outputs, held results, results before their copy",
+        ),
+        ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
+        ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
+    ]
+    show_rows(out, ("", "bytes", ""), rows, right=(1,))

@@ -1,0 +1,52 @@
+"""Plain data from outside, checked against the types that a dataclass declares. Executes and imports nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from roamc.errors import PlanError
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], data: object, where: str) -> T:
+    """An instance of dataclass ``kind`` from a dictionary with exactly its fields.
+
+    Lists become tuples. Numbers must be whole and not negative, as all of ours count bytes, steps or nodes.
+
+    Raises:
+        PlanError: a field is missing, unknown, or of another type; names it under ``where``.
+    """
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(data, Mapping) or set(data) != fields:
+        found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise PlanError(f"{where} must have the fields {sorted(fields)}, not {found}")
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: value(hints[name], data[name], f"{where}: {name}") for name in sorted(fields)})
+
+
+def value(hint: Any, data: object, where: str) -> Any:
+    """``data`` as ``hint`` says: str, int, float, tuple[X, ...], tuple[X, Y], Mapping[str, X]; else PlanError."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and isinstance(data, list | tuple):
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return tuple(value(inner[0], item, where) for item in data)
+        if len(inner) == len(data):
+            return tuple(value(part, item, where) for part, item in zip(inner, data, strict=True))
+    elif origin is not None and issubclass(origin, Mapping) and isinstance(data, Mapping):
+        return {value(inner[0], key, where): value(inner[1], item, where) for key, item in data.items()}
+    elif hint is Any or (hint is str and isinstance(data, str)) or (hint in (int, float) and _is_number(data, hint)):
+        return data
+    raise PlanError(f"{where} must be {_words(hint)}, not {str(data)[:60]!r}")
+
+
+def _is_number(data: object, hint: type) -> bool:
+    kinds = (int, float) if hint is float else (int,)
+    return isinstance(data, kinds) and not isinstance(data, bool) and data >= 0
+
+
+def _words(hint: Any) -> str:
+    return str(hint) if typing.get_origin(hint) is not None or hint is Any else str(hint.__name__)

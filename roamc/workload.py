@@ -1,0 +1,230 @@
+"""What the command line plans: a model with its batch, loss and optimizer, built in or from a user's file."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat
+from roamc.capture import joint
+from roamc.capture.step import LossFunction, StepRequest, capture_step
+from roamc.errors import CaptureError, OptionError
+from roamc.graph import TrainGraph
+
+Setting = int | float | str | bool
+Optimizer = torch.optim.Optimizer
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing to plan.
+
+    Attributes:
+        name: shown in reports.
+        model: its parameters may be on the meta device.
+        batch: arguments of ``loss_fn`` behind the model, or of the model where there is no ``loss_fn``.
+        loss_fn: ``loss_fn(model, *batch)`` gives the loss; None plans forward and backward of ``model(*batch)``.
+        optimizer: makes the optimizer; None takes the one that the command line names.
+    """
+
+    name: str
+    model: nn.Module
+    batch: tuple[Any, ...]
+    loss_fn: LossFunction | None = None
+    optimizer: OptimizerFactory | None = None
+
+
+def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_norm: float | None = None) -> TrainGraph:
+    """The graph that :func:`roamc.plan` would plan: the whole step, or forward and backward alone.
+
+    Args:
+        workload: with a loss function and an optimizer for a whole step.
+        forward_backward: leave the update out, as ``torch.compile`` does; the gradients are handed to the caller.
+        clip_grad_norm: as for :func:`roamc.train_step`.
+
+    Raises:
+        CaptureError: the step cannot be captured; says what to do.
+    """
+    if workload.loss_fn is None or forward_backward:
+        return _capture_module(workload)
+    make = workload.optimizer or OPTIMIZERS["adamw"]
+    leaves, spec = compat.flatten(workload.batch)
+
+    def rebuild(values: Any) -> tuple[Any, ...]:
+        return tuple(compat.unflatten(values, spec))
+
+    optimizer = make(workload.model.parameters())
+    request = StepRequest(workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm)
+    return capture_step(request).graph.replace(name=workload.name)
+
+
+def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = False) -> Workload:
+    """Call the function of ``FILE.py:function`` and take the workload that it returns.
+
+    Args:
+        target: path and function name.
+        settings: handed to the function as keyword arguments.
+        meta: make the model on the meta device, where weights take no memory.
+
+    Raises:
+        OptionError: no such file or function, or the function does not take such settings.
+        CaptureError: it returns something else than ``(model, inputs[, loss_fn[, optimizer]])``.
+    """
+    path, _, name = target.rpartition(":")
+    if Path(target.rstrip(":")).is_file():
+        raise OptionError(f"{target} names no function; write for example {target.rstrip(':')}:make")
+    if not Path(path).is_file():
+        raise OptionError(f"{path or target}: no such file")
+    function = _function(_module(Path(path)), name, path)
+    try:
+        inspect.signature(function).bind(**settings)
+    except TypeError as error:
+        raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        returned = function(**settings)
+    return _workload(name, target, returned)
+
+
+def parse_setting(text: str) -> tuple[str, Setting]:
+    """Read ``key=value``; a value is a whole number, a number, true or false, or text.
+
+    Raises:
+        OptionError: there is no ``=``.
+    """
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise OptionError(f"{text!r} is not a setting; write key=value")
+    return key.strip().replace("-", "_"), _value(value.strip())
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or a full stop."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+class _Loss(nn.Module):
+    """The loss as a module, so that forward and backward of a workload with a loss end in it."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        return self.loss_fn(self.model, *batch)
+
+
+class _Keywords(nn.Module):
+    """A model whose inputs come as a dictionary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.model(**batch)
+
+
+def _capture_module(workload: Workload) -> TrainGraph:
+    model = workload.model if workload.loss_fn is None else _Loss(workload.model, workload.loss_fn)
+    halves, outputs, static = compat.forward_backward(model, workload.batch)
+    if len(halves) == 1:
+        return joint.inference(halves[0], static, workload.name)
+    return joint.stitch(halves[0], halves[1], outputs, static, workload.name)
+
+
+def _module(path: Path) -> ModuleType:
+    """Run a user's file as a module of its own name; its folder is searched for what it imports."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+        if before is not None:
+            sys.modules[path.stem] = before
+    return module
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        function: Callable[..., Any] = found
+        return function
+    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise OptionError(f"{path} has no function {name!r}{nearest(name, known)}")
+
+
+def _workload(name: str, target: str, returned: Any) -> Workload:
+    if not isinstance(returned, tuple) or not 2 <= len(returned) <= 4 or not isinstance(returned[0], nn.Module):
+        raise CaptureError(
+            f"{target} must return (model, inputs), (model, inputs, loss_fn) or (model, inputs, loss_fn, optimizer), "
+            f"not {_kinds(returned)}"
+        )
+    model, inputs, *rest = returned
+    loss_fn = rest[0] if rest else None
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"{target}: loss_fn is a {type(loss_fn).__name__}, not a function of (model, *inputs)")
+    batch = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    found = Workload(name, model, batch, loss_fn)
+    if loss_fn is None and isinstance(inputs, dict):
+        return replace(found, model=_Keywords(model))
+    return replace(found, optimizer=_factory(target, rest[1])) if len(rest) == 2 else found
+
+
+def _factory(target: str, given: Any) -> OptimizerFactory:
+    if isinstance(given, Optimizer):
+        made: Optimizer = given
+        return lambda parameters: made
+    if not callable(given):
+        raise CaptureError(
+            f"{target}: the optimizer is a {type(given).__name__}, not an optimizer or a way to make one"
+        )
+    factory: OptimizerFactory = given
+    return factory
+
+
+def _kinds(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
+
+
+def _listed(settings: Mapping[str, Setting]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "no settings"
+
+
+def _value(text: str) -> Setting:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

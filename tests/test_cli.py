@@ -1,0 +1,236 @@
+"""Every command: what it prints, its JSON, its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import roamc
+from roamc.cli import app
+from roamc.demo import text
+from roamc.demo.race import Result, race
+from roamc.demo.worker import Task
+from roamc.errors import RoamcError
+
+SMALL = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64"]
+
+FILE = """
+import torch
+from torch import nn
+
+def make(width=8):
+    return nn.Linear(width, 4), torch.zeros(2, width)
+
+def fails():
+    raise ValueError("no such luck")
+
+def scalar():
+    model = nn.Linear(2, 2)
+    return model, torch.zeros(2, 2), lambda model, x: model(x)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """The result of a command line; it must end with ``code``."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"roamc {roamc.__version__}"
+
+
+def test_help_is_shown_where_no_command_is_given() -> None:
+    assert "plan" in run().stdout
+
+
+def test_python_dash_m_works() -> None:
+    done = subprocess.run([sys.executable, "-m", "roamc", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"roamc {roamc.__version__}"
+
+
+def test_plan_prints_its_table() -> None:
+    result = run("plan", "gpt", *SMALL)
+    assert "plan of gpt" in result.stdout
+    assert "planned in" in result.stdout
+    assert result.stderr == ""
+
+
+def test_plan_as_json_and_saved(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    data = json.loads(run("plan", "gpt", *SMALL, "--json", "--save", str(path)).stdout)
+    saved = roamc.Plan.from_json(path.read_text())
+    assert data["fits"] is True
+    assert data["peak_bytes"] == saved.peak_bytes
+    assert set(data["seconds"]) >= {"capture", "reorder", "layout", "verify"}
+
+
+def test_saved_plan_is_the_same_every_time(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        run("plan", "gpt", *SMALL, "--save", str(path))
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_optimizer_decides_the_state() -> None:
+    fixed = {
+        name: json.loads(run("plan", "gpt", *SMALL, "--optimizer", name, "--json").stdout)["fixed_bytes"]
+        for name in ("sgd", "adam")
+    }
+    assert "optimizer state" not in fixed["sgd"]
+    assert fixed["adam"]["optimizer state"] == 2 * fixed["adam"]["parameter"]
+
+
+def test_forward_backward_has_no_optimizer() -> None:
+    data = json.loads(run("plan", "gpt", *SMALL, "--forward-backward", "--json").stdout)
+    assert "tangent" in data["fixed_bytes"]
+    assert "optimizer state" not in data["fixed_bytes"]
+
+
+def test_settings_and_options_reach_the_plan() -> None:
+    arguments = ["--set", "dropout=0.5", "--option", "order=program", "--clip-grad-norm", "1"]
+    data = json.loads(run("plan", "gpt", *SMALL, *arguments, "--json").stdout)
+    assert data["decisions"]["reorder"]["algorithm"].startswith("program")
+    assert "clip_grad_norm" in data["notes"][0]
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_exit_code_is_two_where_it_does_not_fit(command: str) -> None:
+    result = run(command, "gpt", *SMALL, "--memory-limit", "1kB", "--json", code=2)
+    assert result.stderr.startswith("does not fit: gpt needs")
+    assert "memory_limit=1 kB" in result.stderr
+    assert "no order of its operators needs less than" in result.stderr
+    assert json.loads(result.stdout)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "gtp2"], "did you mean 'gpt2'?"),
+        (["plan", "gpt", "--set", "layer=2"], "did you mean 'layers'?"),
+        (["plan", "gpt", "--optimizer", "adamv"], "did you mean 'adam'?"),
+        (["plan", "gpt", "--option", "ordr=program"], "did you mean 'order'?"),
+        (["plan", "gpt", "--memory-limit", "lots"], "not a size"),
+        (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
+        (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "No such file"),
+        (["explain", "nothing.py:make"], "nothing.py: no such file"),
+    ],
+)
+def test_error_is_one_line_and_exit_code_one(arguments: list[str], said: str) -> None:
+    result = run(*arguments, code=1)
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["paln"], ["plan"], ["plan", "gpt", "--bach", "3"], ["plan", "gpt", "--seq", "x"]]
+)
+def test_mistyped_command_is_an_error_not_a_plan_that_does_not_fit(arguments: list[str]) -> None:
+    run(*arguments, code=1)
+
+
+def test_function_of_a_file(file: str) -> None:
+    data = json.loads(run("plan", f"{file}:make", "--width", "16", "--meta", "--json").stdout)
+    assert data["name"] == "make"
+    assert data["fixed_bytes"]["parameter"] == (16 * 4 + 4) * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("mak", "did you mean 'make'?"),
+        ("fails", "mine.py:9: ValueError: no such luck (--debug shows the traceback)"),
+        ("scalar", "scalar tensor, not one of shape (2, 2)"),
+    ],
+)
+def test_fault_of_a_file_is_one_line(file: str, function: str, said: str) -> None:
+    result = run("plan", f"{file}:{function}", code=1)
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(file: str) -> None:
+    assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
+
+
+def test_explain_prints_and_gives_json() -> None:
+    assert "peak of eager PyTorch" in run("explain", "gpt", *SMALL).stdout
+    data = json.loads(run("explain", "gpt", *SMALL, "--json", "--top", "2", "--source").stdout)
+    assert len(data["planned"]["storages"]) == 2
+    compile(data["source"], "program", "exec")
+
+
+def test_models_are_listed() -> None:
+    assert "gpt2-xl" in run("models").stdout
+    assert json.loads(run("models", "--json").stdout)["gpt"]["settings"]["layers"] == 6
+
+
+DEMO = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4"]
+
+
+def test_demo_measures_both_sides() -> None:
+    data = json.loads(run("demo", "--steps", "3", *DEMO, "--json").stdout)
+    assert data["bit_equal"] is True
+    assert data["losses"]["eager"] == data["losses"]["roamc"]
+    assert len(data["step_seconds"]["eager"]) == 3
+    assert data["time_ratio"] > 0
+    plan, measured = data["plan"], data["measured_peak_bytes"]
+    assert measured["eager"] > 0
+    # The arena, and all that the plan puts beside it, is in the measured peak; on top comes operators' workspace.
+    assert plan["arena_bytes"] <= measured["roamc"]
+    assert plan["bound_bytes"] <= measured["roamc"] < 1.5 * plan["peak_bytes"]
+    assert plan["fragmentation"] >= 0
+    assert set(plan["seconds"]) >= {"capture", "reorder", "layout", "verify", "emit"}
+
+
+def test_demo_prints_losses_memory_and_time() -> None:
+    result = run("demo", "--steps", "2", *DEMO)
+    for expected in ("all 2 losses are equal bit for bit", "measured peak", "lower bound", "too few steps", "planning"):
+        assert expected in result.stdout
+
+
+def test_demo_says_which_side_failed() -> None:
+    with pytest.raises(RoamcError, match="eager side of the demo failed: OptionError"):
+        race(Task("eager", steps=1, batch=1, seq=8, layers=1, width=10, heads=4))
+
+
+def test_demo_reads_the_same_text_every_time() -> None:
+    assert text.read(200_000) == text.read(200_000)
+    first, second = (text.batches(text.read(200_000), 2, 3, 8, seed=1) for _ in range(2))
+    for (tokens, targets), (others, _) in zip(first, second, strict=True):
+        assert tokens.shape == (3, 8)
+        assert tokens.equal(others)
+        assert tokens[:, 1:].equal(targets[:, :-1])
+
+
+def test_result_counts_equal_steps_and_takes_the_median_of_pairs() -> None:
+    result = Result(
+        task=Task("eager", 5, 1, 1, 1, 1, 1),
+        parameters=1,
+        threads=1,
+        losses={"eager": [1.0, 2.0, 3.0, 4.0, 5.0], "roamc": [1.0, 2.0, 3.0, 4.0, 5.5]},
+        seconds={"eager": [9.0, 9.0, 1.0, 2.0, 4.0], "roamc": [99.0, 99.0, 2.0, 2.0, 2.0]},
+        peak_bytes={"eager": 100, "roamc": 50},
+        plan={},
+        total_seconds=1.0,
+    )
+    assert result.equal_steps == 4
+    assert result.time_ratio == 1.0
+    assert result.memory_ratio == 0.5
+    assert result.to_dict()["bit_equal"] is False
