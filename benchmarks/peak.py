@@ -76,14 +76,15 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
 def _workspace(heap: Heap, step: Any) -> int:
     """The most that one line of an emitted program allocates and frees again."""
     worst = 0
-    live = 0
+    live: int | None = None
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal worst, live
         if not frame.f_code.co_filename.startswith("<roamc"):
             return None
         if event in ("line", "return"):
-            worst = max(worst, heap.peak() - max(live, heap.live()))
+            if live is not None:
+                worst = max(worst, heap.peak() - max(live, heap.live()))
             live = heap.live()
             heap.reset()
         return trace

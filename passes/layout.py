@@ -196,7 +196,7 @@ def _relieve(table: _Table, trial: _Trial) -> _Trial:
         arena    ########            the storage x lives at the arena's fullest step, the allocator's share is
         outside      oo  OOO         largest at another. Held, x takes room there that is free at its time.
     """
-    for _ in range(RELIEVED):
+    for _ in range(RELIEVED if table.steps else 0):
         fullest = int(np.argmax(_arena(table, trial.held)))
         alive = (table.born <= fullest) & (fullest < table.dead) & ~trial.held & ~table.output
         rows = np.flatnonzero(alive)

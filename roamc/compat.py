@@ -60,14 +60,15 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
 @contextlib.contextmanager
 def _no_constant_folding() -> Iterator[None]:
     """Tracing runs in-place operators on one-element tensors of the closure for real; not inside this."""
+    from torch._subclasses import fake_tensor
     from torch.fx.experimental import proxy_tensor
 
-    limit = proxy_tensor.CONSTANT_NUMEL_LIMIT
-    proxy_tensor.CONSTANT_NUMEL_LIMIT = 0
+    limits = (proxy_tensor.CONSTANT_NUMEL_LIMIT, fake_tensor.CONSTANT_NUMEL_LIMIT)
+    proxy_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT = 0
     try:
         yield
     finally:
-        proxy_tensor.CONSTANT_NUMEL_LIMIT = limit
+        proxy_tensor.CONSTANT_NUMEL_LIMIT, fake_tensor.CONSTANT_NUMEL_LIMIT = limits
 
 
 @contextlib.contextmanager

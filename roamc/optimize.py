@@ -62,6 +62,9 @@ def train_step(
         ``step(*batch) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
         ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update.
 
+    What Python reads during the first call with a batch of some shape is fixed for that shape: global variables,
+    tensors that the loss function closes over (by reference). Numbers and flags of modules are watched.
+
     Raises:
         CaptureError: the optimizer is not supported.
         OptionError: an option is unknown or out of range.

@@ -34,6 +34,9 @@ from roamc.runtime.program import Whole
 log = logging.getLogger(__name__)
 
 
+PLAIN = (bool, int, float, str, type(None))
+
+
 class TrainStep:
     """``step(*batch) -> loss``; updates parameters, buffers and optimizer state in place.
 
@@ -125,7 +128,7 @@ class TrainStep:
         return captured, time.perf_counter() - start
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> object:
-        modes = tuple(module.training for module in self.model.modules())
+        plain = tuple(map(_plain_values, self.model.modules()))
         held = tuple(map(_geometry, (*self.model.parameters(), *self.model.buffers())))
         casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
@@ -133,7 +136,7 @@ class TrainStep:
         return (
             str(spec),
             tuple(map(_describe, leaves)),
-            modes,
+            plain,
             held,
             casts,
             optimizer_key(self.optimizer, self._rule),
@@ -192,10 +195,11 @@ class _BoundStep:
         if cohorts is None:
             raise CaptureError("the optimizer's step counts changed during the call; do not share it between threads")
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
-        for name, group in self.group.items():
-            init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
-        with torch.no_grad(), _no_autocast(), _uninterrupted(), self._counted(live):
-            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        with torch.no_grad(), _no_autocast(), _uninterrupted():
+            for name, group in self.group.items():
+                init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+            with self._counted(live):
+                (loss,) = self.whole(self._arguments(leaves, live, cohorts))
         compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
         return result
@@ -266,6 +270,11 @@ def _describe(leaf: Any) -> object:
             f"a batch may hold tensors, numbers, strings and lists or dicts of them, not {type(leaf).__name__}"
         ) from None
     return (type(leaf).__name__, leaf)
+
+
+def _plain_values(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """The module's own numbers, flags and strings (``training``, ``p`` of a dropout): tracing reads and fixes them."""
+    return tuple((k, v) for k, v in vars(module).items() if type(v) in PLAIN and not k.startswith("_"))
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -24,8 +25,13 @@ def read(kind: type[T], data: object, where: str) -> T:
     if not isinstance(data, Mapping) or set(data) != fields:
         found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise PlanError(f"{where} must have the fields {sorted(fields)}, not {found}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{name: value(hints[name], data[name], f"{where}: {name}") for name in sorted(fields)})
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def value(hint: Any, data: object, where: str) -> Any:

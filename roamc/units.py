@@ -33,8 +33,10 @@ def parse_bytes(text: str | int) -> Bytes:
 
 def format_bytes(count: Bytes) -> str:
     """Write ``count`` bytes in decimal units with four significant digits, e.g. ``"463.2 MB"``."""
+    if abs(count) < 1000:
+        return f"{count} B"
     for power, unit in ((10**3, "kB"), (10**6, "MB"), (10**9, "GB"), (10**12, "TB")):
         text = f"{count / power:.4g}"
-        if abs(float(text)) < 1000 or unit == "TB":
-            return f"{text} {unit}" if abs(count) >= 1000 else f"{count} B"
-    return f"{count} B"
+        if abs(float(text)) < 1000:
+            return f"{text} {unit}"
+    return f"{count / 10**12:.0f} TB"

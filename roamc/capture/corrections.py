@@ -44,7 +44,7 @@ def correct(graph: fx.Graph) -> None:
 
 def _refuse(node: fx.Node) -> None:
     """What cannot be replayed from a graph: generators of the user's, operators that read or swap a whole storage."""
-    if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
+    if node.kwargs.get("generator") is not None:
         raise CaptureError(
             f"{node.target} draws from a generator of its own; draw outside the step and pass the numbers in the "
             "batch, or use the default generator"

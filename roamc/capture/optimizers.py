@@ -70,12 +70,12 @@ def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Te
     if not rule.has_step and not rule.states(group):
         return
     state = optimizer.state[parameter]
+    missing: dict[str, torch.Tensor] = {}
     if rule.has_step and "step" not in state:
         device = parameter.device if group.get("fused") else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    for key in rule.states(group):
-        if state.get(key) is None:
-            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        missing["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if state.get(key) is None})
+    state.update(missing)
 
 
 def _sgd_states(group: Group) -> tuple[str, ...]:

@@ -276,8 +276,9 @@ def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Ten
 
 @_writes(aten.native_dropout_backward.default, devices=CPU_ONLY)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> None:
-    """``grad * mask * scale`` as ATen's CPU kernel rounds it."""
-    torch.mul(grad, mask, out=out)
+    """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place."""
+    out.copy_(mask)
+    torch.mul(grad, out, out=out)
     out.mul_(scale)
 
 

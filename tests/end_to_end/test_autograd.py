@@ -1,0 +1,328 @@
+"""What autograd lets a user do around a compiled module: several passes, hooks, modes, shapes, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import roamc
+from tests.end_to_end.cases import SMALL
+from tests.end_to_end.helpers import (
+    aot_eager,
+    arenas_waiting,
+    assert_backward_equal,
+    assert_same,
+    assert_steps_equal,
+    eager_step,
+    gradients_of,
+    noise,
+    optimized,
+    run_backward,
+    seeded,
+    sgd,
+    square,
+    tensors_of,
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(F.gelu(self.up(x))))
+
+
+class Checkpointed(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False) + x
+
+
+class Breaking(MLP):
+    """Two graphs with a print between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(x))
+        print("a graph break")
+        return self.down(y)
+
+
+def both(use: Callable[[nn.Module], Any], model: nn.Module | None = None) -> nn.Module:
+    """``use`` of an optimized copy and of an aot_eager copy: results, gradients and buffers are equal."""
+    model = model or MLP()
+    twin = aot_eager(model)
+    model = optimized(model)
+    assert_same(seeded(use, model), seeded(use, twin))
+    assert_same(gradients_of(model), gradients_of(twin))
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert arenas_waiting() == 0
+    assert roamc.plans(model), "nothing was planned"
+    return model
+
+
+def values(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_two_losses_two_backwards() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        first, second = square(model, noise(4, 8)), square(model, noise(4, 8, seed=5))
+        second.backward()
+        first.backward()
+        return values(first, second)
+
+    both(use)
+
+
+def test_called_twice_before_one_backward() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        loss = (model(noise(4, 8)) * model(model(noise(4, 8, seed=5)))).mean()
+        loss.backward()
+        return values(loss)
+
+    both(use)
+
+
+def test_gradient_accumulation() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        losses = [square(model, noise(4, 8, seed=seed)) / 2 for seed in range(2)]
+        for loss in losses:
+            loss.backward()
+        return values(*losses)
+
+    both(use)
+
+
+def test_retain_graph_twice_then_once_more() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        loss = square(model, noise(4, 8))
+        loss.backward(retain_graph=True)
+        first = gradients_of(model)
+        square(model, noise(4, 8, seed=5)).backward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [*values(loss), *first.values()]
+
+    both(use)
+
+
+def test_second_backward_without_retain_graph_is_an_error() -> None:
+    model = optimized(MLP())
+    loss = square(model, noise(4, 8))
+    loss.backward()
+    before = gradients_of(model)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
+    assert_same(gradients_of(model), before)
+
+
+def test_gradient_of_an_input() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        x = noise(4, 8).requires_grad_()
+        (gradient,) = torch.autograd.grad(square(model, x), x)
+        return [gradient]
+
+    both(use)
+
+
+def test_backward_of_one_output_of_several() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        model(noise(4, 8))["nest"][1][1].sum().backward()
+        return []
+
+    both(use, SMALL["several outputs"].build())
+
+
+class KeepInDouble:
+    """A pair of hooks that keep saved tensors in another form, as save_on_cpu does."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def pack(self, tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+        self.packed += 1
+        return tensor.dtype, tensor.detach().clone().to(torch.float64) if tensor.is_floating_point() else tensor.clone()
+
+    def unpack(self, kept: tuple[torch.dtype, Tensor]) -> Tensor:
+        return kept[1].to(kept[0])
+
+
+def test_saved_tensors_hooks() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        hooks = KeepInDouble()
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            loss = square(model, noise(4, 8))
+        assert hooks.packed > 0
+        square(model, noise(4, 8, seed=5)).backward()
+        loss.backward()
+        return values(loss)
+
+    both(use)
+
+
+def test_save_on_cpu() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        with torch.autograd.graph.save_on_cpu():
+            loss = square(model, noise(4, 8))
+        loss.backward()
+        return values(loss)
+
+    both(use)
+
+
+def test_hooks_on_modules_parameters_and_tensors() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model.parameters()
+        ]
+        x = noise(4, 8).requires_grad_()
+        x.register_hook(lambda gradient: gradient * 2)
+        y = model(x)
+        y.register_hook(lambda gradient: gradient * 3)
+        (y**2).mean().backward()
+        for handle in handles:
+            handle.remove()
+        return [x.grad, *sorted(seen, key=lambda t: t.numel())]
+
+    both(use)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", ["batch norm", "dropout", "several outputs", "view of an input", "buffers"])
+def test_inference(name: str, mode: Callable[[], Any]) -> None:
+    case = SMALL[name]
+
+    def use(model: nn.Module) -> list[Tensor]:
+        model.eval()
+        with mode():
+            return [case.loss(model, case.batch()).clone() for _ in range(2)]
+
+    both(use, case.build())
+
+
+def test_training_and_inference_in_turn() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for seed in range(2):
+            loss = square(model.train(), noise(2, 3, 8, 8, seed=seed))
+            with torch.no_grad():
+                found += [square(model, noise(2, 3, 8, 8)), square(model.eval(), noise(2, 3, 8, 8))]
+            loss.backward()
+        return found
+
+    both(use, SMALL["batch norm"].build())
+
+
+def test_autocast_around_an_optimized_module() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(model, noise(4, 8))
+        loss.backward()
+        return values(loss, square(model, noise(4, 8)))
+
+    both(use)
+
+
+def autocast_loss(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    return (y.float() ** 2).mean()
+
+
+def test_autocast_inside_the_loss_function() -> None:
+    assert_steps_equal(MLP(), autocast_loss, sgd, [(noise(4, 8, seed=seed),) for seed in range(3)])
+    assert_backward_equal(MLP(), autocast_loss, [(noise(4, 8, seed=seed),) for seed in range(2)])
+
+
+def test_autocast_around_a_train_step() -> None:
+    model = MLP()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for cast in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            found = seeded(step, noise(4, 8))
+            wanted = seeded(eager_step, twin, square, reference, noise(4, 8))
+        assert_same(found, wanted)
+        assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step.plans) == 2
+
+
+def test_changed_shapes_of_an_optimized_module() -> None:
+    model = assert_backward_equal(MLP(), square, [(noise(rows, 8),) for rows in (4, 2, 4, 6)])
+    assert len(roamc.plans(model)) == 3
+
+
+def test_changed_shapes_of_a_train_step() -> None:
+    step = assert_steps_equal(MLP(), square, sgd, [(noise(rows, 8),) for rows in (4, 2, 4, 6)])
+    assert len(step.plans) == 3
+
+
+def test_plans_of_a_train_step_are_bounded() -> None:
+    model = MLP()
+    step = roamc.train_step(model, square, sgd(model), strict=True, max_plans=2)
+    for rows in (1, 2, 1, 3):
+        step(noise(rows, 8))
+    fixed = [sum(plan.fixed_bytes.values()) for plan in step.plans]
+    assert len(fixed) == 2
+    assert fixed[0] < fixed[1], "the plans used last: one row, then three"
+
+
+def test_dynamic_shapes_are_specialised_with_a_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    twin = aot_eager(model)
+    model.compile(backend="roamc", options={"strict": True}, dynamic=True)
+    with caplog.at_level(logging.WARNING, "roamc"):
+        for rows in (4, 2, 5):
+            wanted = run_backward(twin, square, (noise(rows, 8),))
+            assert_same(run_backward(model, square, (noise(rows, 8),)), wanted)
+    assert "specialised" in caplog.text
+
+
+def test_shapes_that_torch_marks_dynamic_by_itself() -> None:
+    model = MLP()
+    twin = aot_eager(model)
+    model.compile(backend="roamc", options={"strict": True})
+    for rows in (4, 2, 5):
+        wanted = run_backward(twin, square, (noise(rows, 8),))
+        assert_same(run_backward(model, square, (noise(rows, 8),)), wanted)
+
+
+def test_checkpoint_inside_the_model() -> None:
+    assert_backward_equal(Checkpointed(), square, [(noise(4, 8, seed=seed),) for seed in range(2)])
+
+
+def test_checkpoint_inside_a_train_step() -> None:
+    model = Checkpointed()
+    model.drop.p = 0.0
+    assert_steps_equal(model, square, sgd, [(noise(4, 8, seed=seed),) for seed in range(2)])
+
+
+def test_checkpoint_around_an_optimized_module() -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        loss = checkpoint(square, model, noise(4, 8), use_reentrant=False)
+        loss.backward()
+        return values(loss)
+
+    both(use)
+
+
+def test_graph_break_runs_piecewise(capsys: pytest.CaptureFixture[str]) -> None:
+    model = assert_backward_equal(Breaking(), square, [(noise(4, 8, seed=seed),) for seed in range(2)])
+    assert len(roamc.plans(model)) == 2
+    assert capsys.readouterr().out.count("a graph break") == 4
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+def test_optimize_plans_a_module_of_torch_itself(build: Callable[[], nn.Module]) -> None:
+    both(lambda model: square(model, noise(4, 8)).backward(), build())

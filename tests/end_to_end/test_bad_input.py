@@ -1,0 +1,252 @@
+"""What roamc cannot do it says in one line, as an error of its own, before anything has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.helpers import assert_backward_equal, assert_same, noise, sgd, square, state_of, tensors_of
+
+X = noise(4, 8)
+Body = Callable[[nn.Module, Tensor], Any]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+def refused(run: Callable[[], Any], kind: type[roamc.RoamcError], *parts: str) -> None:
+    """``run`` raises ``kind`` in one line that holds every part."""
+    with pytest.raises(kind) as caught:
+        run()
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def branch_on_data(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    return y.sum() if y.sum() > 0 else y.mean()
+
+
+def item(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() * x.sum().item()
+
+
+def nonzero(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[x.sum(1) > 0].sum()
+
+
+def unique(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum() * x.unique().numel()
+
+
+LOSSES: dict[str, tuple[Body, tuple[str, ...]]] = {
+    "a vector": (lambda m, x: m(x).sum(1), ("scalar", "(4,)", ".mean()")),
+    "one element in a vector": (lambda m, x: m(x).sum().view(1), ("scalar", "(1,)")),
+    "a number": (lambda m, x: 3.0, ("scalar tensor", "float")),
+    "nothing": (lambda m, x: None, ("scalar tensor", "NoneType")),
+    "a pair": (lambda m, x: (m(x).sum(), m(x)), ("scalar tensor", "tuple")),
+    "an integer": (lambda m, x: m(x).argmax(), ("floating-point", "int64")),
+    "without gradient": (lambda m, x: m(x).sum().detach(), ("does not depend on any parameter",)),
+    "of the input alone": (lambda m, x: x.sum(), ("does not depend on any parameter",)),
+    "by control flow on data": (branch_on_data, ("value", "torch.where", "torch.compile")),
+    "by item": (item, ("value", "torch.compile")),
+    "by a mask as index": (nonzero, ("shape", "depends on data", "mask")),
+    "by unique": (unique, ("shape", "depends on data")),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss(name: str) -> None:
+    loss_fn, parts = LOSSES[name]
+    model = net()
+    optimizer = sgd(model)
+    before, random = tensors_of(model), torch.get_rng_state()
+    refused(lambda: roamc.train_step(model, loss_fn, optimizer)(X), roamc.CaptureError, *parts)
+    assert_same(tensors_of(model), before)
+    assert_same(torch.get_rng_state(), random)
+    assert state_of(optimizer) == {}
+
+
+@pytest.mark.parametrize("loss_fn", [branch_on_data, nonzero], ids=lambda f: f.__name__)
+def test_what_train_step_refuses_torch_compile_can_do(loss_fn: Body) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return loss_fn(self.inner, x)
+
+    assert_backward_equal(Whole(), lambda m, x: m(x), [(X,), (-X,)])
+
+
+def test_errors_of_the_loss_function_arrive_as_they_are() -> None:
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    model = net()
+    with pytest.raises(KeyError, match="mine"):
+        roamc.train_step(model, broken, sgd(model))(X)
+    with pytest.raises(RuntimeError, match="dim"):
+        roamc.train_step(model, square, sgd(model))(noise(4, 9))
+    assert type(model[0].weight) is nn.Parameter
+    roamc.train_step(model, square, sgd(model), strict=True)(X)
+
+
+def test_optimizer_that_is_not_supported() -> None:
+    model = net()
+    optimizer = torch.optim.RMSprop(model.parameters())
+    known = ("RMSprop", "torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
+    refused(lambda: roamc.train_step(model, square, optimizer), roamc.CaptureError, *known)
+
+
+def test_subclass_of_an_optimizer_is_another_optimizer() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    model = net()
+    refused(lambda: roamc.train_step(model, square, Mine(model.parameters(), lr=1)), roamc.CaptureError, "Mine")
+
+
+@pytest.mark.parametrize("setting", ["capturable", "differentiable"])
+def test_setting_of_an_optimizer_that_is_not_supported(setting: str) -> None:
+    model = net()
+    # The constructor refuses some of them without a GPU: a checkpoint can bring them in.
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.param_groups[0][setting] = True
+    refused(lambda: roamc.train_step(model, square, optimizer), roamc.CaptureError, setting)
+
+
+def test_optimizer_of_another_model() -> None:
+    model = net()
+    optimizer = sgd(copy.deepcopy(model))
+    refused(
+        lambda: roamc.train_step(model, square, optimizer)(X), roamc.CaptureError, "optimizer", "model.parameters()"
+    )
+
+
+def test_parameter_replaced_after_the_first_step() -> None:
+    model = net()
+    step = roamc.train_step(model, square, sgd(model))
+    step(X)
+    model[0].weight = nn.Parameter(torch.ones(8, 8))
+    before = tensors_of(model)
+    refused(lambda: step(X), roamc.CaptureError, "optimizer", "model.parameters()")
+    assert_same(tensors_of(model), before)
+
+
+def test_complex_parameter() -> None:
+    model = net()
+    model.register_parameter("extra", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    refused(lambda: roamc.train_step(model, square, sgd(model))(X), roamc.CaptureError, "extra", "complex")
+
+
+def test_input_on_another_device() -> None:
+    model = net()
+    step = roamc.train_step(model, square, sgd(model))
+    refused(lambda: step(X.to("meta")), roamc.CaptureError, "meta", "cpu", ".to()")
+    step(X)
+    refused(lambda: step(X.to("meta")), roamc.CaptureError, "meta", "cpu", ".to()")
+
+
+def test_model_on_the_meta_device_is_planned_but_not_run() -> None:
+    with torch.device("meta"):
+        model = net()
+    step = roamc.train_step(model, square, sgd(model))
+    assert step.plan(X.to("meta")).peak_bytes > 0
+    refused(lambda: step(X.to("meta")), roamc.CaptureError, "meta", ".plan()", "to_empty")
+    refused(lambda: step(X), roamc.CaptureError, "meta")
+
+
+def test_batch_of_things_that_cannot_be_compared() -> None:
+    class Thing:
+        __hash__ = None  # type: ignore[assignment]
+
+    model = net()
+    step = roamc.train_step(model, lambda m, x, thing: square(m, x), sgd(model))
+    refused(lambda: step(X, Thing()), roamc.CaptureError, "Thing", "tensors, numbers, strings")
+
+
+def test_buffer_that_changes_its_shape() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(0, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.cat([self.seen, x])
+            return self.linear(x)
+
+    model = Growing()
+    refused(lambda: roamc.train_step(model, square, sgd(model))(X), roamc.CaptureError, "seen", "shape")
+    assert model.seen.shape == (0, 8)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "unknown": ({"memroy_limit": 1}, ("'memroy_limit'", "did you mean 'memory_limit'", "strict")),
+    "unknown and unlike any": ({"qqq": 1}, ("'qqq'", "memory_limit")),
+    "alignment not a power of two": ({"alignment": 48}, ("alignment", "power of two", "48")),
+    "alignment negative": ({"alignment": -64}, ("alignment", "-64")),
+    "alignment not a number": ({"alignment": "big"}, ("alignment", "big")),
+    "layout_nodes negative": ({"layout_nodes": -1}, ("layout_nodes", "-1")),
+    "max_plans zero": ({"max_plans": 0}, ("max_plans", "0")),
+    "strict not a bool": ({"strict": "yes"}, ("strict", "True or False", "yes")),
+    "memory_limit without sense": ({"memory_limit": "6 apples"}, ("6 apples",)),
+    "memory_limit negative": ({"memory_limit": -5}, ("-5",)),
+    "memory_limit not a number": ({"memory_limit": [1]}, ("[1]",)),
+    "order not a name": ({"order": 3}, ("order", "3")),
+    "disable not names": ({"disable": 3}, ("disable", "3")),
+}
+LATE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "order unknown": ({"order": "bset"}, ("bset", "best")),
+    "disable unknown": ({"disable": "reorderr"}, ("reorderr", "reorder")),
+    "disable a required pass": ({"disable": ["layout"]}, ("layout", "reorder")),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_checked_at_once(name: str) -> None:
+    options, parts = OPTIONS[name]
+    model = net()
+    refused(lambda: roamc.optimize(model, **options), roamc.OptionError, *parts)
+    refused(lambda: roamc.train_step(model, square, sgd(model), **options), roamc.OptionError, *parts)
+    refused(lambda: roamc.plan(model, X, **options), roamc.OptionError, *parts)
+    with pytest.raises(Exception, match="OptionError"):
+        torch.compile(lambda x: model(x), backend="roamc", options=options)(X)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_names_of_algorithms_and_passes_are_checked(name: str) -> None:
+    options, parts = LATE[name]
+    refused(lambda: roamc.plan(net(), X, **options), roamc.RoamcError, *parts)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_clip_grad_norm_out_of_range(limit: float) -> None:
+    model = net()
+    refused(
+        lambda: roamc.train_step(model, square, sgd(model), clip_grad_norm=limit), roamc.OptionError, "clip_grad_norm"
+    )
+
+
+def test_mode_of_torch_compile() -> None:
+    with pytest.raises(Exception, match="roamc has no modes"):
+        torch.compile(lambda x: x + 1, backend="roamc", mode="max-autotune")(X)
+
+
+def test_plan_with_a_loss_but_no_optimizer() -> None:
+    refused(lambda: roamc.plan(net(), X, loss_fn=square), roamc.RoamcError, "loss_fn and optimizer together")
+
+
+def test_plans_of_something_else() -> None:
+    refused(lambda: roamc.plans(net()), roamc.RoamcError, "was not made by", "roamc.plans()")

@@ -1,0 +1,162 @@
+"""When roamc itself fails, training goes on; when the budget cannot be met, it does not begin."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roamc
+from roamc import pipeline
+from tests.end_to_end.cases import SMALL, Layers
+from tests.end_to_end.helpers import (
+    aot_eager,
+    assert_same,
+    noise,
+    optimized,
+    run_backward,
+    sgd,
+    square,
+    state_of,
+    tensors_of,
+)
+
+BATCHES = [(noise(4, 8, seed=seed),) for seed in range(2)]
+
+
+class Bug(Exception):
+    """What a mistake in a pass could raise."""
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise Bug("a mistake\nin two lines")
+
+
+def break_pass(name: str, part: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def use(patch: pytest.MonkeyPatch) -> None:
+        broken = [dataclasses.replace(p, **{part: fail}) if p.name == name else p for p in pipeline.PIPELINE]
+        patch.setattr(pipeline, "PIPELINE", tuple(broken))
+
+    return use
+
+
+def break_name(target: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(target, fail)
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "reorder decide": break_pass("reorder", "decide"),
+    "reorder apply": break_pass("reorder", "apply"),
+    "layout decide": break_pass("layout", "decide"),
+    "layout apply": break_pass("layout", "apply"),
+    "emit": break_name("roamc.runtime.program.emit"),
+    "capture": break_name("roamc.capture.joint.stitch"),
+    "judge": break_name("roamc.verify.check_layout"),
+}
+each_break = pytest.mark.parametrize("use", BREAKS.values(), ids=BREAKS)
+
+
+def model_of_two_plans() -> nn.Module:
+    return Layers(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 8))
+
+
+@each_break
+def test_one_warning_and_the_results_of_aot_eager(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    use(monkeypatch)
+    model = model_of_two_plans()
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [run_backward(model, square, batch) for batch in BATCHES]
+    wanted = [run_backward(twin, square, batch) for batch in BATCHES]
+    assert_same(found, wanted)
+    assert roamc.plans(model) == []
+    messages = [str(one.message) for one in caught if "roamc" in str(one.message)]
+    assert len(messages) == 1
+    assert "Layers" in messages[0]
+    assert "Bug: a mistake" in messages[0]
+    assert "strict" in messages[0]
+    assert "\n" not in messages[0]
+
+
+def test_inference_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_name("roamc.capture.joint.inference")(monkeypatch)
+    model = roamc.optimize(SMALL["batch norm"].build().eval())
+    x = noise(2, 3, 8, 8)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="hands it to aot_eager"):
+            found = model(x)
+        assert_same(found, aot_eager(model)(x))
+
+
+def test_a_second_graph_is_planned_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = roamc.optimize(model_of_two_plans())
+    with monkeypatch.context() as patch:
+        BREAKS["emit"](patch)
+        with pytest.warns(UserWarning, match="aot_eager"):
+            run_backward(model, square, BATCHES[0])
+    run_backward(model, square, (noise(2, 8),))
+    assert len(roamc.plans(model)) == 1
+
+
+@each_break
+def test_strict_raises(monkeypatch: pytest.MonkeyPatch, use: Callable[[pytest.MonkeyPatch], None]) -> None:
+    use(monkeypatch)
+    with pytest.raises(Exception, match="a mistake"):
+        run_backward(optimized(model_of_two_plans()), square, BATCHES[0])
+
+
+BUDGET = r"needs [\d.]+ \w+ \(\d+ bytes\) at its peak, above memory_limit=100 B; .*Raise the limit, or use a smaller"
+
+
+def test_budget_of_a_train_step_is_checked_before_anything_runs() -> None:
+    model = model_of_two_plans()
+    optimizer = sgd(model)
+    before, random = tensors_of(model), torch.get_rng_state()
+    step = roamc.train_step(model, square, optimizer, memory_limit=100)
+    for _ in range(2):
+        with pytest.raises(roamc.BudgetError, match=BUDGET):
+            step(*BATCHES[0])
+    assert_same(tensors_of(model), before)
+    assert_same(torch.get_rng_state(), random)
+    assert state_of(optimizer) == {}
+    assert step.plans == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_budget_of_a_compiled_module_is_checked_before_anything_runs(strict: bool) -> None:
+    model = SMALL["buffers"].build()
+    before = tensors_of(model)
+    model = roamc.optimize(model, memory_limit="100 B", strict=strict)
+    with pytest.raises(Exception, match=BUDGET) as caught:
+        model(*BATCHES[0])
+    error = caught.value
+    assert isinstance(getattr(error, "inner_exception", error), roamc.BudgetError)
+    assert_same(tensors_of(model), before)
+
+
+def test_budget_that_is_met_changes_nothing() -> None:
+    model = model_of_two_plans()
+    peak = roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model)).peak_bytes
+    assert roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_limit=peak).peak_bytes == peak
+    with pytest.raises(roamc.BudgetError):
+        roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_limit=peak - 1)
+    roamc.train_step(model, square, sgd(model), memory_limit=peak)(*BATCHES[0])
+
+
+def test_budget_error_names_a_bound_that_is_below_the_peak() -> None:
+    model = model_of_two_plans()
+    plan = roamc.plan(model, *BATCHES[0])
+    with pytest.raises(roamc.BudgetError) as caught:
+        roamc.plan(model, *BATCHES[0], memory_limit=1)
+    assert int(re.search(r"\((\d+) bytes\)", str(caught.value))[1]) == plan.peak_bytes  # type: ignore[index]
+    assert plan.bound_bytes <= plan.peak_bytes

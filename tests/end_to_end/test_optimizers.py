@@ -1,0 +1,279 @@
+"""Optimizers of train_step against torch.optim: parameters and states, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+
+import roamc
+from tests.end_to_end.helpers import (
+    assert_same,
+    assert_steps_equal,
+    eager_step,
+    noise,
+    sgd,
+    square,
+    state_of,
+    tensors_of,
+)
+
+BATCHES = [(noise(4, 8, seed=seed),) for seed in range(4)]
+SETTINGS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {}),
+    (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "dampening": 0.3}),
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+    (SGD, {"weight_decay": 0.1}),
+    (SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True}),
+    (SGD, {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.1, "foreach": True}),
+    *(
+        (kind, settings)
+        for kind in (Adam, AdamW)
+        for settings in (
+            {},
+            {"weight_decay": 0.0},
+            {"weight_decay": 0.1},
+            {"amsgrad": True, "weight_decay": 0.1},
+            {"maximize": True, "amsgrad": True},
+            {"betas": (0.5, 0.7), "eps": 1e-3},
+            {"foreach": False},
+            {"foreach": True, "weight_decay": 0.1, "amsgrad": True},
+            {"fused": True},
+            {"fused": True, "weight_decay": 0.1, "amsgrad": True},
+            {"fused": True, "maximize": True},
+        )
+    ),
+    (Adam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+]
+
+
+def name_of(value: object) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    return (
+        ",".join(f"{key}={value}" for key, value in value.items()) or "plain" if isinstance(value, dict) else str(value)
+    )
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8, bias=False))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def pair(make: Callable[[nn.Module], Optimizer]) -> tuple[roamc.TrainStep, nn.Module, Optimizer]:
+    """A train step, and a twin of its model with an optimizer for eager."""
+    model = net()
+    twin = copy.deepcopy(model)
+    return roamc.train_step(model, square, make(model), strict=True), twin, make(twin)
+
+
+def assert_trained_alike(step: roamc.TrainStep, twin: nn.Module, reference: Optimizer) -> None:
+    assert_same(tensors_of(step.model), tensors_of(twin))
+    assert_same(state_of(step.optimizer), state_of(reference))
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS, ids=name_of)
+def test_settings(kind: type[Optimizer], settings: dict[str, Any]) -> None:
+    # foreach changes speed only: it is compared with the single-tensor form, which is what runs.
+    plain = {**settings, "foreach": False} if settings.get("foreach") else settings
+    made: list[Optimizer] = []
+
+    def make(model: nn.Module) -> Optimizer:
+        made.append(kind(model.parameters(), lr=0.05, **(plain if made else settings)))
+        return made[-1]
+
+    step = assert_steps_equal(net(), square, make, BATCHES)
+    assert len(step.plans) == 1
+    assert step.optimizer is made[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW], ids=name_of)
+def test_other_dtypes(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    batches = [(noise(4, 8, seed=seed).to(dtype),) for seed in range(3)]
+    assert_steps_equal(
+        net().to(dtype), square, lambda m: kind(m.parameters(), lr=0.05, weight_decay=0.1), batches, clip=0.5
+    )
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    groups = [
+        {"params": [model[2].weight, model[0].bias], "lr": 0.01, "weight_decay": 0.0},
+        {"params": [model[0].weight], "betas": (0.8, 0.9), "amsgrad": True},
+    ]
+    return AdamW(groups, lr=0.03, weight_decay=0.2)
+
+
+def test_parameter_groups() -> None:
+    assert_steps_equal(net(), square, two_groups, BATCHES)
+
+
+def test_group_without_parameters_and_parameters_without_group() -> None:
+    assert_steps_equal(
+        net(), square, lambda m: SGD([{"params": [m[0].bias]}, {"params": []}], lr=0.1, momentum=0.9), BATCHES
+    )
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "StepLR": lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.1),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, T_max=5),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("make", [sgd, adamw, two_groups], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_schedulers(scheduler: Callable[[Optimizer], LRScheduler], make: Callable[[nn.Module], Optimizer]) -> None:
+    step, twin, reference = pair(make)
+    schedules = scheduler(step.optimizer), scheduler(reference)
+    for batch in BATCHES:
+        assert_same(step(*batch), eager_step(twin, square, reference, *batch))
+        for schedule in schedules:
+            schedule.step()
+    assert_trained_alike(step, twin, reference)
+    assert len(step.plans) == 1
+
+
+def test_scheduler_does_not_take_the_train_step_for_a_forgotten_one() -> None:
+    # A scheduler warns when its step() comes before the first optimizer.step().
+    step, _, _ = pair(sgd)
+    schedule = StepLR(step.optimizer, step_size=1)
+    step(*BATCHES[0])
+    schedule.step()
+    assert step.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw], ids=lambda f: f.__name__)
+def test_new_learning_rate_needs_no_new_plan(make: Callable[[nn.Module], Optimizer]) -> None:
+    step, twin, reference = pair(make)
+    for lr, batch in zip((0.1, 0.05, 0.0, 0.2), BATCHES, strict=True):
+        for optimizer in (step.optimizer, reference):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.param_groups[0]["weight_decay"] = lr / 2 + 0.1
+        assert_same(step(*batch), eager_step(twin, square, reference, *batch))
+    assert_trained_alike(step, twin, reference)
+    assert len(step.plans) <= 2, "weight decay may come in once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(SGD, {"momentum": 0.9}), (AdamW, {"foreach": False}), (Adam, {"fused": True})],
+    ids=name_of,
+)
+def test_learning_rate_as_a_tensor(kind: type[Optimizer], settings: dict[str, Any]) -> None:
+    step, twin, reference = pair(lambda m: kind(m.parameters(), lr=torch.tensor(0.05), **settings))
+    for batch in BATCHES:
+        step(*batch)
+        eager_step(twin, square, reference, *batch)
+        for optimizer in (step.optimizer, reference):
+            optimizer.param_groups[0]["lr"].mul_(0.9)
+    assert_trained_alike(step, twin, reference)
+    assert len(step.plans) == 1
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.1, 1e3])
+@pytest.mark.parametrize("make", [sgd, adamw, two_groups], ids=lambda f: f.__name__)
+def test_clipping(make: Callable[[nn.Module], Optimizer], limit: float) -> None:
+    step = assert_steps_equal(net(), square, make, BATCHES, clip=limit)
+    assert "clip_grad_norm" in step.plans[0].notes[0]
+
+
+def test_clipping_with_a_tied_weight_and_an_unused_one() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.idle = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.last = nn.Linear(8, 8)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).tanh())
+
+    assert_steps_equal(Net(), square, adamw, BATCHES, clip=0.01)
+
+
+def saved(*objects: Any) -> list[Any]:
+    """The state dicts of the objects, by way of a file."""
+    file = io.BytesIO()
+    torch.save([thing.state_dict() for thing in objects], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, two_groups], ids=lambda f: f.__name__)
+def test_saved_and_loaded_half_way_equals_uninterrupted(make: Callable[[nn.Module], Optimizer]) -> None:
+    step, twin, reference = pair(make)
+    for batch in BATCHES:
+        step(*batch)
+    fresh = roamc.train_step(twin, square, reference, strict=True)
+    for batch in BATCHES[:2]:
+        fresh(*batch)
+    model = net()
+    for value in model.parameters():
+        value.data.fill_(7)
+    optimizer = make(model)
+    resumed = roamc.train_step(model, square, optimizer, strict=True)
+    resumed(*BATCHES[0])
+    for target, state in zip((model, optimizer), saved(twin, reference), strict=True):
+        target.load_state_dict(state)
+    for batch in BATCHES[2:]:
+        resumed(*batch)
+    assert_trained_alike(step, model, optimizer)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, two_groups], ids=lambda f: f.__name__)
+def test_eager_and_train_step_in_turn(make: Callable[[nn.Module], Optimizer]) -> None:
+    step, twin, reference = pair(make)
+    for number, batch in enumerate(BATCHES):
+        eager_step(twin, square, reference, *batch)
+        if number % 2:
+            step(*batch)
+        else:
+            eager_step(step.model, square, step.optimizer, *batch)
+    assert_trained_alike(step, twin, reference)
+
+
+def test_parameters_with_different_step_counts() -> None:
+    step, twin, reference = pair(adamw)
+    for optimizer, model in ((step.optimizer, step.model), (reference, twin)):
+        model[0].requires_grad_(False)
+        eager_step(model, square, optimizer, *BATCHES[0])
+        model[0].requires_grad_(True)
+    for batch in BATCHES:
+        assert_same(step(*batch), eager_step(twin, square, reference, *batch))
+    assert_trained_alike(step, twin, reference)
+
+
+def test_group_added_later() -> None:
+    step, twin, reference = pair(lambda m: SGD([m[0].weight], lr=0.1, momentum=0.9))
+    for number, batch in enumerate(BATCHES):
+        if number == 2:
+            step.optimizer.add_param_group({"params": [step.model[2].weight], "lr": 0.3})
+            reference.add_param_group({"params": [twin[2].weight], "lr": 0.3})
+        step(*batch)
+        eager_step(twin, square, reference, *batch)
+    assert_trained_alike(step, twin, reference)
+
+
+def test_parameter_exchanged_in_place_of_another() -> None:
+    step, twin, reference = pair(adamw)
+    step(*BATCHES[0])
+    eager_step(twin, square, reference, *BATCHES[0])
+    for model in (step.model, twin):
+        model[0].weight.data = noise(16, 8, seed=9)
+    step(*BATCHES[1])
+    eager_step(twin, square, reference, *BATCHES[1])
+    assert_trained_alike(step, twin, reference)

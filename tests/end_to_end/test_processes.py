@@ -1,0 +1,179 @@
+"""Several threads, copies and pickles, forked workers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import roamc
+from tests.end_to_end.cases import WIDE, wide
+from tests.end_to_end.helpers import (
+    adamw,
+    aot_eager,
+    arenas_waiting,
+    assert_same,
+    eager_step,
+    gradients_of,
+    noise,
+    optimized,
+    run_backward,
+    square,
+    state_of,
+    tensors_of,
+)
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Run all at once; the results in order."""
+    gate = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], Any]) -> Any:
+        gate.wait()
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(run, functions))
+
+
+def gradient_of(model: nn.Module, seed: int) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(square(model, noise(16, WIDE, seed=seed)), list(model.parameters()))
+
+
+def gradients_many(model: nn.Module, seed: int) -> list[tuple[Tensor, ...]]:
+    return [gradient_of(model, seed + number) for number in range(20)]
+
+
+def test_two_threads_with_a_compiled_model_each() -> None:
+    models = [optimized(wide()), optimized(wide())]
+    found = in_threads(
+        *(lambda m=m, seed=seed: gradients_many(m, seed) for m, seed in zip(models, (0, 50), strict=True))
+    )
+    torch._dynamo.reset()
+    wanted = [gradients_many(aot_eager(m), seed) for m, seed in zip(models, (0, 50), strict=True)]
+    assert_same(found, wanted)
+
+
+def test_two_threads_with_one_compiled_model() -> None:
+    model = optimized(wide())
+    found = in_threads(lambda: gradients_many(model, 0), lambda: gradients_many(model, 50))
+    twin = aot_eager(model)
+    assert_same(found, [gradients_many(twin, 0), gradients_many(twin, 50)])
+    assert arenas_waiting() == 0
+
+
+def test_two_threads_with_one_train_step() -> None:
+    model = wide()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, adamw(model), strict=True), adamw(twin)
+    found = in_threads(*[lambda: [step(noise(8, WIDE)).item() for _ in range(10)]] * 2)
+    wanted = [eager_step(twin, square, reference, noise(8, WIDE)).item() for _ in range(20)]
+    assert sorted(found[0] + found[1]) == sorted(wanted)
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+def test_backward_in_another_thread_than_forward() -> None:
+    model = optimized(wide())
+    twin = aot_eager(model)
+    loss = square(model, noise(WIDE, WIDE))
+    in_threads(loss.backward)
+    square(twin, noise(WIDE, WIDE)).backward()
+    assert_same(gradients_of(model), gradients_of(twin))
+    assert arenas_waiting() == 0
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def saved(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+each_way = pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved], ids=lambda f: f.__name__)
+
+
+@each_way
+def test_copy_of_an_optimized_module(duplicate: Callable[[Any], Any]) -> None:
+    model = optimized(wide())
+    batch = (noise(4, WIDE),)
+    before = run_backward(model, square, batch)
+    model.zero_grad()
+    twin = duplicate(model)
+    with pytest.raises(roamc.RoamcError, match="was not made by"):
+        roamc.plans(twin)
+    twin = optimized(twin)
+    assert_same(run_backward(twin, square, batch), before)
+    assert_same(run_backward(model, square, batch), before)
+    assert len(roamc.plans(twin)) == 1
+
+
+@each_way
+def test_copy_of_a_train_step_goes_on_by_itself(duplicate: Callable[[Any], Any]) -> None:
+    model = wide()
+    step = roamc.train_step(model, square, adamw(model), clip_grad_norm=0.1, strict=True)
+    for seed in range(2):
+        step(noise(4, WIDE, seed=seed))
+    twin = duplicate(step)
+    assert twin.options == step.options
+    for seed in range(2, 4):
+        assert_same(twin(noise(4, WIDE, seed=seed)), step(noise(4, WIDE, seed=seed)))
+        assert_same(tensors_of(twin.model), tensors_of(step.model))
+        assert_same(state_of(twin.optimizer), state_of(step.optimizer))
+    step(noise(4, WIDE))
+    assert not torch.equal(twin.model[0].weight, step.model[0].weight)
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loader() -> DataLoader[Any]:
+    return DataLoader(
+        TensorDataset(noise(24, WIDE)), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
+
+
+def test_forked_data_loader_workers_while_training(loader: DataLoader[Any]) -> None:
+    model = wide()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, adamw(model), strict=True), adamw(twin)
+    step(noise(4, WIDE))
+    eager_step(twin, square, reference, noise(4, WIDE))
+    for _ in range(2):
+        for (batch,) in loader:
+            assert_same(step(batch), eager_step(twin, square, reference, batch))
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+def test_forked_child_runs_the_parents_step() -> None:
+    model = wide()
+    step = roamc.train_step(model, square, adamw(model), strict=True)
+    step(noise(4, WIDE))
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: send.send(step(noise(4, WIDE, seed=9)).item()))
+    child.start()
+    assert receive.poll(60)
+    found = receive.recv()
+    child.join(60)
+    assert child.exitcode == 0
+    assert found == step(noise(4, WIDE, seed=9)).item(), "the parent's parameters are its own"

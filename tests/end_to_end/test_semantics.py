@@ -1,0 +1,163 @@
+"""What PyTorch means by a program is what roamc runs: small modules, each compared bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.cases import SMALL, loss_of_outputs
+from tests.end_to_end.helpers import (
+    aot_eager,
+    assert_backward_equal,
+    assert_same,
+    assert_steps_equal,
+    eager_step,
+    noise,
+    optimized,
+    run_backward,
+    seeded,
+    sgd,
+    square,
+    tensors_of,
+)
+
+each_case = pytest.mark.parametrize("name", SMALL)
+
+
+@each_case
+def test_train_step_equals_eager(name: str) -> None:
+    case = SMALL[name]
+    model = seeded(case.build)
+    batches = [(case.batch(),) for _ in range(3)]
+    assert_steps_equal(model, case.loss, sgd, batches)
+
+
+@each_case
+def test_optimize_equals_aot_eager(name: str) -> None:
+    case = SMALL[name]
+    model = seeded(case.build)
+    reference = copy.deepcopy if case.eager else aot_eager
+    assert_backward_equal(model, case.loss, [(case.batch(),) for _ in range(3)], reference=reference)
+
+
+def test_dropout_draws_what_the_seed_says() -> None:
+    model = SMALL["dropout"].build()
+    twin = copy.deepcopy(model)
+    step = roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.0), strict=True)
+    by_step = [seeded(step, noise(4, 8), seed=seed).item() for seed in (1, 2, 1)]
+    twin = optimized(twin)
+    by_optimize = [seeded(square, twin, noise(4, 8), seed=seed).item() for seed in (1, 2, 1)]
+    assert by_step == by_optimize
+    assert by_step[0] == by_step[2] != by_step[1]
+
+
+def test_random_state_after_a_step_is_that_of_eager() -> None:
+    model = SMALL["dropout"].build()
+    twin = copy.deepcopy(model)
+    seeded(roamc.train_step(model, square, sgd(model), strict=True), noise(4, 8))
+    found = torch.rand(3)
+    seeded(lambda: square(twin, noise(4, 8)).backward())
+    assert_same(found, torch.rand(3))
+
+
+def test_dropout_is_off_in_eval_mode_and_on_again_after_it() -> None:
+    model = SMALL["dropout"].build()
+    twin = copy.deepcopy(model)
+    step = roamc.train_step(model, square, sgd(model), strict=True)
+    reference = sgd(twin)
+    for mode in (True, False, True, False):
+        model.train(mode)
+        twin.train(mode)
+        found = seeded(step, noise(4, 8))
+        assert_same(found, seeded(eager_step, twin, square, reference, noise(4, 8)))
+    assert len(step.plans) == 2
+
+
+def test_no_output_of_an_optimized_module_changes_afterwards() -> None:
+    model = optimized(SMALL["several outputs"].build())
+    first = model(noise(4, 8))
+    kept = first["y"].detach().clone(), first["nest"][1][1].detach().clone()
+    for seed in range(3):
+        loss_of_outputs(model, noise(4, 8, seed=seed)).backward()
+    assert_same((first["y"].detach(), first["nest"][1][1].detach()), kept)
+
+
+def test_no_loss_of_a_train_step_changes_afterwards() -> None:
+    model = nn.Linear(8, 8)
+    step = roamc.train_step(model, square, sgd(model), strict=True)
+    losses = [step(noise(4, 8, seed=seed)) for seed in range(3)]
+    kept = [loss.clone() for loss in losses]
+    step(noise(4, 8, seed=9))
+    assert_same(losses, kept)
+    assert not any(loss.requires_grad for loss in losses)
+
+
+def test_no_gradient_changes_afterwards() -> None:
+    model = optimized(SMALL["batch norm"].build())
+    run_backward(model, square, (noise(2, 3, 8, 8),))
+    gradients = [p.grad for p in model.parameters()]
+    kept = [g.clone() for g in gradients]
+    model.zero_grad(set_to_none=True)
+    run_backward(model, square, (noise(2, 3, 8, 8, seed=8),))
+    assert_same(gradients, kept)
+
+
+def test_train_step_leaves_existing_gradients_alone() -> None:
+    model = nn.Linear(8, 8)
+    model.weight.grad = torch.ones(8, 8)
+    roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
+    assert_same(model.weight.grad, torch.ones(8, 8))
+    assert model.bias.grad is None
+
+
+def test_train_step_takes_nested_batches_keywords_and_numbers() -> None:
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+
+    def loss_fn(m: nn.Module, batch: dict[str, Any], power: int, kind: str) -> Tensor:
+        assert kind == "sum"
+        return sum(((m(x) - y) ** power).mean() for x, y in zip(batch["x"], batch["y"], strict=True))
+
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    batch = {"x": [noise(4, 8), noise(2, 8)], "y": (noise(4, 8, seed=1), noise(2, 8, seed=2))}
+    for power in (2, 4, 2):
+        assert_same(step(batch, power, "sum"), eager_step(twin, loss_fn, reference, batch, power, "sum"))
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step.plans) == 2
+
+
+def test_loss_function_with_a_module_of_its_own_and_a_gradient_penalty() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss_fn(m: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        return m(x).mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+    assert_steps_equal(model, loss_fn, sgd, [(noise(4, 8, seed=seed),) for seed in range(3)])
+
+
+def test_loss_function_that_adds_up_micro_batches() -> None:
+    model = SMALL["batch norm"].build()
+
+    def loss_fn(m: nn.Module, x: Tensor) -> Tensor:
+        return sum(square(m, part) for part in x.chunk(2)) / 2
+
+    assert_steps_equal(model, loss_fn, sgd, [(noise(4, 3, 8, 8, seed=seed),) for seed in range(3)])
+
+
+def test_a_parameter_frozen_later_gets_a_plan_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for frozen in (False, True, False):
+        model[0].weight.requires_grad_(not frozen)
+        twin[0].weight.requires_grad_(not frozen)
+        twin.zero_grad()
+        assert_same(step(noise(4, 8)), eager_step(twin, square, reference, noise(4, 8)))
+        assert_same(tensors_of(model), tensors_of(twin))

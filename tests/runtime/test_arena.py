@@ -1,0 +1,195 @@
+"""Arenas and their pool: who holds which block when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from roamc.runtime.arena import Arena, ArenaPool
+
+CPU = torch.device("cpu")
+
+
+def pool(nbytes: int = 256) -> ArenaPool:
+    return ArenaPool(nbytes, CPU, lambda arena: {})
+
+
+def state(of: ArenaPool) -> tuple[int, int]:
+    return len(of.free), len(of.waiting)
+
+
+def test_a_view_lies_where_it_was_told() -> None:
+    arena = Arena(256, CPU, lambda arena: {})
+    view = arena.view("x", 64, (2, 3), (1, 2), torch.float32)
+    view.copy_(torch.arange(6.0).view(2, 3))
+    assert arena.base[64:88].view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    assert arena.contains(view)
+    assert arena.contains(view[1:])
+    assert not arena.contains(torch.empty(4))
+
+
+def test_views_have_version_counters_of_their_own() -> None:
+    arena = Arena(256, CPU, lambda arena: {})
+    first, second = (arena.view(name, 0, (4,), (1,), torch.float32) for name in "ab")
+    before = second._version
+    first.add_(1)
+    assert (second._version, second._base) == (before, None)
+
+
+@pytest.mark.parametrize("how", ["resized", "moved"])
+def test_a_view_that_torch_has_changed_is_found(how: str) -> None:
+    arena = Arena(256, CPU, lambda arena: {})
+    arena.view("good", 0, (4,), (1,), torch.float32)
+    bad = arena.view("bad", 64, (4,), (1,), torch.float32)
+    assert arena.moved_views() == []
+    if how == "resized":
+        bad.resize_(2, 2)
+    else:
+        bad.set_(torch.empty(4).untyped_storage(), 0, (4,), (1,))
+    assert arena.moved_views() == ["bad"]
+
+
+@pytest.mark.parametrize(("conj", "neg"), [(True, False), (False, True), (True, True)])
+def test_lazy_bits_of_complex_views(conj: bool, neg: bool) -> None:
+    arena = Arena(256, CPU, lambda arena: {})
+    view = arena.view("z", 0, (1,), (1,), torch.complex64, conj=conj, neg=neg)
+    arena.base.view(torch.complex64)[0] = 1 + 2j
+    assert view.is_conj() is conj
+    assert view.is_neg() is neg
+    assert view.item() == (-1 if neg else 1) * (1 - 2j if conj else 1 + 2j)
+
+
+def test_a_free_arena_is_used_again() -> None:
+    arenas = pool()
+    first = arenas.acquire()
+    arenas.release(first)
+    assert arenas.acquire() is first
+    assert arenas.acquire() is not first
+
+
+def test_a_parked_arena_is_freed_with_its_token() -> None:
+    arenas = pool()
+    arena = arenas.acquire()
+    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, token)
+    assert state(arenas) == (0, 1)
+    del token
+    gc.collect()
+    assert state(arenas) == (1, 0)
+
+
+def test_a_taken_arena_is_not_freed_by_the_end_of_its_token() -> None:
+    arenas = pool()
+    arena = arenas.acquire()
+    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, token)
+    found = arenas.take(token)
+    assert found is not None
+    assert found[1] is arena
+    assert arenas.take(token) is None
+    del token
+    gc.collect()
+    assert state(arenas) == (0, 0), "it is in use"
+    arenas.release(arena)
+    assert state(arenas) == (1, 0)
+
+
+def test_the_end_of_an_old_token_does_not_free_a_later_step() -> None:
+    arenas = pool()
+    arena = arenas.acquire()
+    old = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, old)
+    assert arenas.take(old) is not None
+    arenas.release(arena)
+    again = arenas.acquire()
+    new = again.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(again, new)
+    del old
+    gc.collect()
+    assert state(arenas) == (0, 1)
+
+
+def test_an_arena_that_is_put_back_ends_with_its_token() -> None:
+    arenas = pool()
+    arena = arenas.acquire()
+    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, token)
+    found = arenas.take(token)
+    assert found is not None
+    arenas.put_back(*found)
+    assert state(arenas) == (0, 1)
+    del token
+    gc.collect()
+    assert state(arenas) == (1, 0)
+
+
+def test_tensors_of_another_arena_are_not_found() -> None:
+    arenas = pool()
+    arena, other = arenas.acquire(), arenas.acquire()
+    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, token)
+    assert arenas.take(other.view("x", 0, (4,), (1,), torch.float32)) is None
+    assert arenas.take(torch.empty(4)) is None
+
+
+def test_threads_never_share_an_arena() -> None:
+    arenas = pool()
+    busy: set[int] = set()
+    clashes: list[int] = []
+    gate = threading.Barrier(4)
+
+    def run() -> None:
+        gate.wait()
+        for _ in range(300):
+            arena = arenas.acquire()
+            if id(arena) in busy:
+                clashes.append(id(arena))
+            busy.add(id(arena))
+            token = arena.base.view(-1)
+            arenas.park(arena, token)
+            found = arenas.take(token)
+            assert found is not None
+            busy.discard(id(arena))
+            arenas.release(found[1])
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(run) for _ in range(4)]:
+            done.result()
+    assert clashes == []
+    assert state(arenas)[1] == 0
+    assert 1 <= state(arenas)[0] <= 4
+
+
+def test_an_arena_of_no_bytes() -> None:
+    arenas = pool(0)
+    arena = arenas.acquire()
+    view = arena.view("empty", 0, (0, 3), (3, 1), torch.float32)
+    assert view.numel() == 0
+    assert arena.moved_views() == []
+
+
+def test_a_lock_held_at_a_fork_does_not_block_the_child() -> None:
+    arenas = pool()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with arenas._lock:
+            held.set()
+            done.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(30)
+    child = os.fork()
+    if child == 0:
+        arenas.release(arenas.acquire())
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 7

@@ -1,0 +1,129 @@
+"""Emitted programs that run: their errors, their checks, what they hold between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+import roamc
+from roamc import compat, pipeline
+from roamc.capture import joint
+from roamc.capture.step import StepRequest, capture_step
+from roamc.options import Options
+from roamc.pipeline import Planned
+from roamc.runtime.arena import Arena
+from roamc.runtime.program import Executable, Pair, Whole
+from tests.end_to_end.cases import SMALL
+from tests.end_to_end.helpers import assert_same, noise, seeded, sgd, square
+from tests.models import NanoGPT, next_token, tokens
+
+
+def planned_pair(name: str) -> tuple[Planned, list[torch.Tensor]]:
+    """A planned module, and its inputs."""
+    model, batch = seeded(SMALL[name].build), SMALL[name].batch()
+    halves, outputs, static = compat.forward_backward(model, (batch,))
+    planned = pipeline.run(joint.stitch(*halves, outputs, static, name), Options())
+    return planned, [*(t.detach() for t in (*model.parameters(), *model.buffers())), batch]
+
+
+def test_a_traceback_shows_the_line_of_the_program() -> None:
+    model = NanoGPT(layers=1)
+    step = roamc.train_step(model, next_token, sgd(model), strict=True)
+    step(tokens())
+    try:
+        step(tokens() + 64)
+    except (IndexError, RuntimeError) as error:
+        text = "".join(traceback.format_exception(error))
+    assert "<roamc NanoGPT" in text
+    assert "out=embedding)" in text
+    assert "models.py:" in text, "the line of the user's model stands beside it"
+
+
+def test_the_source_is_one_statement_an_operator() -> None:
+    model = NanoGPT(layers=1)
+    step = roamc.train_step(model, next_token, sgd(model), strict=True)
+    assert step.source == ""
+    step(tokens())
+    compile(step.source, "program", "exec")
+    assert step.source.startswith("def bind(arena):")
+    assert "arena.view(" in step.source
+
+
+def test_a_graph_without_a_layout_does_not_run() -> None:
+    planned, _ = planned_pair("dropout")
+    with pytest.raises((roamc.VerifyError, roamc.PlanError), match="layout"):
+        Executable(dataclasses.replace(planned, graph=planned.graph.replace(layout=None)))
+
+
+def test_a_result_of_another_shape_than_planned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "moved_views", lambda arena: ["addmm"])
+    model = SMALL["dropout"].build()
+    with pytest.raises(roamc.VerifyError, match="addmm another shape than was planned"):
+        roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
+
+
+def test_arguments_are_given_up() -> None:
+    planned, inputs = planned_pair("several outputs")
+    args: list[Any] = list(inputs)
+    Pair(planned).forward(args)
+    assert args == []
+
+
+@pytest.mark.parametrize("name", ["several outputs", "batch norm", "complex numbers"])
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_backward_is_the_same_wherever_the_saved_tensors_lie(
+    monkeypatch: pytest.MonkeyPatch, name: str, keeps_graph: bool
+) -> None:
+    monkeypatch.setattr(compat, "keeps_graph", lambda: keeps_graph)
+    planned, inputs = planned_pair(name)
+    pair = Pair(planned)
+    entry = pair.executable.program.entries["backward"]
+    found = []
+    for elsewhere in (False, True):
+        arguments = [t.clone() for t in inputs]
+        results = seeded(pair.forward, arguments)
+        saved = list(results[pair.first_saved :])
+        if elsewhere:
+            saved = [t.clone() for t in saved]
+        given, saved_count = len(entry), len(saved)
+        shapes = [n for n in planned.graph.graph.nodes if n.op == "placeholder"][-(given - saved_count) :]
+        tangents = [noise(*node.meta["val"].shape) for node in shapes]
+        del results
+        found.append([None if g is None else g.clone() for g in pair.backward([*saved, *tangents])])
+        saved.clear()
+    assert_same(found[1], found[0])
+    pool = pair.executable.pool
+    assert len(pool.waiting) == 0
+
+
+def test_backward_over_memory_that_was_given_back_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "keeps_graph", lambda: False)  # outside of autograd torch says True
+    planned, inputs = planned_pair("batch norm")
+    pair = Pair(planned)
+    results = pair.forward(list(inputs))
+    saved = list(results[pair.first_saved :])
+    tangent_count = len(pair.executable.program.entries["backward"]) - len(saved)
+    tangents = [n.meta["val"] for n in planned.graph.graph.nodes if n.op == "placeholder"][-tangent_count:]
+    args = [*saved, *(noise(*t.shape) for t in tangents)]
+    pair.backward(list(args))
+    with pytest.raises(roamc.BackwardTwiceError, match="retain_graph=True"):
+        pair.backward(list(args))
+
+
+def test_a_whole_step_uses_one_arena_again_and_again() -> None:
+    model = SMALL["dropout"].build()
+    optimizer = sgd(model)
+    request = StepRequest(model, square, optimizer, (noise(4, 8),), lambda leaves: tuple(leaves))
+    whole = Whole(pipeline.run(capture_step(request).graph, Options()))
+    pool = whole.executable.pool
+    assert (len(pool.free), len(pool.waiting)) == (0, 0), "no memory before the first step"
+    arena = pool.acquire()
+    pool.release(arena)
+    step = roamc.train_step(model, square, optimizer, strict=True)
+    for _ in range(3):
+        step(noise(4, 8))
+    assert pool.free == [arena]
