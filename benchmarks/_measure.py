@@ -30,6 +30,7 @@ def counter_library() -> Path:
 def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int = 2) -> Any:
     """Run ``script --worker arguments`` in a process of its own; its last line of output, read as JSON."""
     env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=str(HERE.parent), TOKENIZERS_PARALLELISM="false")
+    env.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the processor from the one that works
     if count_heap:
         env["LD_PRELOAD"] = str(counter_library())
     command = [sys.executable, script, "--worker", *arguments]

@@ -1,6 +1,6 @@
 """Peak memory of a training step: predicted, measured, and eager's, every measurement in a fresh process.
 
-    python benchmarks/peak.py [MODEL ...]
+    python -m benchmarks.peak [MODEL ...]
 
 Measured bytes come from a counter under malloc and are above what the process holds before the step:
 parameters, optimizer state and batch. The step is the third, so that nothing is made for the first time;
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks._measure import Heap, fresh, save
 from benchmarks.models import WORKLOADS, make
 
-ROUTES = ("eager", "train_step", "aot_eager", "optimize")
+ROUTES = ("eager", "train_step", "aot_eager", "optimize", "optimize_allocator")
 
 
 def _eager_step(work: Any, optimizer: Any) -> Any:
@@ -45,8 +45,8 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
 
         def step() -> None:
             planned(*work.batch)
-    elif route == "optimize":
-        roamc.optimize(work.model, strict=True)
+    elif route in ("optimize", "optimize_allocator"):
+        roamc.optimize(work.model, strict=True, saved="allocator" if route == "optimize_allocator" else "arena")
     elif route == "aot_eager":
         work.model.compile(backend="aot_eager", dynamic=False)
     for _ in range(2):
@@ -60,7 +60,7 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
         executables = [planned.latest.executable]
         result = {key: getattr(plan, key) for key in ("peak_bytes", "arena_bytes", "live_bytes", "bound_bytes")}
         result |= {"baseline_bytes": plan.baseline_bytes, "status": plan.status, "seconds": dict(plan.seconds)}
-    elif route == "optimize":
+    elif route.startswith("optimize"):
         plans = roamc.plans(work.model)
         held = sum(plan.arena_bytes for plan in plans)
         result = {"peak_bytes": sum(plan.peak_bytes for plan in plans), "graphs": len(plans)}
@@ -125,7 +125,8 @@ def _line(row: dict[str, Any]) -> str:
         f"{step['workspace'] / 1e6:6.1f}  error {_error(step):+.2%}  fragmentation "
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.3%} baseline {step['baseline_bytes'] / 1e6:8.1f} "
         f"aot {row['aot_eager']['measured'] / 1e6:8.1f} optimize {row['optimize']['measured'] / 1e6:8.1f} "
-        f"(predicted {row['optimize']['peak_bytes'] / 1e6:.1f})"
+        f"(predicted {row['optimize']['peak_bytes'] / 1e6:.1f}) "
+        f"allocator {row['optimize_allocator']['measured'] / 1e6:.1f}"
     )
 
 

@@ -1,6 +1,6 @@
 """Time of a training step: eager, aot_eager, roamc.optimize and roamc.train_step, step by step in turn in one process.
 
-    python benchmarks/speed.py [MODEL ...] [--steps N]
+    python -m benchmarks.speed [MODEL ...] [--steps N]
 
 Every round runs one step of each in turn, so that a slow moment of the machine hits all; a ratio is taken
 within its round, and the median over rounds is quoted. Planning time is shown by stage.

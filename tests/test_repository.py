@@ -158,9 +158,7 @@ def test_no_handler_swallows_every_error() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "line", [f"cd {SLASH}home/ann/roamc", f"open('{SLASH}root/x')", f"--index{DASH}url=x"]
-)
+@pytest.mark.parametrize("line", [f"cd {SLASH}home/ann/roamc", f"open('{SLASH}root/x')", f"--index{DASH}url=x"])
 def test_machine_pattern_finds(line: str) -> None:
     assert MACHINE.search(line)
 

@@ -1,0 +1,89 @@
+"""Write the tables of the README from the results files: ``python -m benchmarks.table``."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from benchmarks._measure import HERE, RESULTS
+
+START, END = "<!-- results -->", "<!-- end of results -->"
+
+
+def render() -> str:
+    """Both tables as Markdown, with the machine and the date."""
+    peak, speed = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peak", "speed"))
+    where = peak["machine"]
+    lines = [
+        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}; "
+        "`make bench` measures again.",
+        "",
+        "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, counted "
+        "under malloc (MB). Workspace is what a single operator takes for itself at its worst; it is in the measured "
+        "peak and not in the predicted one.",
+        "",
+        "| model | dtype | eager | `train_step` | of eager's | predicted | measured / predicted | workspace | fragmentation |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_peak_row(row) for row in peak["rows"]),
+        "",
+        "The same for a loop around a compiled model, gradients handed out in `.grad` (MB):",
+        "",
+        '| model | dtype | eager | `aot_eager` | `roamc.optimize` | the same with `saved="allocator"` |',
+        "|---|---|---|---|---|---|",
+        *(_loop_row(row) for row in peak["rows"]),
+        "",
+        "Step time, median of ratios over interleaved steps, and seconds to plan the whole step (capture apart):",
+        "",
+        "| model | `train_step` / eager | `train_step` / `aot_eager` | `optimize` / eager | `optimize` / `aot_eager` "
+        "| capture s | planning s |",
+        "|---|---|---|---|---|---|---|",
+        *(_speed_row(row) for row in speed["rows"]),
+    ]
+    return "\n".join(lines)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}"
+
+
+def _peak_row(row: dict[str, Any]) -> str:
+    step, eager = row["train_step"], row["eager"]["measured"]
+    cells = [
+        row["model"],
+        row["dtype"],
+        _megabytes(eager),
+        _megabytes(step["measured"]),
+        f"{step['measured'] / eager:.3f}",
+        _megabytes(step["peak_bytes"]),
+        f"{step['measured'] / step['peak_bytes']:.4f}",
+        _megabytes(step["workspace"]),
+        f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.2%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _loop_row(row: dict[str, Any]) -> str:
+    routes = ("eager", "aot_eager", "optimize", "optimize_allocator")
+    return f"| {row['model']} | {row['dtype']} | {' | '.join(_megabytes(row[r]['measured']) for r in routes)} |"
+
+
+def _speed_row(row: dict[str, Any]) -> str:
+    ratios = ("train_step / eager", "train_step / aot_eager", "optimize / eager", "optimize / aot_eager")
+    capture = row["planning"]["capture"]
+    rest = sum(row["planning"].values()) - capture
+    cells = [row["model"], *(f"{row[ratio]:.3f}" for ratio in ratios), f"{capture:.2f}", f"{rest:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Put the tables between the marks in the README."""
+    readme = HERE.parent / "README.md"
+    text = readme.read_text()
+    if END not in text:
+        text = text.replace(START, f"{START}\n{END}")
+    readme.write_text(re.sub(f"{START}.*{END}", lambda _: f"{START}\n{render()}\n{END}", text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""normalize: aliases and dead ends go; random, writing and ordered operators stay, and so do all results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import FileCheck
+
+from roamc import ops
+from roamc.graph import TrainGraph, operators
+from roamc.options import Options
+from roamc.passes import normalize
+from roamc.verify import check_graph, constraints
+from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.random_graphs import random_model
+
+X = torch.randn(4, 4)
+
+
+def normalized(graph: TrainGraph) -> TrainGraph:
+    return normalize.apply(graph, normalize.decide(graph, Options()))
+
+
+def text(graph: TrainGraph) -> str:
+    return str(graph.graph)
+
+
+def test_dead_chain_goes_up_to_what_is_used() -> None:
+    graph = traced(lambda x: ((y := x.sin()), y.cos().t().sum(), y + 1)[2], X)
+    FileCheck().check("aten.sin").check("aten.cos").check("aten.t.default").check("aten.sum").check("aten.add").run(
+        text(graph)
+    )
+    after = text(normalized(graph))
+    FileCheck().check("%sin").check_next("%add").check_next("return (add,)").run(after)
+
+
+def test_aliases_are_replaced_by_what_they_name() -> None:
+    graph = traced(lambda x: torch.ops.aten.alias(x.sin().detach()).cos(), X)
+    FileCheck().check("aten.sin").check("aten.detach").check("aten.cos").run(text(graph))
+    FileCheck().check_not("detach").check("%sin").check("%cos").check_same("args = (%sin,)").run(
+        text(normalized(graph))
+    )
+
+
+def test_writes_and_random_numbers_stay_though_nobody_reads_them() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.add_(1)
+        torch.rand_like(x)
+        x.cos()
+        return x.sum()
+
+    after = text(normalized(traced(function, X)))
+    FileCheck().check("aten.add_").check("aten.rand_like").check_not("aten.cos").check("aten.sum").run(after)
+
+
+def test_write_through_a_view_keeps_the_view() -> None:
+    after = text(normalized(traced(lambda x: ((y := x * 2), y.t()[0].zero_(), y.sum())[2], X)))
+    FileCheck().check("%mul").check("%t").check("%select").check("aten.zero_").check_same("%select").check("%sum").run(
+        after
+    )
+
+
+def test_unread_results_of_several_go_and_the_operator_stays() -> None:
+    after = text(normalized(traced(lambda x: ((v := x.max(dim=1)), v.indices.float(), v.values)[2], X)))
+    FileCheck().check_count("aten.max.dim", 1, exactly=True).run(after)
+    FileCheck().check_count("getitem](args", 1, exactly=True).run(after)
+
+
+def test_assertion_stays() -> None:
+    after = text(normalized(traced(lambda x: (torch._assert_async(x.sum() == x.sum()), x.sin())[1], X)))
+    FileCheck().check("aten._assert_async").check("aten.sin").run(after)
+
+
+def test_alias_that_is_handed_out_or_saved_keeps_its_name() -> None:
+    graph = traced(lambda x: x.sin().detach(), X)
+    name = operators(graph.graph)[-1].name
+    assert f"return ({name},)" in text(normalized(graph))
+    saved = traced(lambda x: x.sin().detach().cos(), X, phases="FFB", saved=("detach",), boundary=True)
+    assert "%detach" in text(normalized(saved))
+
+
+def test_phases_are_those_of_the_nodes_that_are_left() -> None:
+    graph = normalized(traced(lambda x: ((y := x.sin()), y.cos(), y + 1)[2], X))
+    assert set(graph.phase) == {node.name for node in operators(graph.graph)} == {"sin", "add"}
+
+
+def test_decide_changes_nothing() -> None:
+    graph = traced(lambda x: ((y := x.sin()), y.cos(), y + 1)[2], X)
+    before = text(graph)
+    decision = normalize.decide(graph, Options())
+    assert (decision.aliases, decision.dead) == ((), ("cos",))
+    assert text(graph) == before
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_graph_gives_the_same_bits_and_keeps_effects(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    used = clones(inputs)
+    torch.manual_seed(seed)
+    expected, _ = run_real(graph, used)
+    effects = effects_of(graph)
+    kept = constraints(graph)
+    after = normalized(graph)
+    check_graph(after, "normalize", kept, deep=True)
+    assert effects_of(after) == effects, f"seed {seed}, {route}"
+    torch.manual_seed(seed)
+    got, _ = run_real(after, inputs)
+    assert_same((*expected, *used), (*got, *inputs), f"seed {seed}, {route}")
+
+
+def effects_of(graph: TrainGraph) -> list[str]:
+    rules = [(node.name, ops.rule(node.target)) for node in operators(graph.graph)]
+    return [name for name, rule in rules if rule.random or rule.mutates or rule.ordered or rule.collective]
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(10, 15))
+def test_applied_twice_is_applied_once(seed: int, route: str) -> None:
+    graph, _ = graph_and_inputs(*random_model(seed), route)
+    once = normalized(graph)
+    before = text(once)
+    assert normalize.decide(once, Options()) == normalize.Decision((), ()), f"seed {seed}, {route}"
+    assert text(normalized(once)) == before
+
+
+def test_nothing_dead_is_left() -> None:
+    graph, _ = graph_and_inputs(*random_model(3), "step")
+    left = [node.name for node in operators(normalized(graph).graph) if not node.users]
+    assert set(left) <= set(effects_of(graph))

@@ -1,0 +1,116 @@
+"""Options: names, types and ranges are checked once, and every refusal says what would do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from roamc.errors import OptionError
+from roamc.options import Options, parse_options
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_nothing_given_is_the_defaults(given: dict[str, Any] | None) -> None:
+    assert parse_options(given) == Options()
+
+
+def test_every_default_is_accepted_when_given() -> None:
+    assert parse_options(dataclasses.asdict(Options())) == Options()
+
+
+def test_given_options_are_not_changed() -> None:
+    given = {"memory_limit": "6GiB", "disable": "reorder"}
+    parse_options(given)
+    assert given == {"memory_limit": "6GiB", "disable": "reorder"}
+
+
+@pytest.mark.parametrize(("size", "count"), [("6GiB", 6 * 2**30), ("500 MB", 5 * 10**8), (1024, 1024), (None, None)])
+def test_memory_limit_is_read_as_a_size(size: object, count: int | None) -> None:
+    assert parse_options({"memory_limit": size}).memory_limit == count
+
+
+@pytest.mark.parametrize(
+    ("disable", "names"),
+    [
+        ("reorder", ("reorder",)),
+        ("reorder, normalize", ("reorder", "normalize")),
+        (["reorder"], ("reorder",)),
+        (("a", "b"), ("a", "b")),
+        ("", ()),
+        (" , ", ()),
+        ([], ()),
+    ],
+)
+def test_disable_takes_a_text_or_a_list_of_names(disable: object, names: tuple[str, ...]) -> None:
+    assert parse_options({"disable": disable}).disable == names
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("memory_limt", "memory_limit"), ("memorylimit", "memory_limit"), ("Order", "order"), ("alignement", "alignment")],
+)
+def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(OptionError, match=f"unknown option '{name}'.*did you mean '{nearest}'") as caught:
+        parse_options({name: 1})
+    assert all(field.name in str(caught.value) for field in dataclasses.fields(Options))
+
+
+def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
+    with pytest.raises(OptionError, match="unknown option 'zzz'") as caught:
+        parse_options({"zzz": 1})
+    assert "did you mean" not in str(caught.value)
+    assert "memory_limit" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("alignment", 3, "power of two, not 3"),
+        ("alignment", -64, "power of two, not -64"),
+        ("alignment", 64.0, "power of two, not 64.0"),
+        ("alignment", "64", "power of two, not '64'"),
+        ("alignment", True, "power of two, not True"),
+        ("layout_nodes", -1, "whole number from 0, not -1"),
+        ("layout_nodes", 1.5, "whole number from 0, not 1.5"),
+        ("max_plans", 0, "whole number from 1, not 0"),
+        ("max_plans", None, "whole number from 1, not None"),
+        ("strict", 1, "True or False, not 1"),
+        ("strict", "no", "True or False, not 'no'"),
+        ("saved", "gpu", "saved must be one of arena, allocator, not 'gpu'"),
+        ("saved", None, "not None"),
+        ("order", None, "not None"),
+        ("order", ["best"], "not \\['best'\\]"),
+        ("disable", 1, "pass names, not 1"),
+        ("disable", [1], "pass names, not \\[1\\]"),
+        ("disable", {"reorder": True}, "pass names, not"),
+        ("memory_limit", "lots", "'lots' is not a size"),
+        ("memory_limit", -1, "negative"),
+        ("memory_limit", True, "True is not a size"),
+    ],
+)
+def test_value_out_of_range_is_refused_by_name(name: str, value: object, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        parse_options({name: value})
+
+
+def test_error_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="unknown option"):
+        parse_options({"x": 1})
+
+
+def test_key_is_hashable_and_tells_options_apart() -> None:
+    assert hash(Options().key()) == hash(Options().key())
+    changed = [
+        *({"memory_limit": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
+        *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"saved": "allocator"}),
+    ]
+    keys = {Options(**one).key() for one in changed}
+    assert len(keys | {Options().key()}) == len(changed) + 1
+    assert {name for one in changed for name in one} == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().order = "program"  # type: ignore[misc]

@@ -1,0 +1,183 @@
+"""The runner: any subset of passes gives the same bits, limits and names are checked, plans are the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roamc import pipeline
+from roamc.errors import BudgetError, PlanError, VerifyError
+from roamc.graph import TrainGraph
+from roamc.memory import build_memory, eager_live_bytes
+from roamc.options import Options
+from roamc.runtime.program import Pair, Whole
+from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.models import MODELS
+from tests.random_graphs import random_model
+
+OPTIONAL = tuple(step.name for step in pipeline.PIPELINE if step.name not in pipeline.REQUIRED)
+SUBSETS = [subset for count in range(len(OPTIONAL) + 1) for subset in itertools.combinations(OPTIONAL, count)]
+ROOT = Path(__file__).parent.parent
+X = torch.randn(16, 16)
+
+
+def graph_of(name: str, route: str) -> tuple[TrainGraph, list[Any]]:
+    return graph_and_inputs(*random_model(11), route) if name == "random" else model_graph(name, route)
+
+
+def run_program(planned: pipeline.Planned, inputs: list[Any]) -> list[Any]:
+    """Outputs of the emitted program; of both halves, where there are two."""
+    if not planned.graph.boundary:
+        return list(Whole(planned)(list(inputs)))
+    pair = Pair(planned)
+    late = sum(port.phase.name == "BACKWARD" for port in planned.graph.inputs)
+    first = pair.forward(inputs[: len(inputs) - late])
+    given, saved = first[: pair.first_saved], first[pair.first_saved :]
+    return [*given, *pair.backward([*saved, *inputs[len(inputs) - late :]])]
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("name", ["random", "nanogpt-dropout", "vit"])
+def test_every_subset_of_passes_gives_the_same_bits(name: str, route: str) -> None:
+    graph, inputs = graph_of(name, route)
+    used = clones(inputs)
+    torch.manual_seed(3)
+    expected, _ = run_real(graph, used)
+    state = torch.get_rng_state()
+    for subset in SUBSETS:
+        planned = pipeline.run(graph_of(name, route)[0], Options(disable=subset))
+        assert set(planned.plan.decisions) == {step.name for step in pipeline.PIPELINE} - set(subset)
+        again = clones(inputs)
+        torch.manual_seed(3)
+        got = run_program(planned, again)
+        assert torch.equal(torch.get_rng_state(), state), f"without {subset}: the random state differs"
+        assert_same([*expected, *used], [*got, *again], f"{name}, {route}, without {subset}")
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(60, 75))
+def test_program_of_a_random_graph_gives_the_bits_of_the_graph(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    used, again = clones(inputs), clones(inputs)
+    torch.manual_seed(seed)
+    expected, _ = run_real(graph, used)
+    state = torch.get_rng_state()
+    planned = pipeline.run(graph, Options())
+    torch.manual_seed(seed)
+    got = run_program(planned, again)
+    assert torch.equal(torch.get_rng_state(), state), f"seed {seed}, {route}: the random state differs"
+    assert_same([*expected, *used], [*got, *again], f"seed {seed}, {route}")
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shape_dtype_and_stride_is_derived_anew(name: str, route: str) -> None:
+    pipeline.run(model_graph(name, route)[0], Options(layout_nodes=0, order="list"), deep=True)
+
+
+def test_numbers_of_a_plan_are_those_of_the_memory_model() -> None:
+    graph, _ = model_graph("nanogpt", "step")
+    baseline = int(eager_live_bytes(build_memory(graph)).max())
+    plan = pipeline.run(graph, Options()).plan
+    assert plan.baseline_bytes == baseline
+    assert plan.bound_bytes <= plan.peak_bytes <= plan.baseline_bytes
+    assert plan.live_bytes <= plan.arena_bytes <= plan.peak_bytes
+    assert plan.fragmentation == plan.arena_bytes / plan.live_bytes - 1
+    assert set(plan.fixed_bytes) == {"parameter", "input", "optimizer state"}
+
+
+def test_without_reorder_nothing_is_known_of_the_bound() -> None:
+    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options(disable=("reorder",))).plan
+    assert plan.bound_bytes == 0
+    assert plan.status != "optimal"
+
+
+@pytest.mark.parametrize("name", ["layout", "reoder", "", "Reorder"])
+def test_pass_that_cannot_be_left_out_names_those_that_can(name: str) -> None:
+    with pytest.raises(PlanError, match=f"cannot leave out pass '{name}'; .*: {', '.join(OPTIONAL)}"):
+        pipeline.run(traced(lambda x: x.sin(), X), Options(disable=(name,)))
+
+
+def test_limit_below_the_peak_names_need_and_bound() -> None:
+    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
+    with pytest.raises(BudgetError) as caught:
+        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_limit=plan.peak_bytes - 1))
+    said = str(caught.value)
+    assert f"({plan.peak_bytes} bytes)" in said
+    assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_limit=[\d.]+ [kM]B", said)
+    assert re.search(r"no order of its operators needs less than [\d.]+ [kM]B\. Raise the limit", said)
+
+
+def test_limit_at_the_peak_is_kept() -> None:
+    peak = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan.peak_bytes
+    assert pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_limit=peak)).plan.peak_bytes == peak
+
+
+def test_fingerprint_and_plan_are_the_same_in_another_process() -> None:
+    code = "from tests.test_pipeline import fingerprints_and_plans\nprint(fingerprints_and_plans(), end='')"
+    env = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert there.stdout == fingerprints_and_plans()
+
+
+def fingerprints_and_plans() -> str:
+    texts = []
+    for route in ("step", "joint"):
+        graph, _ = model_graph("nanogpt-dropout", route)
+        texts += [pipeline.fingerprint(graph), pipeline.run(graph, Options()).plan.to_json()]
+    return "\n".join(texts)
+
+
+def marks(*functions: Any) -> set[str]:
+    return {pipeline.fingerprint(traced(function, X)) for function in functions}
+
+
+def test_fingerprint_tells_graphs_apart() -> None:
+    assert (
+        len(marks(lambda x: x.sin(), lambda x: x.cos(), lambda x: x.sin().t(), lambda x: x + 1, lambda x: x + 2)) == 5
+    )
+    shapes = {pipeline.fingerprint(traced(lambda x: x.sin(), t)) for t in (X, X[:2], X.t()[:3], X.double())}
+    assert len(shapes) == 4
+    split = traced(lambda x: x.sin(), X)
+    assert pipeline.fingerprint(split.replace(boundary=True)) != pipeline.fingerprint(split)
+
+
+def test_fingerprint_tells_apart_what_the_memory_model_reads() -> None:
+    """Phases, gradients and waits change orders and baselines: a plan for one is not a plan for another."""
+    graph = traced(lambda x: ((y := x.sin()), y.cos())[1], X, phases="FB")
+    other = [
+        graph.replace(phase={"sin": graph.phase["cos"], "cos": graph.phase["cos"]}),
+        graph.replace(gradients=("sin",)),
+        graph.replace(waits={"cos": "sin"}),
+    ]
+    assert len({pipeline.fingerprint(one) for one in (graph, *other)}) == 4
+
+
+def test_fault_of_a_pass_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_a_phase(graph: TrainGraph, decision: object) -> TrainGraph:
+        return graph.replace(phase={})
+
+    steps = list(pipeline.PIPELINE)
+    steps[0] = pipeline.Pass(steps[0].name, steps[0].decision, steps[0].decide, lose_a_phase)
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    with pytest.raises(VerifyError, match="after pass 'normalize': sin has no phase"):
+        pipeline.run(traced(lambda x: x.sin(), X), Options())
+
+
+def test_seconds_are_told_per_pass() -> None:
+    plan = pipeline.run(traced(lambda x: x.sin(), X), Options()).plan
+    assert {"normalize", "reorder", "layout", "verify"} <= set(plan.seconds)
+    assert all(value >= 0 for value in plan.seconds.values())
+
+
+def test_graph_without_operators_runs() -> None:
+    planned = pipeline.run(traced(lambda x: x.t(), X), Options())
+    assert planned.plan.peak_bytes == 0
+    assert torch.equal(run_program(planned, [X])[0], X.t())
