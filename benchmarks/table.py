@@ -19,11 +19,12 @@ def render() -> str:
         f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}; "
         "`make bench` measures again.",
         "",
-        "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, counted "
-        "under malloc (MB). Workspace is what a single operator takes for itself at its worst; it is in the measured "
-        "peak and not in the predicted one.",
+        "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, "
+        "counted under malloc (MB). Workspace is what a single operator takes for itself at its worst; it is in the "
+        "measured peak and not in the predicted one.",
         "",
-        "| model | dtype | eager | `train_step` | of eager's | predicted | measured / predicted | workspace | fragmentation |",
+        "| model | dtype | eager | `train_step` | of eager's | predicted | measured / predicted | workspace "
+        "| fragmentation |",
         "|---|---|---|---|---|---|---|---|---|",
         *(_peak_row(row) for row in peak["rows"]),
         "",

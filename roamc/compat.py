@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 __all__ = [
+    "CaptureMode",
     "DataDependentError",
     "DynamicShapeError",
     "FakeTensor",
@@ -47,28 +48,35 @@ DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
 
 
+class CaptureMode(FakeTensorMode):
+    """A fake mode for tracing that never writes real tensors.
+
+    torch's own runs an in-place operator between a real tensor and a number for real: a buffer in the closure
+    of a loss function would change while it is traced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Hand writing operators fakes in the place of real tensors."""
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            leaves, spec = flatten((tuple(args), kwargs or {}))
+            real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
+            if any(real):
+                faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
+                args, kwargs = unflatten(faked, spec)
+        return super().dispatch(func, types, args, kwargs)
+
+
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace ``function(*args)`` to ATen operators under ``mode``; nothing is computed or allocated.
 
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _no_constant_folding():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
-
-
-@contextlib.contextmanager
-def _no_constant_folding() -> Iterator[None]:
-    """Tracing runs in-place operators on one-element tensors of the closure for real; not inside this."""
-    from torch._subclasses import fake_tensor
-    from torch.fx.experimental import proxy_tensor
-
-    limits = (proxy_tensor.CONSTANT_NUMEL_LIMIT, fake_tensor.CONSTANT_NUMEL_LIMIT)
-    proxy_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT = 0
-    try:
-        yield
-    finally:
-        proxy_tensor.CONSTANT_NUMEL_LIMIT, fake_tensor.CONSTANT_NUMEL_LIMIT = limits
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from roamc.errors import PlanError
 
@@ -25,12 +25,12 @@ def read(kind: type[T], data: object, where: str) -> T:
     if not isinstance(data, Mapping) or set(data) != fields:
         found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise PlanError(f"{where} must have the fields {sorted(fields)}, not {found}")
-    hints = _hints(kind)
+    hints = _hints(cast(Any, kind))
     return kind(**{name: value(hints[name], data[name], f"{where}: {name}") for name in sorted(fields)})
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 

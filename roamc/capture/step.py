@@ -92,7 +92,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     buffers = dict(request.model.named_buffers())
     check_devices(request.leaves, list(parameters.values()))
     trained = _trained(request, parameters)
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = compat.CaptureMode()
     traced = _Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
     return _Assembly(request, rule, mode, module, traced).build()

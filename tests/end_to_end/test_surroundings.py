@@ -38,7 +38,6 @@ def net() -> nn.Module:
     return Layers(nn.Embedding(10, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh())
 
 
-@pytest.mark.xfail(strict=True, reason="capturing counts one batch in the teacher's num_batches_tracked")
 def test_frozen_teacher_that_follows_the_student() -> None:
     model = Layers(nn.Linear(8, 8), nn.BatchNorm1d(8))
     twin = copy.deepcopy(model)
@@ -251,7 +250,6 @@ def test_sparse_gradients_of_an_optimized_module_are_those_of_aot_eager() -> Non
         assert_same(found.grad.to_dense(), wanted.grad.to_dense())
 
 
-@pytest.mark.xfail(strict=True, reason="the generator of the trace is used at every step")
 def test_generator_made_inside_the_loss_function() -> None:
     def loss_fn(m: nn.Module, x: Tensor) -> Tensor:
         return square(m, x + torch.rand(8, generator=torch.Generator().manual_seed(4)))
