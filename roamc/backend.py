@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,8 +69,8 @@ class Record:
         return [program.executable.planned.plan for program in self.programs]
 
 
-LATEST = Record()
-"""Plans of the most recent graphs of this process, whichever way they came in."""
+LATEST: deque[Plan] = deque(maxlen=64)
+"""Plans of the most recent torch.compile graphs of this process. Plans only: programs would keep their arenas."""
 
 
 def compile_graph(
@@ -169,7 +170,7 @@ class _Unit:
 
     def _remember(self, program: Pair | Whole) -> None:
         self.record.add(program)
-        LATEST.add(program)
+        LATEST.append(program.executable.planned.plan)
 
     def _guarded(self, plan: Callable[[], Any]) -> Any:
         """Run ``plan``; if it fails, warn once and give None, unless the options or the user's budget are at fault."""

@@ -113,7 +113,7 @@ def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
         RoamcError: the object was not made by :func:`optimize` or :func:`train_step`.
     """
     if compiled is None:
-        return LATEST.plans
+        return list(LATEST)
     if isinstance(compiled, TrainStep):
         return compiled.plans
     if compiled in _RECORDS:

@@ -370,7 +370,8 @@ def cohort_of(
 ) -> Cohort:
     """The cohort of a parameter of group number ``index`` as its state is now."""
     state = optimizer.state.get(parameter, {})
-    step = float(state["step"]) if "step" in state else 0.0
+    # A fused kernel reads the step count itself, on its device; reading it here would wait for the device.
+    step = float(state["step"]) if "step" in state and not group.get("fused") else 0.0
     first = not rule.has_step and bool(rule.states(group)) and state.get(rule.states(group)[0]) is None
     return Cohort(index, step, first)
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import linecache
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,14 +39,12 @@ class Executable:
         layout = planned.graph.layout
         if layout is None:
             raise VerifyError("the plan has no layout")
-        self._bind = load(self.program, planned.graph.name)
-        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), self._bind_arena)
+        filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
+        bind = load(self.program, filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
+        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind)
         self._checked: set[str] = set()
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
-
-    def _bind_arena(self, arena: Arena) -> Bound:
-        bound: Bound = self._bind(arena)
-        return bound
 
     def run(self, entry: str, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
         """Run one function of the program over ``arena``; ``args`` is emptied."""
@@ -161,9 +160,8 @@ class Pair:
             pool.release(arena)
 
 
-def load(program: Program, name: str) -> Callable[[Arena], Bound]:
+def load(program: Program, filename: str) -> Callable[[Arena], Bound]:
     """Compile emitted source; tracebacks show its lines."""
-    filename = f"<roamc {name} {next(_numbers)}>"
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
     namespace = {key: compat.direct(value) for key, value in program.constants.items()}
     exec(compile(program.source, filename, "exec"), namespace)

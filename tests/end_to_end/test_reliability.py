@@ -155,9 +155,9 @@ def test_plans_that_are_dropped_free_their_arenas() -> None:
 
 def pools(model: nn.Module) -> list[Any]:
     """The arena pools behind an optimized module; roamc shows users only the plans."""
-    from roamc.backend import LATEST
+    from roamc.optimize import _RECORDS
 
-    return [program.executable.pool for program in LATEST.programs[-len(roamc.plans(model)) :]]
+    return [program.executable.pool for program in _RECORDS[model].programs]
 
 
 # -- steps that fail ------------------------------------------------------------------------------
