@@ -73,7 +73,8 @@ class TrainStep:
         """
         leaves, spec = compat.flatten(batch)
         with self._lock:
-            return self._bound(leaves, spec).run(leaves)
+            bound, cohorts = self._bound(leaves, spec)
+            return bound.run(leaves, cohorts)
 
     def plan(self, *batch: Any) -> Plan:
         """The plan for a batch of this shape, without running it. Tensors may be on the meta device."""
@@ -142,15 +143,18 @@ class TrainStep:
             optimizer_key(self.optimizer, self._rule),
         )
 
-    def _bound(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
+    def _bound(self, leaves: Sequence[Any], spec: Any) -> tuple[_BoundStep, dict[int, Cohort]]:
+        """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
         key = self._key(leaves, spec)
         bound = self._steps.get(key)
-        if bound is None or not bound.fits():
+        cohorts = bound.cohorts_now() if bound is not None else None
+        if bound is None or cohorts is None:
             bound = self._steps[key] = self._build(leaves, spec)
+            cohorts = bound.cohorts_now() or {}
             if len(self._steps) > self.options.max_plans:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
-        return bound
+        return bound, cohorts
 
     def _build(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
         request = self._request(leaves, spec)
@@ -184,16 +188,9 @@ class _BoundStep:
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
 
-    def fits(self) -> bool:
-        """Whether parameters of one cohort still share their step count; a loaded checkpoint may differ."""
-        return self._cohorts() is not None
-
-    def run(self, leaves: Sequence[Any]) -> torch.Tensor:
+    def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
         """Feed one step."""
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
-        cohorts = self._cohorts()
-        if cohorts is None:
-            raise CaptureError("the optimizer's step counts changed during the call; do not share it between threads")
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
         with torch.no_grad(), _no_autocast(), _uninterrupted():
             for name, group in self.group.items():
@@ -204,8 +201,8 @@ class _BoundStep:
         result: torch.Tensor = loss
         return result
 
-    def _cohorts(self) -> dict[int, Cohort] | None:
-        """Cohort number to its state now; None if its members disagree."""
+    def cohorts_now(self) -> dict[int, Cohort] | None:
+        """Cohort number to its state; None if its members no longer share it, as after loading a checkpoint."""
         found: dict[int, Cohort] = {}
         for name, number in self.cohort.items():
             slot, key = self.parameters[name]
