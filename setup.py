@@ -1,5 +1,8 @@
 """Packaging of roamc: three folders of the repository, one package in Python."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 # Which folder holds which package. `passes` and `solvers` lie at the top of the repository; in Python they
@@ -15,11 +18,17 @@ def packages() -> list[str]:
     return found
 
 
+def version() -> str:
+    """Read the version from roamc/version.py without importing roamc, which needs torch."""
+    text = (Path(__file__).parent / "roamc" / "version.py").read_text(encoding="utf-8")
+    return re.search(r'__version__ = "(.+)"', text).group(1)
+
+
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
 
 setup(
     name="roamc",
-    version="0.1.0",
+    version=version(),
     description="A memory compiler for PyTorch training: plans every byte of a step and proves its peak",
     author="The roamc authors",
     license="Apache-2.0",
@@ -27,11 +36,7 @@ setup(
     python_requires=">=3.11,<3.13",
     package_dir=FOLDERS,
     packages=packages(),
-    package_data={
-        "roamc": ["py.typed"],  # covers roamc.passes and roamc.solvers too
-        "roamc.runtime": ["*.c"],  # compiled on first use, on the user's machine
-        "roamc.report": ["templates/*"],
-    },
+    package_data={"roamc": ["py.typed"]},  # covers roamc.passes and roamc.solvers too
     install_requires=[
         "torch>=2.11,<2.14",  # graphs and kernels; roamc/compat.py covers this range
         "numpy",  # solvers and timelines: anything over ten thousand items
