@@ -112,11 +112,17 @@ def test_two_hundred_steps_hold_the_memory_of_three(make: Callable[[nn.Module], 
     run = make(model if make is whole_steps else optimized(model))
     for _ in range(3):
         run()
-    before = heap_bytes()
-    for _ in range(197):
-        run()
-    assert heap_bytes() - before < SLACK
+    # A leak shows in every window of steps; what another thread of the test process allocates, in one of them.
+    assert min(growth(run, 197) for _ in range(3)) < SLACK
     assert arenas_waiting() == 0
+
+
+def growth(run: Callable[[], None], steps: int) -> int:
+    """Bytes that the heap has grown by after ``steps`` runs."""
+    before = heap_bytes()
+    for _ in range(steps):
+        run()
+    return heap_bytes() - before
 
 
 def test_a_dropped_loss_gives_its_arena_back_at_once() -> None:
