@@ -20,7 +20,7 @@ from benchmarks._measure import fresh, save
 from benchmarks.models import make
 
 MODELS = ("nanogpt-dropout", "gpt2-124m", "resnet50")
-ROUNDS = {"gpt2-124m": 9}
+ROUNDS = {"gpt2-124m": 7}
 
 
 def _loop(work: Any, model: Any) -> Callable[[], None]:

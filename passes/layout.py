@@ -35,8 +35,11 @@ HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
 HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
 """And of these, in one trial each, only results of at least this share of the largest one."""
 
-RELIEVED, RELIEF_CANDIDATES = 4, 12
-"""How many storages of the arena's fullest step may be held as well, and of how many the best is taken each time."""
+RELIEVED, RELIEF_CANDIDATES = 32, 12
+"""How many storages may be moved across, and of how many on each side the best is taken each time."""
+
+NEARLY = 0.995
+"""A step counts as crowded from this share of the fullest one on."""
 
 LAYOUTS = 3
 """How many of the best trials are laid out, while the arena does not reach its lower bound."""
@@ -89,9 +92,11 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One choice of held results: peak of arena plus outside before layout, bytes copied, and the choice."""
+    """One choice of held results: peak of arena plus outside before layout, at how many steps either is nearly
+    at its fullest, bytes copied, and the choice."""
 
     total: Bytes
+    crowded: int
     copied: Bytes
     held: Bools
 
@@ -180,33 +185,53 @@ def _trials(table: _Table) -> list[_Trial]:
 
 
 def _trial(table: _Table, held: Bools) -> _Trial:
+    arena, outside = _arena(table, held), _outside(table, held)
+    crowded = sum(int((live > _peak(live) * NEARLY).sum()) for live in (arena, outside))
     copied = int(table.size[table.allocated & ~held].sum())
-    return _Trial(_peak(_arena(table, held)) + _peak(_outside(table, held)), copied, held)
+    return _Trial(_peak(arena) + _peak(outside), crowded, copied, held)
 
 
 def _cost(trial: _Trial) -> tuple[Bytes, Bytes]:
     return trial.total, trial.copied
 
 
+def _progress(trial: _Trial) -> tuple[Bytes, int]:
+    """What a move across has to lower: the total, or else the number of steps that keep it up."""
+    return trial.total, trial.crowded
+
+
 def _relieve(table: _Table, trial: _Trial) -> _Trial:
-    """Hold a few storages of the arena's fullest step as well, while that lowers the peak.
+    """Move a few storages across, one at a time, while that lowers the peak.
 
     The arena is as large at every step as at its fullest, and the allocator's share comes on top of it:
 
         arena    ########            the storage x lives at the arena's fullest step, the allocator's share is
         outside      oo  OOO         largest at another. Held, x takes room there that is free at its time.
+
+    And the other way round: a held result of the allocator's fullest step may have room in the arena.
     """
+    start = trial
     for _ in range(RELIEVED if table.steps else 0):
-        fullest = int(np.argmax(_arena(table, trial.held)))
-        alive = (table.born <= fullest) & (fullest < table.dead) & ~trial.held & ~table.output
-        rows = np.flatnonzero(alive)
-        largest = rows[np.argsort(-table.size[rows], kind="stable")][:RELIEF_CANDIDATES]
-        tried = [_trial(table, trial.held | (np.arange(len(alive)) == row)) for row in largest]
-        best = min(tried, key=_cost, default=trial)
-        if best.total >= trial.total:
+        fullest_arena = int(np.argmax(_arena(table, trial.held)))
+        fullest_outside = int(np.argmax(_outside(table, trial.held)))
+        inside = ~trial.held & ~table.output
+        movable = trial.held & ~table.elsewhere
+        rows = _largest(table, inside, fullest_arena, fullest_outside)
+        rows += _largest(table, movable, fullest_outside, fullest_arena)
+        tried = [_trial(table, trial.held ^ (np.arange(len(inside)) == row)) for row in rows]
+        best = min(tried, key=_progress, default=trial)
+        if _progress(best) >= _progress(trial):
             break
         trial = best
-    return trial
+    return trial if trial.total < start.total else start
+
+
+def _largest(table: _Table, chosen: Bools, step: int, other: int) -> list[int]:
+    """Of the chosen storages that are alive at ``step`` and not at ``other``, the largest."""
+    alive, elsewhere = ((table.born <= at) & (at < table.dead) for at in (step, other))
+    rows = np.flatnonzero(chosen & alive & ~elsewhere)
+    ordered = rows[np.argsort(-table.size[rows], kind="stable")][:RELIEF_CANDIDATES]
+    return [int(row) for row in ordered]
 
 
 def _arena(table: _Table, held: Bools) -> Int64s:
