@@ -82,8 +82,19 @@ def machine() -> dict[str, str]:
 
 
 def save(name: str, rows: list[dict[str, Any]], remarks: str) -> Path:
-    """Write ``results/NAME.json``: machine, remarks, rows."""
+    """Write ``results/NAME.json``: machine, remarks, rows.
+
+    Rows of other models stay if they were measured on this machine, with these versions, on this day.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "remarks": remarks, "rows": rows}, indent=1) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {"machine": None, "rows": []}
+    where = machine()
+    merged = {_key(row): row for row in before["rows"] if before["machine"] == where}
+    merged.update({_key(row): row for row in rows})
+    path.write_text(json.dumps({"machine": where, "remarks": remarks, "rows": list(merged.values())}, indent=1) + "\n")
     return path
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, Any]:
+    return row["model"], row.get("dtype")

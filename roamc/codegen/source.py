@@ -36,7 +36,16 @@ from roamc.layout import Layout
 from roamc.memory import MemoryModel, Place, Storage, build_memory
 from roamc.runtime.kernels import KERNELS
 
-INDENT = "        "
+CLONES_BASE = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+"""Operators that clone the whole storage of their first argument, which here may be the arena: always our kernels."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +240,7 @@ class _Emitter:
         placed = [(position, storage) for position, storage in births if self._placed(storage)]
         line = source_line(node)
         comment = f"  # {line}" if line else ""
-        if not placed:
+        if not placed and node.target not in CLONES_BASE:
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
             return [*self._allocate_rest(node, births), self._written(node, form) + comment]
@@ -271,7 +280,11 @@ class _Emitter:
                 continue
             shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
             made.append(f'torch.empty_strided({shape}, {stride}, dtype={tensor.dtype}, device="{tensor.device}")')
-        return [f"{self.names.of(node)} = ({', '.join(made)},)"]
+        return [
+            f"{self.names.of(node)} = ({', '.join(made)},)"
+            if self._many(node)
+            else f"{self.names.of(node)} = {made[0]}"
+        ]
 
     def _copied(self, node: fx.Node, births: Sequence[tuple[int, Storage]], comment: str) -> list[str]:
         """No ``out=`` form: run the operator, copy what is planned, keep the rest."""
