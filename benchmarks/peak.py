@@ -4,7 +4,7 @@
 
 Measured bytes come from a counter under malloc and are above what the process holds before the step:
 parameters, optimizer state and batch. The step is the third, so that nothing is made for the first time;
-roamc's arena, which stays between steps, is added back. Operators' own workspace is in the measured
+the arena of train_step, which stays between steps, is added back. Operators' own workspace is in the measured
 peak and not in the predicted one. It is shown apart: the largest rise inside one statement of the program
 above what its results need, read at every line of the emitted source in a second run.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks._measure import Heap, fresh, save
 from benchmarks.models import WORKLOADS, make
 
-ROUTES = ("eager", "train_step", "aot_eager", "optimize", "optimize_allocator")
+ROUTES = ("eager", "train_step", "aot_eager", "optimize")
 
 
 def _eager_step(work: Any, optimizer: Any) -> Any:
@@ -45,8 +45,8 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
 
         def step() -> None:
             planned(*work.batch)
-    elif route in ("optimize", "optimize_allocator"):
-        roamc.optimize(work.model, strict=True, saved="allocator" if route == "optimize_allocator" else "arena")
+    elif route == "optimize":
+        roamc.optimize(work.model, strict=True, idle_arena="free")
     elif route == "aot_eager":
         work.model.compile(backend="aot_eager", dynamic=False)
     for _ in range(2):
@@ -60,10 +60,8 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
         executables = [planned.latest.executable]
         result = {key: getattr(plan, key) for key in ("peak_bytes", "arena_bytes", "live_bytes", "bound_bytes")}
         result |= {"baseline_bytes": plan.baseline_bytes, "status": plan.status, "seconds": dict(plan.seconds)}
-    elif route.startswith("optimize"):
-        plans = roamc.plans(work.model)
-        held = sum(plan.arena_bytes for plan in plans)
-        result = {"peak_bytes": sum(plan.peak_bytes for plan in plans), "graphs": len(plans)}
+    elif route == "optimize":
+        result = {"peak_bytes": [plan.peak_bytes for plan in roamc.plans(work.model)]}
     before = heap.live() - held
     heap.reset()
     step()
@@ -124,9 +122,12 @@ def _line(row: dict[str, Any]) -> str:
         f"{step['workspace'] / 1e6:6.1f}  error {_error(step):+.2%}  fragmentation "
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.3%} baseline {step['baseline_bytes'] / 1e6:8.1f} "
         f"aot {row['aot_eager']['measured'] / 1e6:8.1f} optimize {row['optimize']['measured'] / 1e6:8.1f} "
-        f"(predicted {row['optimize']['peak_bytes'] / 1e6:.1f}) "
-        f"allocator {row['optimize_allocator']['measured'] / 1e6:.1f}"
+        f"(predicted {_predicted(row['optimize'])})"
     )
+
+
+def _predicted(optimize: dict[str, Any]) -> str:
+    return " and ".join(f"{peak / 1e6:.1f}" for peak in optimize["peak_bytes"])
 
 
 def _error(step: dict[str, Any]) -> float:

@@ -48,13 +48,13 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.order != "best" and options.order not in ALGORITHMS:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
-    problem = order_problem(graph, memory)
+    problem, names = order_problem(graph, memory)
     solution = solve(problem, algorithms=chosen)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")
     return Decision(
-        order=tuple(memory.operators[index].node.name for index in solution.order.tolist()),
+        order=tuple(names[index] for index in solution.order.tolist() if names[index]),
         peak_bytes=int(solution.peak_bytes),
         bound_bytes=int(solution.bound_bytes),
         status=str(solution.status.value),
@@ -63,11 +63,30 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     )
 
 
-def order_problem(graph: TrainGraph, memory: MemoryModel) -> OrderProblem:
-    """The graph as plain numbers: stages at the boundary, buffers, constraints."""
-    stage = [int(op.phase) if graph.boundary else 0 for op in memory.operators]
-    buffers = [(s.nbytes, s.producer, list(memory.uses[s.index]), s.place is Place.OUTPUT) for s in memory.counted]
-    return make_problem(stage, memory.edges, buffers, [0] * len(stage))
+HANDOVER = ""
+"""Stands in the list of names for the moment at which the caller hands the tangents to backward."""
+
+
+def order_problem(graph: TrainGraph, memory: MemoryModel) -> tuple[OrderProblem, list[str]]:
+    """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
+
+    Between forward and backward stands one operator more, which brings the tangents into being.
+    """
+    names = [op.node.name for op in memory.operators]
+    stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
+    at = memory.boundary
+    new = [*range(at), *range(at + 1, len(names) + 1)] if graph.boundary else [*range(len(names))]
+    if graph.boundary:
+        names.insert(at, HANDOVER)
+        stage.insert(at, 1)
+    edges = [(new[before], new[after]) for before, after in memory.edges]
+    buffers = []
+    for storage in memory.counted:
+        users = [new[user] for user in memory.uses[storage.index]]
+        maker = new[storage.producer] if storage.producer >= 0 else at
+        if storage.producer >= 0 or users or storage.place is Place.OUTPUT:
+            buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
+    return make_problem(stage, edges, buffers, [0] * len(stage)), names
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:

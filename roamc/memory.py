@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.graph import Phase, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.units import Bytes
 
 Step = int
@@ -31,7 +31,8 @@ class Place(enum.Enum):
     """Who owns a storage."""
 
     INPUT = "input"  # the caller; exists before and after, never counted
-    OUTPUT = "output"  # made by the step and handed to the caller; never in the arena
+    TANGENT = "tangent"  # the caller, who gives it up to backward; gone after its last use, never in the arena
+    OUTPUT = "output"  # handed to the caller; never in the arena
     TEMPORARY = "temporary"  # made and finished with inside the step
 
 
@@ -44,7 +45,7 @@ class Storage:
         name: the node that makes it, with ``#k`` for result k of several.
         nbytes: bytes of the whole storage, not of any view.
         place: who owns it.
-        producer: index of the operator that makes it; -1 for inputs.
+        producer: index of the operator that makes it; -1 for inputs and tangents.
         device: type of the device that it is on, such as "cpu".
         gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
     """
@@ -88,8 +89,13 @@ class MemoryModel:
 
     @cached_property
     def counted(self) -> tuple[Storage, ...]:
-        """The storages that the step itself makes."""
+        """The storages that live and die with the step: what it makes, and tangents."""
         return tuple(storage for storage in self.storages if storage.place is not Place.INPUT)
+
+    @cached_property
+    def boundary(self) -> Step:
+        """The step at which backward starts, in every legal order of a graph with a boundary."""
+        return sum(operator.phase is Phase.FORWARD for operator in self.operators)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +112,8 @@ class MemoryModel:
         return tuple(
             storage
             for storage in self.counted
-            if self.operators[storage.producer].phase is Phase.FORWARD
+            if storage.producer >= 0
+            and self.operators[storage.producer].phase is Phase.FORWARD
             and any(self.operators[user].phase is not Phase.FORWARD for user in self.uses[storage.index])
         )
 
@@ -123,6 +130,8 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
 def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[Int64s, Int64s]:
     """Half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
 
+    A tangent is born where backward starts. One that nobody uses has no life.
+
     Args:
         memory: n operators.
         order: a permutation of 0..n-1; None for graph order.
@@ -133,8 +142,10 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
     count = len(memory.operators)
     position = np.empty(count, dtype=np.int64)
     position[np.arange(count) if order is None else np.asarray(order)] = np.arange(count)
-    born = np.array([position[storage.producer] for storage in memory.counted], dtype=np.int64)
-    dead = born + 1
+    made = np.array([storage.producer >= 0 for storage in memory.counted], dtype=bool)
+    born = np.full(len(made), memory.boundary, dtype=np.int64)
+    born[made] = [position[storage.producer] for storage in memory.counted if storage.producer >= 0]
+    dead = born + made
     for row, storage in enumerate(memory.counted):
         if storage.place is Place.OUTPUT:
             dead[row] = count
@@ -198,10 +209,13 @@ class _Builder:
         self.handed = self._identities(output_values(self.graph.graph))
         by_name = {node.name: node for node in self.graph.graph.nodes}
         self.gradients = self._identities(by_name.get(name) for name in self.graph.gradients)
+        fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
+        tangents = {node for node, port in fed if port.role is Role.TANGENT}
         for node in self.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 for position, tensor in tensors_of(node):
-                    self._claim(node, position, tensor, Place.INPUT, -1)
+                    place = self._place(tensor, Place.TANGENT) if node in tangents else Place.INPUT
+                    self._claim(node, position, tensor, place, -1)
             elif node.op == "call_function":
                 self._visit(node)
         return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
@@ -228,8 +242,7 @@ class _Builder:
         index = len(self.operators)
         births = []
         for position, tensor in tensors_of(node):
-            place = Place.OUTPUT if identity(tensor) in self.handed else Place.TEMPORARY
-            new = self._claim(node, position, tensor, place, index)
+            new = self._claim(node, position, tensor, self._place(tensor, Place.TEMPORARY), index)
             if new is not None:
                 births.append(new)
         if not births and ops.is_view(node.target):
@@ -240,6 +253,9 @@ class _Builder:
         phase = self.graph.phase[node.name]
         kept = tuple(sorted(reads - set(births)))
         self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
+
+    def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
+        return Place.OUTPUT if identity(tensor) in self.handed else otherwise
 
     def _storage(self, node: fx.Node) -> int:
         return self.owner[node.name, 0]
@@ -309,10 +325,12 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
-    """Bytes of the caller's tensors by role: parameters, optimizer state, buffers, inputs."""
+    """Bytes by role of the caller's tensors that stay: parameters, optimizer state, buffers, inputs; no tangents."""
     total: dict[str, Bytes] = {}
     seen: set[int] = set()
     for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
+        if port.role is Role.TANGENT:
+            continue
         for _, tensor in tensors_of(node):
             if identity(tensor) not in seen:
                 seen.add(identity(tensor))

@@ -11,7 +11,7 @@ from typing import Any
 from roamc.errors import OptionError
 from roamc.units import Bytes, parse_bytes
 
-SAVED = ("arena", "allocator")
+IDLE = ("auto", "keep", "free")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Options:
         layout_nodes: node limit of the layout's tree search.
         order: name of one ordering algorithm, or "best" for all of them and the best kept.
         disable: names of passes to leave out, e.g. ("reorder",).
-        saved: where tensors that wait for backward live under torch.compile: "arena", planned with all others, or
-            "allocator", freed one by one as backward goes; lower when gradients outweigh activations.
+        idle_arena: "keep" an arena's memory between steps, or "free" it for others until the next step. "auto" frees
+            arenas of torch.compile on a CPU, where other code runs in between and memory goes back to the system;
+            on a GPU, tensors that outlive the step could settle in the freed block and leave no room for the next.
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
     """
@@ -35,7 +36,7 @@ class Options:
     layout_nodes: int = 20_000
     order: str = "best"
     disable: tuple[str, ...] = ()
-    saved: str = "arena"
+    idle_arena: str = "auto"
     strict: bool = False
     max_plans: int = 8
 
@@ -85,8 +86,8 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"layout_nodes must be a whole number from 0, not {options.layout_nodes!r}")
     if not _is_int(options.max_plans) or options.max_plans < 1:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
-    if options.saved not in SAVED:
-        raise OptionError(f"saved must be one of {', '.join(SAVED)}, not {options.saved!r}")
+    if options.idle_arena not in IDLE:
+        raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}")
     if not isinstance(options.strict, bool):
         raise OptionError(f"strict must be True or False, not {options.strict!r}")
     if not isinstance(options.order, str):

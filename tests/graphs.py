@@ -138,7 +138,7 @@ def run_real(graph: TrainGraph, inputs: Sequence[Any]) -> tuple[list[Any], list[
 
     Returns:
         The outputs, and for every operator the bytes of the distinct real storages alive while it runs: its results,
-        and what it is the last to read. Storages of inputs are not counted.
+        and what it is the last to read. Of the inputs only tangents are counted, in backward.
     """
     runner = _Runner(graph, inputs)
     measured = [runner.step(node) for node in graph.graph.nodes if node in runner.needed and node.op != "output"]
@@ -151,8 +151,11 @@ Key = tuple[str, int | None]  # a node's result, or one of its several results
 
 class _Runner:
     def __init__(self, graph: TrainGraph, inputs: Sequence[Any]) -> None:
-        self.module = graph.module
+        self.graph = graph
         self.inputs = iter(inputs)
+        ports = zip(placeholders(graph.graph), graph.inputs, strict=True)
+        self.late = {node for node, port in ports if port.role is Role.TANGENT}
+        self.tangents: set[int] = set()
         self.values: dict[Key, Any] = {}
         self.foreign: set[int] = set()  # storages that the graph did not make
         self.needed = _needed(graph)
@@ -175,12 +178,16 @@ class _Runner:
         self.values.update(mine)
         alive = self._alive()
         if node.op != "call_function":
-            self.foreign.update(alive.keys() - before.keys())
+            (self.tangents if node in self.late else self.foreign).update(alive.keys() - before.keys())
         works = node.op == "call_function" and (not ops.is_view(node.target) or alive.keys() - before.keys())
         for key in [*(self._key(node, argument) for argument in node.all_input_nodes), *mine]:
             if self.last.get(key, node) is node:
                 del self.values[key]
-        return sum(count for storage, count in alive.items() if storage not in self.foreign) if works else None
+        if not works:
+            return None
+        early = self.graph.phase[node.name] is Phase.FORWARD
+        others = self.foreign | self.tangents if early else self.foreign
+        return sum(count for storage, count in alive.items() if storage not in others)
 
     def _alive(self) -> dict[int, int]:
         """Bytes of every storage that a kept tensor lies in."""
@@ -191,7 +198,7 @@ class _Runner:
         if node.op == "placeholder":
             return next(self.inputs)
         if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(self.module)
+            return operator.attrgetter(str(node.target))(self.graph.module)
         if node.target is operator.getitem:
             return self.values[node.args[0].name, node.args[1]]
         arguments = (fx.map_arg(part, lambda n: self.values[n.name, None]) for part in (node.args, node.kwargs))

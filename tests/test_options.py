@@ -78,8 +78,8 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
         ("max_plans", None, "whole number from 1, not None"),
         ("strict", 1, "True or False, not 1"),
         ("strict", "no", "True or False, not 'no'"),
-        ("saved", "gpu", "saved must be one of arena, allocator, not 'gpu'"),
-        ("saved", None, "not None"),
+        ("idle_arena", "drop", "idle_arena must be one of auto, keep, free, not 'drop'"),
+        ("idle_arena", None, "not None"),
         ("order", None, "not None"),
         ("order", ["best"], "not \\['best'\\]"),
         ("disable", 1, "pass names, not 1"),
@@ -104,7 +104,7 @@ def test_key_is_hashable_and_tells_options_apart() -> None:
     assert hash(Options().key()) == hash(Options().key())
     changed = [
         *({"memory_limit": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
-        *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"saved": "allocator"}),
+        *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"idle_arena": "free"}),
     ]
     keys = {Options(**one).key() for one in changed}
     assert len(keys | {Options().key()}) == len(changed) + 1

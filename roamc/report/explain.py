@@ -31,9 +31,10 @@ class Live:
     Attributes:
         name: of the storage.
         nbytes: its bytes.
-        kind: "saved" (made in forward, read in backward), "gradient", "output" or "temporary".
-        place: "arena", "held" by the allocator, "caller" (handed out), or "allocator" where no layout was made.
-        operator: what makes it, such as ``aten.mm.default``.
+        kind: "saved" (made in forward, read in backward), "gradient", "output", "tangent" (the gradient of an
+            output, handed in) or "temporary".
+        place: "arena", "held" by the allocator, "caller" (handed out or in), or "allocator" where no layout was made.
+        operator: what makes it, such as ``aten.mm.default``; empty for a tangent.
         phase: of its operator.
         source: the line of the user's model, or the parameter that an update belongs to.
         born: step that makes it.
@@ -255,16 +256,16 @@ def _live_at(
     found = []
     for row in rows:
         storage = memory.counted[row]
-        maker = memory.operators[storage.producer]
+        maker = memory.operators[storage.producer] if storage.producer >= 0 else None
         found.append(
             Live(
                 name=storage.name,
                 nbytes=storage.nbytes,
                 kind=_kind(storage, storage.index in saved),
                 place=_place(storage, graph.layout),
-                operator=str(maker.node.target),
-                phase=maker.phase.name,
-                source=origin(maker.node, maker.phase, names),
+                operator=str(maker.node.target) if maker else "",
+                phase=maker.phase.name if maker else Phase.BACKWARD.name,
+                source=origin(maker.node, maker.phase, names) if maker else "",
                 born=int(born[row]),
                 dead=int(dead[row]),
             )
@@ -273,15 +274,15 @@ def _live_at(
 
 
 def _kind(storage: Storage, saved: bool) -> str:
-    if storage.place is Place.OUTPUT:
-        return "output"
+    if storage.place is not Place.TEMPORARY:
+        return str(storage.place.value)
     if storage.gradient:
         return "gradient"
     return "saved" if saved else "temporary"
 
 
 def _place(storage: Storage, layout: Layout | None) -> str:
-    if storage.place is Place.OUTPUT:
+    if storage.place is not Place.TEMPORARY:
         return "caller"
     if layout is None:
         return "allocator"

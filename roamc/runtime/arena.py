@@ -29,9 +29,19 @@ class Arena:
 
     def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder) -> None:
         self.base = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._nbytes = nbytes
         self._storage = self.base.untyped_storage()
         self._views: list[tuple[str, torch.Tensor, int, torch.Size]] = []
         self.entry = bind(self)
+
+    def free(self) -> None:
+        """Give the memory back to the device's allocator; the planned tensors stay and must not be read."""
+        self._storage.resize_(0)
+
+    def fill(self) -> None:
+        """Take memory again after :meth:`free`. Nothing happens if the block has its memory."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
 
     def view(
         self,
@@ -51,12 +61,17 @@ class Arena:
         tensor = torch.empty(0, dtype=dtype, device=self.base.device)
         tensor.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
         tensor = with_bits(tensor, conj=conj, neg=neg)
-        self._views.append((name, tensor, tensor.data_ptr(), tensor.shape))
+        self._views.append((name, tensor, offset, tensor.shape))
         return tensor
 
     def moved_views(self) -> list[str]:
         """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
-        return [n for n, tensor, pointer, shape in self._views if tensor.data_ptr() != pointer or tensor.shape != shape]
+        start = self._storage.data_ptr()
+        return [
+            name
+            for name, tensor, offset, shape in self._views
+            if tensor.shape != shape or (tensor.numel() and tensor.data_ptr() != start + offset)
+        ]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this block."""
@@ -67,12 +82,14 @@ class Arena:
 class ArenaPool:
     """Arenas of one program. A forward takes one; it comes back when its backward has run or can no longer run.
 
-    Arenas are never shared between steps in flight. A free arena is kept for the next step.
+    Arenas are never shared between steps in flight. A free arena waits for the next step: with its memory if
+    ``keep`` is set, else as planned tensors over a block of no bytes.
     """
 
     nbytes: Bytes
     device: torch.device
     bind: Binder
+    keep: bool = True
     free: list[Arena] = field(default_factory=list)
     waiting: dict[int, Arena] = field(default_factory=dict)
 
@@ -90,12 +107,16 @@ class ArenaPool:
     def acquire(self) -> Arena:
         """A free arena, or a new one."""
         with self._lock:
-            if self.free:
-                return self.free.pop()
-        return Arena(self.nbytes, self.device, self.bind)
+            arena = self.free.pop() if self.free else None
+        if arena is None:
+            return Arena(self.nbytes, self.device, self.bind)
+        arena.fill()
+        return arena
 
     def release(self, arena: Arena) -> None:
         """Give an arena back for the next step."""
+        if not self.keep:
+            arena.free()
         with self._lock:
             self.free.append(arena)
 
@@ -125,7 +146,7 @@ class ArenaPool:
         with self._lock:
             arena = self.waiting.pop(ticket, None)
             if arena is not None:
-                self.free.append(arena)
+                self.release(arena)
 
     def renew_lock(self) -> None:
         """In a forked child: a lock that another thread held at the fork would never be released."""

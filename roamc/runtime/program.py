@@ -33,7 +33,7 @@ class Executable:
         pool: arenas in flight and free.
     """
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: Planned, *, keep: bool) -> None:
         self.planned = planned
         self.program: Program = emit(planned.graph)
         layout = planned.graph.layout
@@ -42,7 +42,7 @@ class Executable:
         filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
         bind = load(self.program, filename)
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
-        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind)
+        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep)
         self._checked: set[str] = set()
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
 
@@ -64,10 +64,15 @@ class Executable:
 
 
 class Whole:
-    """A graph that runs in one go: a whole training step, or inference."""
+    """A graph that runs in one go: a whole training step, or inference.
 
-    def __init__(self, planned: Planned) -> None:
-        self.executable = Executable(planned)
+    Args:
+        planned: the graph and its plan.
+        keep: whether an idle arena keeps its memory.
+    """
+
+    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
+        self.executable = Executable(planned, keep=keep)
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         """Run once over an arena of its own. ``args`` is emptied; tensors of it may be updated in place."""
@@ -84,10 +89,14 @@ class Pair:
 
     A forward parks its arena until its backward has run or its saved tensors are gone; a forward in
     between takes another. With ``retain_graph=True`` backward runs over a copy of the arena.
+
+    Args:
+        planned: the graph and its plan.
+        keep: whether an idle arena keeps its memory.
     """
 
-    def __init__(self, planned: Planned) -> None:
-        self.executable = Executable(planned)
+    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
+        self.executable = Executable(planned, keep=keep)
         graph = planned.graph
         by_name = {node.name: node for node in graph.graph.nodes}
         saved = [by_name[name] for name in graph.saved]
@@ -148,7 +157,7 @@ class Pair:
         pool = self.executable.pool
         arena = pool.acquire()
         try:
-            if any(arena.contains(tensor) for tensor in saved):
+            if any(arena.contains(tensor) or _is_freed(tensor) for tensor in saved):
                 raise BackwardTwiceError(
                     "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
                 )
@@ -174,6 +183,11 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return compat.with_bits(fresh, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the arena behind ``tensor`` has given its memory back."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _storage_names(graph: TrainGraph) -> dict[str, str]:

@@ -56,7 +56,7 @@ def test_the_source_is_one_statement_an_operator() -> None:
 def test_a_graph_without_a_layout_does_not_run() -> None:
     planned, _ = planned_pair("dropout")
     with pytest.raises((roamc.VerifyError, roamc.PlanError), match="layout"):
-        Executable(dataclasses.replace(planned, graph=planned.graph.replace(layout=None)))
+        Executable(dataclasses.replace(planned, graph=planned.graph.replace(layout=None)), keep=True)
 
 
 def test_a_result_of_another_shape_than_planned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

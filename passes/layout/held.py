@@ -1,0 +1,240 @@
+"""Which temporaries lie in the arena and which the allocator holds: the split with the lowest peak.
+
+The arena is as large at every step as at its fullest, and what the allocator holds comes on top of it. So a
+storage that lives at the arena's fullest step may cost less outside, in room that is free there at its time:
+
+    arena    ########            the storage x lives at the arena's fullest step, the allocator's share is
+    outside      oo  OOO         largest at another. Held, x takes room that is free at its time.
+
+Results of operators without an ``out=`` form are either copied into the arena, and then exist twice for a
+moment, or held. Temporaries on another device than the arena's are always held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from roamc.forms import FormKind, form_of
+from roamc.graph import Phase
+from roamc.memory import Int64s, MemoryModel, Operator, Place, lifetimes, sizes, timeline
+from roamc.units import Bytes
+
+Bools = npt.NDArray[np.bool_]
+
+HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
+"""In one trial each, results without an ``out=`` form that live at most this many steps are held."""
+
+HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
+"""And of these, in one trial each, only results of at least this share of the largest one."""
+
+MOVES, CANDIDATES = 512, 12
+"""How many storages may be moved across, and of how many on each side the best is taken each time."""
+
+NEARLY = 0.995
+"""A step counts as crowded from this share of the fullest one on; a peak is as good as one this much lower."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All storages that live and die with the step, as arrays in the order of ``memory.counted``.
+
+    Attributes:
+        steps: of the graph's order.
+        size: bytes.
+        padded: bytes, up to the arena's alignment.
+        born: first step.
+        dead: step behind the last; outputs live to the end.
+        dropped: the same if the caller drops what forward hands out as soon as forward has ended.
+        foreign: of the caller: outputs and tangents.
+        saved: made in forward and waiting for backward, in a graph with a boundary.
+        allocated: temporaries made by an operator without an ``out=`` form.
+        elsewhere: temporaries on another device than the arena's.
+    """
+
+    steps: int
+    size: Int64s
+    padded: Int64s
+    born: Int64s
+    dead: Int64s
+    dropped: Int64s
+    foreign: Bools
+    saved: Bools
+    allocated: Bools
+    elsewhere: Bools
+
+
+@dataclass(frozen=True)
+class Split:
+    """One choice of held temporaries, before layout.
+
+    Attributes:
+        held: which; ``foreign`` storages are in neither part.
+        kept: peak of arena and outside together, every size up to the alignment.
+        dropped: the same if the caller drops what forward hands out as soon as forward has ended.
+        crowded: at how many steps the arena or the outside is nearly at its fullest.
+        passed: bytes per step that pass through the allocator; twice for those that are then copied.
+    """
+
+    held: Bools
+    kept: Bytes
+    dropped: Bytes
+    crowded: int
+    passed: Bytes
+
+    @property
+    def total(self) -> Bytes:
+        """What is to be low. Callers differ in what they drop, so both peaks count."""
+        return self.kept + self.dropped
+
+
+def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool) -> Table:
+    """The graph's storages in its present order, for an arena on ``device``."""
+    born, dead = lifetimes(memory)
+    size = sizes(memory.counted)
+    makers = {i for op in memory.operators if _allocates(op) for i in op.births}
+    waiting = {storage.index for storage in memory.saved} if boundary else set()
+    temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
+    return Table(
+        steps=len(memory.operators),
+        size=size,
+        padded=-(-size // alignment) * alignment,
+        born=born,
+        dead=dead,
+        dropped=_dropped(memory, dead) if boundary else dead,
+        foreign=~temporary,
+        saved=_mask(s.index in waiting for s in memory.counted) & temporary,
+        allocated=_mask(s.index in makers for s in memory.counted) & temporary,
+        elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
+    )
+
+
+def _dropped(memory: MemoryModel, dead: Int64s) -> Int64s:
+    """Deaths if outputs of forward go when it has ended, or after their last use in backward."""
+    earlier = dead.copy()
+    for row, storage in enumerate(memory.counted):
+        made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
+        if storage.place is Place.OUTPUT and made:
+            last = max(memory.uses[storage.index], default=0) + 1
+            earlier[row] = max(memory.boundary, last)
+    return earlier
+
+
+def _mask(flags: Iterable[bool]) -> Bools:
+    return np.array(list(flags), dtype=bool)
+
+
+def _allocates(operator: Operator) -> bool:
+    return form_of(operator.node, len(operator.births)).kind is FormKind.ALLOCATE
+
+
+def splits(table: Table) -> list[Split]:
+    """Different choices of held temporaries, the one to take first.
+
+    That is the one that passes the fewest bytes through the allocator of those whose peak is nearly the lowest.
+    """
+    found: dict[bytes, Split] = {}
+    starts = [table.elsewhere]
+    if table.saved.any():
+        # The caller's tensors grow as backward goes and saved ones shrink: held, they leave the room that they free.
+        starts.append(table.elsewhere | table.saved)
+        everything = _split(table, ~table.foreign)
+        found[everything.held.tobytes()] = everything
+    for start in starts:
+        tried = [_split(table, held) for held in _grid(table, start)]
+        tried.append(_relieve(table, min(tried, key=_preference)))
+        found |= {split.held.tobytes(): split for split in tried}
+    lowest = min(split.total for split in found.values())
+    return sorted(found.values(), key=lambda split: (max(split.total * NEARLY, lowest), split.passed))
+
+
+def _grid(table: Table, start: Bools) -> Iterator[Bools]:
+    """``start`` and, in turn, more or fewer of the results without an ``out=`` form."""
+    life = table.dead - table.born
+    largest = int(table.size[table.allocated].max(initial=0))
+    for steps, share in itertools.product(HOLD_STEPS, HOLD_SHARES):
+        yield start | (table.allocated & (life <= steps) & (table.size >= share * largest))
+
+
+def _split(table: Table, held: Bools) -> Split:
+    arena, (kept, dropped) = _arena(table, held), _outsides(table, held)
+    return Split(
+        held=held,
+        kept=peak(arena) + peak(kept),
+        dropped=peak(arena) + peak(dropped),
+        crowded=sum(int((live > peak(live) * NEARLY).sum()) for live in (arena, kept, dropped)),
+        passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
+    )
+
+
+def _preference(split: Split) -> tuple[Bytes, Bytes]:
+    return split.total, split.passed
+
+
+def _progress(split: Split) -> tuple[Bytes, int]:
+    """What a move across has to lower: the total, or else the number of steps that keep it up."""
+    return split.total, split.crowded
+
+
+def _relieve(table: Table, split: Split) -> Split:
+    """Move storages across, one at a time, while that lowers the peak or the number of steps that have it."""
+    start = split
+    for _ in range(MOVES if table.steps else 0):
+        tried = [_split(table, held) for held in _moves(table, split.held)]
+        best = min(tried, key=_progress, default=split)
+        if _progress(best) >= _progress(split):
+            break
+        split = best
+    return split if split.total < start.total else start
+
+
+def _moves(table: Table, held: Bools) -> Iterator[Bools]:
+    """``held`` with one storage more or less: large ones alive at the fullest step of their side only."""
+    arena = int(np.argmax(_arena(table, held)))
+    outsides = {int(np.argmax(live)) for live in _outsides(table, held)}
+    inside, movable = ~held & ~table.foreign, held & ~table.elsewhere
+    rows: dict[int, None] = {}
+    for outside in sorted(outsides):
+        rows |= dict.fromkeys(_largest(table, inside, arena, outside) + _largest(table, movable, outside, arena))
+    for row in rows:
+        moved = held.copy()
+        moved[row] = not moved[row]
+        yield moved
+
+
+def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
+    """Of the chosen storages that are alive at ``step`` and not at ``other``, the largest."""
+    alive, elsewhere = ((table.born <= at) & (at < table.dead) for at in (step, other))
+    rows = np.flatnonzero(chosen & alive & ~elsewhere)
+    ordered = rows[np.argsort(-table.size[rows], kind="stable")][:CANDIDATES]
+    return [int(row) for row in ordered]
+
+
+def _arena(table: Table, held: Bools) -> Int64s:
+    return timeline(table.padded * ~(held | table.foreign), table.born, table.dead, table.steps)
+
+
+def outside_live(table: Table, held: Bools) -> Int64s:
+    """Bytes outside the arena at every step: the caller's, held results, and results that are about to be copied."""
+    return _outside(table, held, table.size, table.dead)
+
+
+def _outside(table: Table, held: Bools, size: Int64s, dead: Int64s) -> Int64s:
+    copied = table.allocated & ~held
+    total = timeline(size * (held | table.foreign), table.born, dead, table.steps)
+    np.add.at(total, table.born[copied], size[copied])
+    return total
+
+
+def _outsides(table: Table, held: Bools) -> tuple[Int64s, Int64s]:
+    """With the caller keeping and dropping what forward hands out. Padded as the arena is: the allocator pads too."""
+    return _outside(table, held, table.padded, table.dead), _outside(table, held, table.padded, table.dropped)
+
+
+def peak(live: Int64s) -> Bytes:
+    """The most bytes at one step; 0 if there is none."""
+    return int(live.max(initial=0))
