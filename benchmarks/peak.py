@@ -4,7 +4,7 @@
 
 Measured bytes come from a counter under malloc and are above what the process holds before the step:
 parameters, optimizer state and batch. The step is the third, so that nothing is made for the first time;
-the arena of train_step, which stays between steps, is added back. Operators' own workspace is in the measured
+roamc's arenas that stay between steps are added back. Operators' own workspace is in the measured
 peak and not in the predicted one. It is shown apart: the largest rise inside one statement of the program
 above what its results need, read at every line of the emitted source in a second run.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks._measure import Heap, fresh, save
 from benchmarks.models import WORKLOADS, make
 
-ROUTES = ("eager", "train_step", "aot_eager", "optimize")
+ROUTES = ("eager", "train_step", "aot_eager", "optimize", "optimize_free")
 
 
 def _eager_step(work: Any, optimizer: Any) -> Any:
@@ -36,6 +36,7 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
     import torch
 
     import roamc
+    from roamc.runtime import blocks
 
     work = make(name, dtype)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
@@ -45,24 +46,22 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
 
         def step() -> None:
             planned(*work.batch)
-    elif route == "optimize":
-        roamc.optimize(work.model, strict=True, idle_arena="free")
+    elif route in ("optimize", "optimize_free"):
+        roamc.optimize(work.model, strict=True, idle_arena="free" if route == "optimize_free" else "keep")
     elif route == "aot_eager":
         work.model.compile(backend="aot_eager", dynamic=False)
     for _ in range(2):
         step()
     heap = Heap()
-    held = 0
     result: dict[str, Any] = {}
     if route == "train_step":
         plan = planned.plans[0]
-        held = plan.arena_bytes
         executables = [planned.latest.executable]
         result = {key: getattr(plan, key) for key in ("peak_bytes", "arena_bytes", "live_bytes", "bound_bytes")}
         result |= {"baseline_bytes": plan.baseline_bytes, "status": plan.status, "seconds": dict(plan.seconds)}
-    elif route == "optimize":
+    elif route in ("optimize", "optimize_free"):
         result = {"peak_bytes": [plan.peak_bytes for plan in roamc.plans(work.model)]}
-    before = heap.live() - held
+    before = heap.live() - blocks.held()
     heap.reset()
     step()
     result["measured"] = heap.peak() - before
@@ -122,7 +121,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{step['workspace'] / 1e6:6.1f}  error {_error(step):+.2%}  fragmentation "
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.3%} baseline {step['baseline_bytes'] / 1e6:8.1f} "
         f"aot {row['aot_eager']['measured'] / 1e6:8.1f} optimize {row['optimize']['measured'] / 1e6:8.1f} "
-        f"(predicted {_predicted(row['optimize'])})"
+        f"(predicted {_predicted(row['optimize'])}) free {row['optimize_free']['measured'] / 1e6:.1f}"
     )
 
 

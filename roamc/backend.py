@@ -19,7 +19,7 @@ from torch import fx
 from roamc import compat, pipeline
 from roamc.capture import joint
 from roamc.errors import BudgetError, OptionError, RoamcError
-from roamc.graph import TrainGraph, main_device
+from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
 from roamc.plan import Plan
 from roamc.runtime.program import Pair, Whole
@@ -159,19 +159,14 @@ class _Unit:
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> Pair:
         graph = joint.stitch(forward, backward, outputs, static, self.name)
-        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self._keep(graph))
+        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.idle_arena == "keep")
         self._remember(pair)
         return pair
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
-        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self._keep(graph))
+        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.idle_arena == "keep")
         self._remember(whole)
         return whole
-
-    def _keep(self, graph: TrainGraph) -> bool:
-        """Whether an arena of ``graph`` keeps its memory between steps."""
-        idle = self.options.idle_arena
-        return idle == "keep" or (idle == "auto" and main_device(graph).type != "cpu")
 
     def _remember(self, program: Pair | Whole) -> None:
         self.record.add(program)

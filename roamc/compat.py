@@ -147,6 +147,18 @@ def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
+def move_to(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> None:
+    """Put ``tensor`` itself at ``offset`` elements of ``storage``; its lazy bits stay as they are."""
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    torch._C._set_conj(tensor, False)
+    torch._C._set_neg(tensor, False)
+    tensor.set_(storage, offset, size, stride)  # type: ignore[call-overload]
+    torch._C._set_conj(tensor, conj)
+    torch._C._set_neg(tensor, neg)
+
+
 def add_to_all(tensors: Sequence[torch.Tensor], number: float) -> None:
     """Add ``number`` to every tensor in place, in one call."""
     torch._foreach_add_(list(tensors), number)

@@ -11,7 +11,7 @@ from typing import Any
 from roamc.errors import OptionError
 from roamc.units import Bytes, parse_bytes
 
-IDLE = ("auto", "keep", "free")
+IDLE = ("keep", "free")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,8 @@ class Options:
         layout_nodes: node limit of the layout's tree search.
         order: name of one ordering algorithm, or "best" for all of them and the best kept.
         disable: names of passes to leave out, e.g. ("reorder",).
-        idle_arena: "keep" an arena's memory between steps, or "free" it for others until the next step. "auto" frees
-            arenas of torch.compile on a CPU, where other code runs in between and memory goes back to the system;
-            on a GPU, tensors that outlive the step could settle in the freed block and leave no room for the next.
+        idle_arena: "keep" an arena's memory between steps for the steps of roamc's programs, or "free" it for all:
+            lowers what a loop holds while other code runs, such as the optimizer, and costs time at every step.
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
     """
@@ -36,7 +35,7 @@ class Options:
     layout_nodes: int = 20_000
     order: str = "best"
     disable: tuple[str, ...] = ()
-    idle_arena: str = "auto"
+    idle_arena: str = "keep"
     strict: bool = False
     max_plans: int = 8
 

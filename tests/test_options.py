@@ -78,7 +78,7 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
         ("max_plans", None, "whole number from 1, not None"),
         ("strict", 1, "True or False, not 1"),
         ("strict", "no", "True or False, not 'no'"),
-        ("idle_arena", "drop", "idle_arena must be one of auto, keep, free, not 'drop'"),
+        ("idle_arena", "drop", "idle_arena must be one of keep, free, not 'drop'"),
         ("idle_arena", None, "not None"),
         ("order", None, "not None"),
         ("order", ["best"], "not \\['best'\\]"),

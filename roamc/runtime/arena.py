@@ -1,4 +1,4 @@
-"""Arenas: one block of memory per step in flight, and the pool that hands them out."""
+"""Arenas: the planned tensors of a step over one block of memory, and the pool that hands them out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from roamc.compat import with_bits
+from roamc.compat import move_to, with_bits
+from roamc.runtime import blocks
 from roamc.units import Bytes
 
 Bound = dict[str, Callable[..., Any]]
@@ -20,28 +21,46 @@ Binder = Callable[["Arena"], Bound]
 
 
 class Arena:
-    """One block of ``nbytes`` on ``device``; every planned tensor is a view of it, made once.
+    """The planned tensors of one step, made once, over a block of memory that is theirs while the step is in flight.
+
+    Busy when made, as after :meth:`enter`.
 
     Attributes:
-        base: the block as bytes.
-        entry: the functions of the program, bound to this block.
+        nbytes: what the planned tensors need.
+        entry: the functions of the program, bound to these tensors.
     """
 
     def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder) -> None:
-        self.base = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._nbytes = nbytes
-        self._storage = self.base.untyped_storage()
-        self._views: list[tuple[str, torch.Tensor, int, torch.Size]] = []
+        self.nbytes = nbytes
+        self._device = device
+        self._block = blocks.take(nbytes, device, None) if nbytes else None
+        self._views: list[_View] = []
         self.entry = bind(self)
 
-    def free(self) -> None:
-        """Give the memory back to the device's allocator; the planned tensors stay and must not be read."""
-        self._storage.resize_(0)
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The block's memory."""
+        return self._block.storage if self._block else torch.UntypedStorage(0, device=self._device)
 
-    def fill(self) -> None:
-        """Take memory again after :meth:`free`. Nothing happens if the block has its memory."""
-        if self._storage.nbytes() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+    @property
+    def base(self) -> torch.Tensor:
+        """The memory of the planned tensors as bytes."""
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage, 0, (self.nbytes,), (1,))
+
+    def enter(self) -> None:
+        """Take a block for a step; the planned tensors move if it is another than before."""
+        if not self._block:
+            return
+        block = blocks.take(self.nbytes, self._device, self._block)
+        if block is not self._block:
+            self._block = block
+            for view in self._views:
+                view.move_to(block.storage)
+
+    def leave(self, *, keep: bool) -> None:
+        """Give the block up; the planned tensors stay, and must not be read until :meth:`enter`."""
+        if self._block:
+            blocks.give(self._block, keep=keep)
 
     def view(
         self,
@@ -58,32 +77,43 @@ class Arena:
 
         ``conj`` and ``neg`` are the lazy bits of complex views.
         """
-        tensor = torch.empty(0, dtype=dtype, device=self.base.device)
-        tensor.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
-        tensor = with_bits(tensor, conj=conj, neg=neg)
-        self._views.append((name, tensor, offset, tensor.shape))
+        tensor = with_bits(torch.empty(0, dtype=dtype, device=self._device), conj=conj, neg=neg)
+        view = _View(name, tensor, offset // dtype.itemsize, tuple(size), tuple(stride))
+        view.move_to(self.storage)
+        self._views.append(view)
         return tensor
 
     def moved_views(self) -> list[str]:
         """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
-        start = self._storage.data_ptr()
-        return [
-            name
-            for name, tensor, offset, shape in self._views
-            if tensor.shape != shape or (tensor.numel() and tensor.data_ptr() != start + offset)
-        ]
+        start = self.storage.data_ptr()
+        return [view.name for view in self._views if not view.is_in_place(start)]
 
-    def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this block."""
-        return tensor.untyped_storage().data_ptr() == self._storage.data_ptr()
+
+@dataclass(frozen=True)
+class _View:
+    """A planned tensor and where it belongs: ``offset`` in elements."""
+
+    name: str
+    tensor: torch.Tensor
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def move_to(self, storage: torch.UntypedStorage) -> None:
+        move_to(self.tensor, storage, self.offset, self.size, self.stride)
+
+    def is_in_place(self, start: int) -> bool:
+        if self.tensor.shape != self.size:
+            return False
+        return not self.tensor.numel() or self.tensor.data_ptr() == start + self.offset * self.tensor.itemsize
 
 
 @dataclass
 class ArenaPool:
     """Arenas of one program. A forward takes one; it comes back when its backward has run or can no longer run.
 
-    Arenas are never shared between steps in flight. A free arena waits for the next step: with its memory if
-    ``keep`` is set, else as planned tensors over a block of no bytes.
+    Arenas are never shared between steps in flight. A free arena waits for the next step; its memory is there for
+    other programs meanwhile, or, unless ``keep`` is set, for all.
     """
 
     nbytes: Bytes
@@ -110,13 +140,12 @@ class ArenaPool:
             arena = self.free.pop() if self.free else None
         if arena is None:
             return Arena(self.nbytes, self.device, self.bind)
-        arena.fill()
+        arena.enter()
         return arena
 
     def release(self, arena: Arena) -> None:
         """Give an arena back for the next step."""
-        if not self.keep:
-            arena.free()
+        arena.leave(keep=self.keep)
         with self._lock:
             self.free.append(arena)
 
@@ -132,7 +161,7 @@ class ArenaPool:
         pointer = tensor.untyped_storage().data_ptr()
         with self._lock:
             for ticket, arena in self.waiting.items():
-                if arena.base.data_ptr() == pointer:
+                if arena.storage.data_ptr() == pointer:
                     return ticket, self.waiting.pop(ticket)
         return None
 

@@ -18,6 +18,7 @@ from roamc.errors import BackwardTwiceError, VerifyError
 from roamc.graph import TrainGraph, main_device
 from roamc.memory import build_memory
 from roamc.pipeline import Planned
+from roamc.runtime import blocks
 from roamc.runtime.arena import Arena, ArenaPool, Bound
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class Pair:
         pool = self.executable.pool
         arena = pool.acquire()
         try:
-            if any(arena.contains(tensor) or _is_freed(tensor) for tensor in saved):
+            if any(blocks.holds(tensor) for tensor in saved):
                 raise BackwardTwiceError(
                     "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
                 )
@@ -183,11 +184,6 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return compat.with_bits(fresh, conj=tensor.is_conj(), neg=tensor.is_neg())
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the arena behind ``tensor`` has given its memory back."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _storage_names(graph: TrainGraph) -> dict[str, str]:

@@ -1,0 +1,142 @@
+"""Blocks of memory: programs that take turns share one, steps in flight never do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import roamc
+from roamc.runtime import blocks
+from roamc.runtime.blocks import Block, give, held, holds, take
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """None of the blocks that other tests have left."""
+    monkeypatch.setattr(blocks, "_BLOCKS", [])
+    yield
+
+
+def test_the_block_used_last_comes_back() -> None:
+    mine, other = take(100, CPU, None), take(100, CPU, None)
+    assert mine is not other
+    give(other, keep=True)
+    give(mine, keep=True)
+    assert take(100, CPU, mine) is mine
+
+
+def test_the_smallest_that_is_large_enough_is_taken() -> None:
+    found = [take(size, CPU, None) for size in (400, 100, 200)]
+    for block in found:
+        give(block, keep=True)
+    assert take(150, CPU, None) is found[2]
+    assert take(150, CPU, found[1]) is found[0], "it has grown too small for its own arena"
+    assert held() == 700
+
+
+def test_an_idle_block_grows_before_there_is_a_new_one() -> None:
+    small = take(100, CPU, None)
+    give(small, keep=True)
+    large = take(300, CPU, None)
+    assert large is small
+    assert large.storage.nbytes() == 300
+    assert held() == 300
+
+
+def test_a_busy_block_is_left_alone() -> None:
+    busy = take(300, CPU, None)
+    pointer = busy.storage.data_ptr()
+    other = take(100, CPU, busy)
+    assert other is not busy
+    assert (busy.storage.data_ptr(), busy.storage.nbytes()) == (pointer, 300)
+
+
+def test_memory_goes_back_unless_it_is_kept() -> None:
+    block = take(100, CPU, None)
+    give(block, keep=False)
+    assert held() == 0
+    again = take(50, CPU, block)
+    assert again is block
+    assert held() == 50
+
+
+def test_a_block_ends_with_the_last_that_refers_to_it() -> None:
+    block = take(100, CPU, None)
+    give(block, keep=True)
+    assert held() == 100
+    del block
+    assert blocks._blocks() == []
+
+
+def test_work_of_another_stream_is_not_overwritten() -> None:
+    block = Block(CPU, stream=7)
+    block.resize(100)
+    give(block, keep=True)
+    assert take(100, CPU, block) is not block
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_tensors_of_a_block_are_known(keep: bool) -> None:
+    block = take(64, CPU, None)
+    inside = torch.empty(0).set_(block.storage, 4, (4,), (1,))
+    assert holds(inside)
+    assert not holds(torch.empty(4))
+    assert not holds(torch.empty(0))
+    give(block, keep=keep)
+    assert holds(inside)
+
+
+def test_a_lock_held_at_a_fork_does_not_block_the_child() -> None:
+    locked, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with blocks._LOCK:
+            locked.set()
+            done.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked.wait(30)
+    child = os.fork()
+    if child == 0:
+        give(take(10, CPU, None), keep=True)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def test_batches_of_different_sizes_share_one_block() -> None:
+    model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+    step = roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)
+    for size in (64, 16, 128, 64, 16, 128):
+        step(torch.randn(size, 32))
+    sizes = [plan.arena_bytes for plan in step.plans]
+    assert len(sizes) == 3
+    assert held() == max(sizes)
+
+
+@pytest.mark.parametrize("idle", ["keep", "free"])
+def test_idle_arenas_hold_memory_only_where_it_is_kept(idle: str) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)), torch.randn(2048, 32)
+    reference = [torch.autograd.grad(square(model, x), list(model.parameters()))]
+    compiled = roamc.optimize(model, strict=True, idle_arena=idle)
+    for _ in range(3):
+        reference.append(torch.autograd.grad(square(compiled, x), list(model.parameters())))
+    (plan,) = roamc.plans(compiled)
+    assert plan.arena_bytes > 0
+    assert held() == (plan.arena_bytes if idle == "keep" else 0)
+    for found in reference[1:]:
+        torch.testing.assert_close(found, reference[0])
