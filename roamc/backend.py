@@ -159,12 +159,12 @@ class _Unit:
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> Pair:
         graph = joint.stitch(forward, backward, outputs, static, self.name)
-        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.idle_arena == "keep")
+        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.keeps_arena)
         self._remember(pair)
         return pair
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
-        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.idle_arena == "keep")
+        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.keeps_arena)
         self._remember(whole)
         return whole
 

@@ -7,9 +7,11 @@ Nothing else in roamc imports a name from a torch module that starts with an und
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -272,10 +274,13 @@ def forward_backward(
 ) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
     """AOTAutograd's graphs of ``model(*batch)`` under fake tensors: (forward, backward) or (forward,).
 
+    Nodes know the user's line; models that ask whether they are being compiled hear that they are.
+
     Returns:
         The graphs, the number of forward outputs that are not saved tensors, and the positions of parameters
         and buffers among the forward inputs.
     """
+    from torch._functorch._aot_autograd import graph_capture
     from torch._functorch.aot_autograd import aot_function
 
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -287,7 +292,8 @@ def forward_backward(
         values = list(leaves)
         for index, tensor in zip(where, flat[len(names) :], strict=True):
             values[index] = tensor
-        with reparametrized(model, dict(zip(names, flat, strict=False))):
+        named = dict(zip(names, flat, strict=False))
+        with reparametrized(model, named), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
             results, _ = flatten(model(*unflatten(values, spec)))
         return [result for result in results if isinstance(result, torch.Tensor)]
 
@@ -304,7 +310,8 @@ def forward_backward(
     device = torch.device("cpu")
     fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
     fakes += [fake_input(mode, leaves[index], device) for index in where]
-    with mode, uncompiled(model):
+    traced = functools.partial(make_fx, record_stack_traces=True)
+    with mode, uncompiled(model), mock.patch.object(graph_capture, "make_fx", traced):
         aot_function(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,

@@ -39,6 +39,11 @@ class Options:
     strict: bool = False
     max_plans: int = 8
 
+    @property
+    def keeps_arena(self) -> bool:
+        """Whether idle arenas keep their memory."""
+        return self.idle_arena == "keep"
+
     def key(self) -> tuple[object, ...]:
         """Everything that a plan depends on, hashable."""
         return dataclasses.astuple(self)

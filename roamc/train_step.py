@@ -166,7 +166,7 @@ class TrainStep:
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         start = time.perf_counter()
-        whole = Whole(planned, keep=self.options.idle_arena == "keep")
+        whole = Whole(planned, keep=self.options.keeps_arena)
         bound = _BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [_describe(leaf) for leaf in leaves])

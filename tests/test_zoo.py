@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from roamc import pipeline, zoo
 from roamc.errors import CaptureError, OptionError
+from roamc.graph import Phase, operators, source_line
 from roamc.options import Options
 from roamc.workload import capture, from_file, parse_setting
 
@@ -89,6 +91,20 @@ def test_model_is_planned_without_weights(name: str) -> None:
     assert plan.name == name
     assert plan.peak_bytes >= plan.bound_bytes > 0
     assert plan.fixed_bytes["optimizer state"] == 2 * plan.fixed_bytes["parameter"]
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_forward_and_backward_alone_are_planned_and_know_their_lines(name: str) -> None:
+    if name != "gpt":
+        pytest.importorskip("transformers")
+    graph = capture(zoo.make(name, SMALL[name]), forward_backward=True)
+    work = [node for node in operators(graph.graph) if node.target is not operator.getitem]
+    early = [node for node in work if graph.phase[node.name] is Phase.FORWARD]
+    known = sum(bool(source_line(node)) for node in early)
+    assert known > 0.9 * len(early)
+    plan = pipeline.run(graph, Options()).plan
+    assert plan.peak_bytes >= plan.bound_bytes > 0
+    assert "optimizer state" not in plan.fixed_bytes
 
 
 def test_default_gpt_has_ten_million_parameters() -> None:

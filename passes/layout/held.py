@@ -35,8 +35,11 @@ HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
 MOVES, CANDIDATES = 512, 12
 """How many storages may be moved across, and of how many on each side the best is taken each time."""
 
-NEARLY = 0.995
-"""A step counts as crowded from this share of the fullest one on; a peak is as good as one this much lower."""
+CROWDED = 0.995
+"""A step counts as crowded from this share of the fullest one on."""
+
+NEARLY = 0.9995
+"""A peak is as good as one that is lower by no more than this: the arena is not given up for it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def _split(table: Table, held: Bools) -> Split:
         held=held,
         kept=peak(arena) + peak(kept),
         dropped=peak(arena) + peak(dropped),
-        crowded=sum(int((live > peak(live) * NEARLY).sum()) for live in (arena, kept, dropped)),
+        crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
         passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def own_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the blocks that other tests have left."""
     monkeypatch.setattr(blocks, "_BLOCKS", [])
-    yield
 
 
 def test_the_block_used_last_comes_back() -> None:

@@ -1,0 +1,85 @@
+"""The split between arena and allocator: what moves where on small timelines, and its promises on random graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from roamc.graph import TrainGraph
+from roamc.memory import Place, build_memory, lifetimes, sizes, timeline
+from roamc.passes.layout.held import NEARLY, Table, make_table, outside_live, peak, splits
+from tests.graphs import graph_and_inputs, model_graph, traced
+from tests.random_graphs import random_model
+
+UNIT = 64
+MB = torch.zeros(512, 512)  # 2**20 bytes
+
+
+def table_of(graph: TrainGraph) -> Table:
+    return make_table(build_memory(graph), "cpu", UNIT, boundary=graph.boundary)
+
+
+def padded_live(graph: TrainGraph) -> int:
+    """Peak if the allocator held everything, every size up to the alignment."""
+    memory = build_memory(graph)
+    padded = -(-sizes(memory.counted) // UNIT) * UNIT
+    return peak(timeline(padded, *lifetimes(memory), len(memory.operators)))
+
+
+def held_names(graph: TrainGraph) -> set[str]:
+    best = splits(table_of(graph))[0]
+    return {s.name for s, held in zip(build_memory(graph).counted, best.held, strict=True) if held}
+
+
+def test_everything_lies_in_the_arena_where_that_costs_nothing() -> None:
+    assert held_names(traced(lambda x: x.sin().cos().tan().sum(), MB)) == set()
+
+
+def test_an_arena_does_not_keep_its_size_where_gradients_grow() -> None:
+    #        0: sin  1: sum | 2: mul  3: neg  4: add      1 MB each but for sum, a number
+    # sin       x       x        x                        saved
+    # mul                        x      x
+    # neg                               x     x
+    # add                                     x           a gradient, handed out
+    # All in the arena: 2 MB of it at step 2, and add on top at step 4. One of the three held: no more than lives.
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = x.sin()
+        return s.sum(), (-(s * 2)) + 1
+
+    graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
+    assert splits(table_of(graph))[0].kept == padded_live(graph) == 2 * 2**20 + UNIT
+    assert len(held_names(graph)) == 1
+
+
+def test_outputs_that_the_caller_may_drop_count_both_ways() -> None:
+    graph = traced(lambda x: ((y := x.sin()), y.cos().tan())[0:2], MB, phases="FFB", saved=("cos",), boundary=True)
+    table = table_of(graph)
+    assert table.dead.tolist() == [3, 3, 3]
+    assert table.dropped.tolist() == [2, 3, 3], "sin is done with when forward ends; tan is made in backward"
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_random_graph_splits_are_what_they_say(seed: int, route: str) -> None:
+    graph = graph_and_inputs(*random_model(seed), route)[0]
+    table, memory, said = table_of(graph), build_memory(graph), f"seed {seed}, {route}"
+    ranked = splits(table)
+    own = np.array([s.place is Place.TEMPORARY for s in memory.counted])
+    lowest = min(split.total for split in ranked)
+    assert ranked[0].total * NEARLY <= lowest, said
+    assert len({split.held.tobytes() for split in ranked}) == len(ranked), said
+    for split in ranked:
+        assert not (split.held & ~own).any(), said
+        assert (split.held | ~table.elsewhere).all(), said
+        arena = peak(timeline(table.padded * (own & ~split.held), table.born, table.dead, table.steps))
+        assert arena + peak(outside_live(table, split.held)) <= split.kept, said
+        assert split.dropped <= split.kept, said
+        assert split.kept >= padded_live(graph), said
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "bert", "resnet50", "lstm"])
+def test_a_module_never_takes_more_than_the_allocator_would(name: str) -> None:
+    graph = model_graph(name, "joint")[0]
+    best = splits(table_of(graph))[0]
+    assert best.total * NEARLY <= 2 * padded_live(graph)
