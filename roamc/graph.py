@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from roamc.layout import Layout
+from roamc.units import Bytes
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -72,6 +73,7 @@ class TrainGraph:
         gradients: names of the nodes that are a parameter's gradient; eager keeps these until the end.
         waits: node of the update to the gradient node that it must not run before, though it may not read it.
         notes: sentences about the capture that the plan passes on to the user.
+        eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
         layout: where every tensor lies, once the layout pass has run.
     """
 
@@ -85,6 +87,7 @@ class TrainGraph:
     gradients: tuple[str, ...] = ()
     waits: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    eager_bytes: Bytes | None = None
     layout: Layout | None = field(default=None, repr=False)
 
     @property

@@ -79,6 +79,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
     verify.check_graph(graph, "capture", deep=deep)
     baseline = int(eager_live_bytes(build_memory(graph)).max(initial=0))
+    graph = graph.replace(eager_bytes=baseline)
     decisions: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     for step in PIPELINE:

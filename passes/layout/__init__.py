@@ -5,7 +5,7 @@ Which those are is chosen in :mod:`roamc.passes.layout.held`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roamc.errors import PlanError, VerifyError
@@ -63,7 +63,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     device = main_device(graph).type
     alignment = options.alignment or ALIGNMENT[device]
     table = make_table(memory, device, alignment, boundary=graph.boundary)
-    split, solution = _lowest(table, alignment, options)
+    split, solution = _lowest(table, splits(table, graph.eager_bytes), alignment, options)
     placed = [s.name for s, inside in zip(memory.counted, ~table.foreign & ~split.held, strict=True) if inside]
     return Decision(
         arena_bytes=int(solution.arena_bytes),
@@ -79,11 +79,10 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     )
 
 
-def _lowest(table: Table, alignment: Bytes, options: Options) -> tuple[Split, LayoutSolution]:
+def _lowest(table: Table, ranked: Sequence[Split], alignment: Bytes, options: Options) -> tuple[Split, LayoutSolution]:
     """The first split, if its arena meets its lower bound and the budget; else the best of a few."""
     found: list[tuple[Bytes, Split, LayoutSolution]] = []
-    ranked = splits(table)
-    for split in (*ranked[:LAYOUTS], min(ranked, key=lambda split: split.kept)):
+    for split in (*ranked[:LAYOUTS], min(ranked, key=lambda split: split.peak_bytes)):
         solution = _solve(table, split.held, alignment, options)
         total = int(solution.arena_bytes) + peak(outside_live(table, split.held))
         found.append((total, split, solution))

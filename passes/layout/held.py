@@ -38,8 +38,8 @@ MOVES, CANDIDATES = 512, 12
 CROWDED = 0.995
 """A step counts as crowded from this share of the fullest one on."""
 
-NEARLY = 0.9995
-"""A peak is as good as one that is lower by no more than this: the arena is not given up for it."""
+NEARLY = 0.995
+"""A peak is as good as one that is lower by no more than this, unless it is above eager's."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,18 @@ class Split:
 
     Attributes:
         held: which; ``foreign`` storages are in neither part.
-        kept: peak of arena and outside together, every size up to the alignment.
-        dropped: the same if the caller drops what forward hands out as soon as forward has ended.
+        peak_bytes: arena and outside together, if the arena is as large as what lives in it.
+        total: what is to be low: the same peak, every size up to the alignment, and once more for a caller who drops
+            what forward hands out as soon as forward has ended. Callers differ in what they drop.
         crowded: at how many steps the arena or the outside is nearly at its fullest.
         passed: bytes per step that pass through the allocator; twice for those that are then copied.
     """
 
     held: Bools
-    kept: Bytes
-    dropped: Bytes
+    peak_bytes: Bytes
+    total: Bytes
     crowded: int
     passed: Bytes
-
-    @property
-    def total(self) -> Bytes:
-        """What is to be low. Callers differ in what they drop, so both peaks count."""
-        return self.kept + self.dropped
 
 
 def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool) -> Table:
@@ -135,10 +131,11 @@ def _allocates(operator: Operator) -> bool:
     return form_of(operator.node, len(operator.births)).kind is FormKind.ALLOCATE
 
 
-def splits(table: Table) -> list[Split]:
+def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
     """Different choices of held temporaries, the one to take first.
 
-    That is the one that passes the fewest bytes through the allocator of those whose peak is nearly the lowest.
+    That is the one that passes the fewest bytes through the allocator of those whose peak is nearly the lowest
+    and, where any is, no higher than ``eager_bytes``.
     """
     found: dict[bytes, Split] = {}
     starts = [table.elsewhere]
@@ -152,7 +149,12 @@ def splits(table: Table) -> list[Split]:
         tried.append(_relieve(table, min(tried, key=_preference)))
         found |= {split.held.tobytes(): split for split in tried}
     lowest = min(split.total for split in found.values())
-    return sorted(found.values(), key=lambda split: (max(split.total * NEARLY, lowest), split.passed))
+
+    def rank(split: Split) -> tuple[bool, float, Bytes]:
+        above = eager_bytes is not None and split.peak_bytes > eager_bytes
+        return above, max(split.total * NEARLY, lowest), split.passed
+
+    return sorted(found.values(), key=rank)
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:
@@ -167,8 +169,8 @@ def _split(table: Table, held: Bools) -> Split:
     arena, (kept, dropped) = _arena(table, held), _outsides(table, held)
     return Split(
         held=held,
-        kept=peak(arena) + peak(kept),
-        dropped=peak(arena) + peak(dropped),
+        peak_bytes=peak(arena) + peak(outside_live(table, held)),
+        total=2 * peak(arena) + peak(kept) + peak(dropped),
         crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
         passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
     )
