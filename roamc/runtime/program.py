@@ -34,7 +34,7 @@ class Executable:
         pool: arenas in flight and free.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool) -> None:
+    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
         self.planned = planned
         self.program: Program = emit(planned.graph)
         layout = planned.graph.layout
