@@ -12,6 +12,7 @@ from roamc.errors import (
     OptionError,
     PlanError,
     RoamcError,
+    StaleError,
     VerifyError,
 )
 from roamc.optimize import optimize, plan, plans, train_step
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RoamcError",
+    "StaleError",
     "TrainStep",
     "VerifyError",
     "__version__",

@@ -35,3 +35,7 @@ class PlanError(RoamcError, ValueError):
 
 class BackwardTwiceError(RoamcError, RuntimeError):
     """Backward was asked to run again through tensors that its first run has given back."""
+
+
+class StaleError(RoamcError):
+    """A compiled module has changed since it was planned, and torch did not compile it again."""

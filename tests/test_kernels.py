@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roamc import compat, ops
+from roamc.capture.corrections import is_expanded
 from roamc.runtime.kernels import KERNELS
 from tests.kernel_cases import CASES, Call
 
@@ -30,10 +31,11 @@ QUIRKS = {
     # Noted with wide statistics; capture mends that.
     aten._native_batch_norm_legit_functional.default: lambda x, *_: x.dtype is torch.bfloat16,
     # A base with gaps: the operator clones all of the base's storage, the kernel needs what is noted.
+    # An expanded base: torch 2.11 notes an expanded result; capture mends that.
     aten.copy.default: lambda x, _: has_gaps(x),
-    aten.slice_scatter.default: lambda x, *_: has_gaps(x),
-    aten.select_scatter.default: lambda x, *_: has_gaps(x),
-    aten.diagonal_scatter.default: lambda x, *_: has_gaps(x),
+    aten.slice_scatter.default: lambda x, *_: has_gaps(x) or is_expanded(x),
+    aten.select_scatter.default: lambda x, *_: has_gaps(x) or is_expanded(x),
+    aten.diagonal_scatter.default: lambda x, *_: has_gaps(x) or is_expanded(x),
 }
 SERVED = [
     (overload, dtype)

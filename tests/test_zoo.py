@@ -98,7 +98,8 @@ def test_forward_and_backward_alone_are_planned_and_know_their_lines(name: str) 
     if name != "gpt":
         pytest.importorskip("transformers")
     graph = capture(zoo.make(name, SMALL[name]), forward_backward=True)
-    work = [node for node in operators(graph.graph) if node.target is not operator.getitem]
+    own = (operator.getitem, torch.ops.aten.copy_.default)  # made by torch itself, such as updates of batch norm
+    work = [node for node in operators(graph.graph) if node.target not in own]
     early = [node for node in work if graph.phase[node.name] is Phase.FORWARD]
     known = sum(bool(source_line(node)) for node in early)
     assert known > 0.9 * len(early)

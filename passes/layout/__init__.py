@@ -13,7 +13,7 @@ from roamc.graph import TrainGraph, main_device
 from roamc.layout import Layout
 from roamc.memory import Place, build_memory, timeline
 from roamc.options import Options
-from roamc.passes.layout.held import NEARLY, Bools, Split, Table, make_table, outside_live, peak, splits
+from roamc.passes.layout.held import Bools, Split, Table, good_enough, make_table, outside_live, peak, splits
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
@@ -89,7 +89,7 @@ def _lowest(table: Table, ranked: Sequence[Split], alignment: Bytes, options: Op
         if solution.arena_bytes == solution.bound_bytes and _fits(total, options):
             break
     lowest = min(found, key=lambda item: item[0])
-    near = (item for item in found if item[0] * NEARLY <= lowest[0] and _fits(item[0], options))
+    near = (item for item in found if item[0] <= good_enough(lowest[0]) and _fits(item[0], options))
     _, split, solution = next(near, lowest)
     return split, solution
 

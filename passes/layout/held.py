@@ -38,8 +38,9 @@ MOVES, CANDIDATES = 512, 12
 CROWDED = 0.995
 """A step counts as crowded from this share of the fullest one on."""
 
-NEARLY = 0.995
-"""A peak is as good as one that is lower by no more than this, unless it is above eager's."""
+NEARLY, LITTLE = 0.005, 64 << 10
+"""A peak is as good as one that is lower by no more than this share or these bytes, unless it is above eager's:
+the arena is not given up for so little."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,16 @@ def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
         found |= {split.held.tobytes(): split for split in tried}
     lowest = min(split.total for split in found.values())
 
-    def rank(split: Split) -> tuple[bool, float, Bytes]:
-        above = eager_bytes is not None and split.peak_bytes > eager_bytes
-        return above, max(split.total * NEARLY, lowest), split.passed
+    def rank(split: Split) -> tuple[bool, Bytes, Bytes]:
+        above = eager_bytes is not None and split.peak_bytes > eager_bytes + LITTLE
+        return above, max(split.total, good_enough(lowest)), split.passed
 
     return sorted(found.values(), key=rank)
+
+
+def good_enough(lowest: Bytes) -> Bytes:
+    """The highest peak that is as good as the lowest one found."""
+    return lowest + max(LITTLE, int(lowest * NEARLY))
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:

@@ -85,6 +85,20 @@ def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
     return None if _nbytes(fresh) == _nbytes(node.meta["val"]) else fresh
 
 
+def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The result over an expanded base is dense; torch 2.11 notes it as expanded too."""
+    told = node.meta["val"]
+    if not is_expanded(told):
+        return None
+    with mode:
+        return torch.empty(told.shape, dtype=told.dtype, device=told.device)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` share their bytes."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Results that ``output_mask`` turns off are None."""
     mask = node.args[-1]
@@ -111,6 +125,9 @@ WHOLE_STORAGE = frozenset(
 FIXES: dict[OpOverload, Fix] = {
     aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
     aten.copy.default: _functional_copy,
+    aten.slice_scatter.default: _scattered,
+    aten.select_scatter.default: _scattered,
+    aten.diagonal_scatter.default: _scattered,
     aten.native_batch_norm_backward.default: _masked,
     aten.native_layer_norm_backward.default: _masked,
     aten.native_group_norm_backward.default: _masked,

@@ -162,6 +162,11 @@ class _Trace:
                 f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
                 "use a mask instead of an index, or torch.compile"
             ) from None
+        except NotImplementedError as error:  # torch up to 2.12 has no place for a generator in a graph
+            raise CaptureError(
+                f"the step hands an operator what no graph can hold ({error}); draw from a generator of your own "
+                "outside the step and pass the numbers in the batch, or use the default generator"
+            ) from None
         finally:
             compat.clear_autocast_cache()
 

@@ -8,13 +8,13 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from roamc import compat
-from roamc.codegen.source import Program, emit
-from roamc.errors import BackwardTwiceError, VerifyError
+from roamc.codegen.source import Entry, Program, emit, entries_of
+from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import TrainGraph, main_device
 from roamc.memory import build_memory
 from roamc.pipeline import Planned
@@ -44,15 +44,31 @@ class Executable:
         bind = load(self.program, filename)
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
         self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep)
+        self._dtypes = {entry.name: _dtypes(entry) for entry in entries_of(planned.graph)}
         self._checked: set[str] = set()
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
 
     def run(self, entry: str, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
-        """Run one function of the program over ``arena``; ``args`` is emptied."""
+        """Run one function of the program over ``arena``; ``args`` is emptied.
+
+        Raises:
+            StaleError: an input has another dtype than was planned.
+        """
+        if [getattr(value, "dtype", None) for value in args] != self._dtypes[entry]:
+            self._refuse(entry, args)
         results: tuple[Any, ...] = arena.entry[entry](args)
         if entry not in self._checked:
             self._check(entry, arena)
         return results
+
+    def _refuse(self, entry: str, args: list[Any]) -> NoReturn:
+        """Dynamo before torch 2.13 does not notice that a compiled module was moved to another dtype."""
+        pairs = zip(self.program.entries[entry], args, self._dtypes[entry], strict=True)
+        name, found, planned = next((n, a.dtype, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
+        raise StaleError(
+            f"{self.planned.graph.name} was compiled for {planned} and now gets {found} ({name}): call "
+            "torch.compiler.reset() after changing the dtype of a compiled module"
+        )
 
     def _check(self, entry: str, arena: Arena) -> None:
         moved = arena.moved_views()
@@ -168,6 +184,11 @@ class Pair:
             return self.executable.run("backward", arena, args)
         finally:
             pool.release(arena)
+
+
+def _dtypes(entry: Entry) -> list[torch.dtype | None]:
+    """What each parameter of an entry has; None for numbers and states of generators."""
+    return [getattr(node.meta.get("val"), "dtype", None) for node in entry.parameters]
 
 
 def load(program: Program, filename: str) -> Callable[[Arena], Bound]:

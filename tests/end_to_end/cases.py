@@ -77,7 +77,7 @@ class Buffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         self.count += 1
-        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.average.mul_(0.9).add_(y.detach().mean(0) * 0.1)
         self.last = y.detach()[0] + self.last
         return y * self.count + self.average - self.last
 

@@ -60,7 +60,7 @@ def test_planning_allocates_nothing_of_the_model(name: str) -> None:
         assert weights > 50 * LIMIT
         assert weights <= parameters < weights + 10_000, "in the graph of a module buffers count as parameters"
         assert peak > 10 * LIMIT
-        assert arena > 0
+        assert arena <= peak
         assert grown < LIMIT
 
 

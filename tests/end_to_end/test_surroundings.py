@@ -104,7 +104,13 @@ def test_change_between_two_calls_of_an_optimized_module(change: Change) -> None
             change(twin)
             model.zero_grad()
             twin.zero_grad()
-        found = run_backward(model, square, batch, seed=number)
+        try:
+            found = run_backward(model, square, batch, seed=number)
+        except roamc.StaleError:
+            assert number == 2
+            assert change is CHANGES["another dtype"]
+            assert torch.__version__ < "2.13", "this torch compiles again"
+            return
         assert_same(found, run_backward(twin, square, batch, seed=number))
 
 
