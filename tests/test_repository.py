@@ -26,7 +26,7 @@ MACHINE = re.compile(
     r"(?<![\w.])/(?:home|root|Users|opt|work|mnt|scratch|tmp)/\w"  # a path of one machine
     r"|\b(?:extra-)?index[-]url\b|\bfind[-]links\b|\btrusted[-]host\b"  # pip told where packages come from
 )
-UNFINISHED = re.compile(r"\bT[O]DO\b|\bFIX[M]E\b|\bX[X]X\b|\bNotImplemented[E]rror\b")
+UNFINISHED = re.compile(r"\bT[O]DO\b|\bFIX[M]E\b|\bX[X]X\b|\braise NotImplemented[E]rror\b")
 
 
 def python_files(*folders: str) -> list[Path]:
