@@ -1,7 +1,8 @@
 """Blocks of memory, shared by the arenas of all programs of a process.
 
-Programs that take turns, such as those for batches of different lengths, use the same memory: what they
-hold together is what the largest of them needs, not the sum.
+Programs that take turns, such as those for batches of different lengths, use the same memory where their needs
+are within a factor of two: what they hold together is at most about twice what the largest needs, not the sum. A
+program keeps no more than twice its own need from going back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Block:
     """One piece of a device's memory; lives as long as an arena refers to it.
 
     Attributes:
-        storage: the memory. It may grow or be given back while the block is idle.
+        storage: the memory; of no bytes while it is given back.
         busy: an arena is using it.
         stream: the stream whose work it holds; on another one that work may not have finished. 0 on a CPU.
     """
@@ -31,9 +32,8 @@ class Block:
         self.stream = stream
         _BLOCKS.append(weakref.ref(self))
 
-    def resize(self, nbytes: Bytes) -> None:
-        """Change the size; the contents are lost."""
-        self.storage.resize_(0)  # first, so that old and new never exist together
+    def fill(self, nbytes: Bytes) -> None:
+        """Take memory; the block has none."""
         self.storage.resize_(nbytes)
         huge_pages.advise(self.storage)
 
@@ -41,36 +41,39 @@ class Block:
 _BLOCKS: list[weakref.ref[Block]] = []
 _LOCK = threading.RLock()
 
+MOST = 2
+"""A block of at most so many times the bytes that are needed is taken."""
+
 
 def take(nbytes: Bytes, device: torch.device, mine: Block | None) -> Block:
     """A block of at least ``nbytes``, busy from now on.
 
-    ``mine``, the one used last, if it is idle and large enough; else the smallest idle one that is; else an idle
-    one that grows; else a new one.
+    ``mine``, the one used last, if it is idle and of a fitting size; else the smallest idle one of a fitting size;
+    else ``mine`` if it has given its memory back, or a new one. The largest idle one that is too small gives its
+    memory back then.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _LOCK:
-        idle = [block for block in _blocks() if _fits(block, device, stream)]
-        chosen = _choose(nbytes, idle, mine if mine in idle else None)
-        if chosen is None:
-            chosen = Block(device, stream)
+        idle = [block for block in _blocks() if _is_idle(block, device, stream)]
+        idle.sort(key=lambda block: block.storage.nbytes())
+        fitting = [block for block in idle if nbytes <= block.storage.nbytes() <= MOST * nbytes]
+        small = [block for block in idle if 0 < block.storage.nbytes() < nbytes]
+        if mine is not None and mine in fitting:
+            chosen = mine
+        elif fitting:
+            chosen = fitting[0]
+        else:
+            empty = [block for block in idle if block is mine and not block.storage.nbytes()]
+            chosen = empty[0] if empty else Block(device, stream)
+            if small:
+                small[-1].storage.resize_(0)
         chosen.busy = True
-    if chosen.storage.nbytes() < nbytes:
-        chosen.resize(nbytes)
+    if not chosen.storage.nbytes():
+        chosen.fill(nbytes)
     return chosen
 
 
-def _choose(nbytes: Bytes, idle: list[Block], mine: Block | None) -> Block | None:
-    if mine is not None and mine.storage.nbytes() >= nbytes:
-        return mine
-    by_size = sorted(idle, key=lambda block: block.storage.nbytes())
-    large = [block for block in by_size if block.storage.nbytes() >= nbytes]
-    if large:
-        return large[0]
-    return mine or (by_size[-1] if by_size else None)
-
-
-def _fits(block: Block, device: torch.device, stream: int) -> bool:
+def _is_idle(block: Block, device: torch.device, stream: int) -> bool:
     return not block.busy and block.storage.device == device and block.stream == stream
 
 

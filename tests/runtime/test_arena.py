@@ -62,14 +62,15 @@ def test_lazy_bits_of_complex_views(conj: bool, neg: bool) -> None:
 
 
 def test_planned_tensors_move_with_the_block() -> None:
-    small, large = pool(256), pool(1024)
-    arena = small.acquire()
+    small, large = pool(4096), pool(5000)
+    other = large.acquire()
+    large.release(other)
+    arena = small.acquire()  # takes the idle block
+    assert arena.storage.data_ptr() == other.storage.data_ptr()
     plain = arena.view("x", 64, (2, 3), (1, 2), torch.float32)
     lazy = arena.view("z", 128, (2,), (1,), torch.complex64, conj=True, neg=True)
-    first = arena.storage
     small.release(arena)
-    other = large.acquire()  # takes the block of the idle arena and makes it grow
-    assert other.storage.data_ptr() == first.data_ptr()
+    assert large.acquire() is other
     assert small.acquire() is arena
     assert arena.storage.data_ptr() != other.storage.data_ptr()
     assert arena.moved_views() == []
