@@ -156,7 +156,7 @@ def move_to(
     conj, neg = tensor.is_conj(), tensor.is_neg()
     torch._C._set_conj(tensor, False)
     torch._C._set_neg(tensor, False)
-    tensor.set_(storage, offset, size, stride)  # type: ignore[call-overload]
+    tensor.set_(storage, offset, size, stride)
     torch._C._set_conj(tensor, conj)
     torch._C._set_neg(tensor, neg)
 
