@@ -40,6 +40,13 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",  # graphs and kernels; roamc/compat.py covers this range
         "numpy",  # solvers and timelines: anything over ten thousand items
+        # Hot loops of the solvers. Wheels for every platform, no compiler on the user's machine (an extension of
+        # our own would need one, or wheels of our own); compiled once and cached on disk. BSD-2; with llvmlite
+        # 210 MB installed.
+        "numba>=0.61",
+        # Maximum flow for order bounds, CP-SAT for small cores and proofs. Apache-2.0; with pandas 170 MB
+        # installed.
+        "ortools>=9.10",
         "typer",  # the command line; brings rich, which prints the reports' tables
     ],
     extras_require={
