@@ -74,6 +74,7 @@ class TrainGraph:
         waits: node of the update to the gradient node that it must not run before, though it may not read it.
         notes: sentences about the capture that the plan passes on to the user.
         eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
+        donated: operator to the position of the argument whose memory its result takes over; both have one storage.
         layout: where every tensor lies, once the layout pass has run.
     """
 
@@ -88,6 +89,7 @@ class TrainGraph:
     waits: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     eager_bytes: Bytes | None = None
+    donated: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
 
     @property

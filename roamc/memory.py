@@ -248,6 +248,8 @@ class _Builder:
         if not births and ops.is_view(node.target):
             return
         writes = {self._storage(argument) for argument in ops.mutated_arguments(node)}
+        if node.name in self.graph.donated:
+            writes.add(self._storage(node))
         reads = {storage for argument in node.all_input_nodes for storage in self._storages(argument)}
         self.maker[node] = index
         phase = self.graph.phase[node.name]

@@ -1,4 +1,4 @@
-"""The operator table: per operator, whether it views, mutates, is random, talks to other ranks, may be run again.
+"""The operator table: what an operator views, mutates, may write over; whether it draws, talks to ranks, repeats.
 
 Most of it is in the operator's schema and tags. ``ROWS`` holds what a schema does not say. Code asks
 :func:`rule` and never compares operator names itself.
@@ -30,6 +30,8 @@ class OpRule:
         collective: talks to other ranks; all ranks must issue it in the same order.
         ordered: has an effect that is not in its results (assertions, tokens); keeps its place.
         recomputable: gives the same bits again for the same inputs.
+        overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
+            the same geometry. Every element is read before its place is written, and the bits are the same.
     """
 
     view_of: tuple[int, ...] = ()
@@ -38,6 +40,7 @@ class OpRule:
     collective: bool = False
     ordered: bool = False
     recomputable: bool = True
+    overwrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Row:
     random: bool | None = None
     ordered: bool | None = None
     recomputable: bool | None = None
+    overwrites: tuple[int, ...] | None = None
 
 
 ROWS: dict[str, Row] = {
@@ -67,14 +71,37 @@ ROWS: dict[str, Row] = {
     "aten::_assert_tensor_metadata": Row(ordered=True),
     "aten::sym_constrain_range": Row(ordered=True),
     # Sum with atomics on a GPU: the same inputs may give other bits.
-    "aten::index_put": Row(recomputable=False),
+    "aten::index_put": Row(recomputable=False, overwrites=(0,)),
     "aten::_index_put_impl_": Row(recomputable=False),
-    "aten::scatter_add": Row(recomputable=False),
-    "aten::index_add": Row(recomputable=False),
+    "aten::scatter_add": Row(recomputable=False, overwrites=(0,)),
+    "aten::index_add": Row(recomputable=False, overwrites=(0,)),
     "aten::embedding_dense_backward": Row(recomputable=False),
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False),
     "aten::upsample_bilinear2d_backward": Row(recomputable=False),
     "aten::grid_sampler_2d_backward": Row(recomputable=False),
+    # Whole rows are read before they are written, and every element of them before its place.
+    "aten::_softmax": Row(overwrites=(0,)),
+    "aten::_log_softmax": Row(overwrites=(0,)),
+    "aten::_softmax_backward_data": Row(overwrites=(0, 1)),
+    "aten::_log_softmax_backward_data": Row(overwrites=(0, 1)),
+    # The addend is copied into the result first, unless it lies there.
+    "aten::addmm": Row(overwrites=(0,)),
+    "aten::baddbmm": Row(overwrites=(0,)),
+    "aten::scatter": Row(overwrites=(0,)),
+    # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
+    "aten::copy": Row(overwrites=(0, 1)),
+    "aten::masked_fill": Row(overwrites=(0,)),
+    "aten::slice_scatter": Row(overwrites=(0,)),
+    "aten::select_scatter": Row(overwrites=(0,)),
+    "aten::diagonal_scatter": Row(overwrites=(0,)),
+    "aten::as_strided_scatter": Row(overwrites=(0,)),
+    "aten::bernoulli": Row(overwrites=(0,)),
+    **dict.fromkeys(
+        [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
+    ),
+    **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
+    # Pointwise, but our kernel spreads the mask over the result before it reads the gradient.
+    "aten::native_dropout_backward": Row(overwrites=()),
 }
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})
@@ -113,7 +140,16 @@ def _from_schema(target: OpOverload) -> OpRule:
         collective=collective,
         ordered=bool(row.ordered),
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
+        overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
     )
+
+
+def _pointwise(target: OpOverload) -> tuple[int, ...]:
+    """All tensors that a pointwise operator reads."""
+    if torch.Tag.pointwise not in target.tags:
+        return ()
+    arguments = enumerate(target._schema.arguments)
+    return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
 
 
 def is_view(target: Target) -> bool:

@@ -20,7 +20,7 @@ from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes
 from roamc.options import Options
-from roamc.passes import layout, normalize, reorder
+from roamc.passes import donate, layout, normalize, reorder
 from roamc.plan import Plan
 from roamc.units import format_bytes
 from roamc.version import __version__
@@ -41,6 +41,7 @@ class Pass:
 PIPELINE = (
     Pass(normalize.NAME, normalize.Decision, normalize.decide, normalize.apply),
     Pass(reorder.NAME, reorder.Decision, reorder.decide, reorder.apply),
+    Pass(donate.NAME, donate.Decision, donate.decide, donate.apply),
     Pass(layout.NAME, layout.Decision, layout.decide, layout.apply),
 )
 

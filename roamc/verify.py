@@ -66,6 +66,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     _check_phases(graph, after)
     _check_order(graph, after, kept or Constraints())
     _check_aliases(graph, after)
+    _check_donated(graph, after)
     if deep:
         _check_metadata(graph, after)
 
@@ -188,8 +189,35 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
         if node.target is operator.getitem and not all(shared):
             _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
-        if shared and any(shared) and not (rule.view_of or rule.mutates):
+        if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.donated):
             _fail(graph, after, node, f"{node.name} shares storage with an input; the operator table has no row for it")
+
+
+def _check_donated(graph: TrainGraph, after: str) -> None:
+    """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
+    known: dict[int, list[fx.Node]] = {}
+    stale: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        old = [argument for argument in node.all_input_nodes if argument in stale]
+        if old and node.op == "call_function" and ops.is_view(node.target):
+            stale.add(node)
+        elif old:
+            _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
+        if node.name in graph.donated:
+            argument = node.args[graph.donated[node.name]]
+            _check_overwriting(graph, after, node, argument)
+            stale.update(known[identity(argument.meta["val"])])
+        for _, tensor in tensors_of(node):
+            known.setdefault(identity(tensor), []).append(node)
+
+
+def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node) -> None:
+    if graph.donated[node.name] not in ops.rule(node.target).overwrites:
+        _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
+    result, gift = node.meta["val"], argument.meta["val"]
+    alike = (result.storage_offset(), *_geometry(result)) == (gift.storage_offset(), *_geometry(gift))
+    if identity(result) != identity(gift) or not alike:
+        _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:

@@ -234,12 +234,13 @@ class _Emitter:
 
     def _statement(self, node: fx.Node) -> list[str]:
         births = self._births(node)
+        if node.name in self.graph.donated:
+            return self._overwriting(node)
         if not births and ops.is_view(node.target):
             return [self._plain(node)]
         form = form_of(node, len(births))
         placed = [(position, storage) for position, storage in births if self._placed(storage)]
-        line = source_line(node)
-        comment = f"  # {line}" if line else ""
+        comment = self._comment(node)
         if not placed and node.target not in CLONES_BASE:
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
@@ -252,6 +253,16 @@ class _Emitter:
             return f"{self.names.of(node)} = {self.names.of(node.args[0])}[{node.args[1]!r}]"
         call = f"{self._function_name(node.target)}({self._arguments(node)})"
         return call if self._in_arena(node) or not node.users else f"{self.names.of(node)} = {call}"
+
+    def _comment(self, node: fx.Node) -> str:
+        line = source_line(node)
+        return f"  # {line}" if line else ""
+
+    def _overwriting(self, node: fx.Node) -> list[str]:
+        """The result goes over an argument; outside the arena it is that tensor, under another name."""
+        argument: Any = node.args[self.graph.donated[node.name]]
+        alias = [] if self._in_arena(node) else [f"{self.names.of(node)} = {self._tensor(argument)}"]
+        return [*alias, self._written(node, form_of(node, 1)) + self._comment(node)]
 
     def _written(self, node: fx.Node, form: Form) -> str:
         results = [self._result(node, position) for position, _ in tensors_of(node)]

@@ -15,7 +15,7 @@ import torch
 from roamc import compat
 from roamc.codegen.source import Entry, Program, emit, entries_of
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
-from roamc.graph import TrainGraph, main_device
+from roamc.graph import Phase, TrainGraph, main_device
 from roamc.memory import build_memory
 from roamc.pipeline import Planned
 from roamc.runtime import blocks
@@ -105,7 +105,8 @@ class Pair:
     """Forward and backward of one module, called apart by AOTAutograd, over the arena that forward took.
 
     A forward parks its arena until its backward has run or its saved tensors are gone; a forward in
-    between takes another. With ``retain_graph=True`` backward runs over a copy of the arena.
+    between takes another. With ``retain_graph=True`` backward runs over a copy of the arena, and over copies of the
+    saved tensors outside it that it would write over.
 
     Args:
         planned: the graph and its plan.
@@ -120,8 +121,10 @@ class Pair:
         placed = graph.layout.offset if graph.layout is not None else {}
         names = _storage_names(graph)
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
-        self.saved_count = len(saved)
+        self.hooked = False
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
+        late = {names[name] for name in graph.donated if graph.phase[name] is not Phase.FORWARD}
+        self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run forward; returns the user's outputs, then the saved tensors."""
@@ -132,9 +135,11 @@ class Pair:
             results = list(self.executable.run("forward", arena, args))
             on_error.pop_all()
         saved = [self.first_saved + index for index in self.in_arena]
+        hooks = compat.saved_tensor_hooks_active()
+        self.hooked |= hooks
         if not saved:
             pool.release(arena)
-        elif compat.saved_tensor_hooks_active():
+        elif hooks:
             # The hooks may keep the tensors in any form: they get tensors of their own.
             for index in saved:
                 results[index] = results[index].clone()
@@ -165,6 +170,7 @@ class Pair:
         spare = pool.acquire()
         try:
             spare.base.copy_(arena.base)
+            self._spare(args)
             return self.executable.run("backward", spare, args)
         finally:
             pool.release(spare)
@@ -181,9 +187,18 @@ class Pair:
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
                 place.copy_(tensor)
+            if self.hooked or compat.keeps_graph():
+                self._spare(args)
             return self.executable.run("backward", arena, args)
         finally:
             pool.release(arena)
+
+    def _spare(self, args: list[Any]) -> None:
+        """Saved tensors that somebody else may read again: backward gets copies to write over."""
+        for index in self.written_over:
+            tensor = args[index]
+            args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            args[index].copy_(tensor)
 
 
 def _dtypes(entry: Entry) -> list[torch.dtype | None]:

@@ -13,6 +13,8 @@ import roamc
 from roamc import compat, pipeline
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
+from roamc.graph import TrainGraph
+from roamc.memory import Place, build_memory
 from roamc.options import Options
 from roamc.pipeline import Planned
 from roamc.runtime.arena import Arena
@@ -112,6 +114,45 @@ def test_backward_over_memory_that_was_given_back_is_an_error(monkeypatch: pytes
     pair.backward(list(args))
     with pytest.raises(roamc.BackwardTwiceError, match="retain_graph=True"):
         pair.backward(list(args))
+
+
+class Tanh(torch.nn.Module):
+    """Backward can write the gradient of ``tanh`` over its saved result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.outer(torch.tanh(self.inner(x)))
+        return y
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_again(
+    monkeypatch: pytest.MonkeyPatch, keeps_graph: bool
+) -> None:
+    monkeypatch.setattr(compat, "keeps_graph", lambda: keeps_graph)
+    model, x = seeded(Tanh), noise(4, 8)
+
+    def graph() -> TrainGraph:
+        halves, outputs, static = compat.forward_backward(model, (x,))
+        return joint.stitch(*halves, outputs, static, "tanh")
+
+    first = pipeline.run(graph(), Options(disable=("donate",)))
+    own = [s.name for s in build_memory(first.graph).counted if s.place is Place.TEMPORARY]
+    held = tuple(name for name in own if name != "tanh_backward")
+    layout = first.plan.decisions["layout"] | {"held": held, "offset": {}, "arena_bytes": 0}
+    over = {"overwrites": (("tanh_backward", 1),), "nbytes": 128}
+    decisions = first.plan.decisions | {"donate": over, "layout": layout}
+    pair = Pair(pipeline.run(graph(), Options(), dataclasses.replace(first.plan, decisions=decisions)))
+    results = pair.forward([*(p.detach() for p in model.parameters()), x])
+    before = [t.clone() for t in results]
+    once = pair.backward([*results[pair.first_saved :], noise(4, 8)])
+    unchanged = all(torch.equal(now, then) for now, then in zip(results, before, strict=True))
+    assert unchanged is keeps_graph
+    again = pair.backward([*before[pair.first_saved :], noise(4, 8)])
+    assert_same(list(again), list(once))
 
 
 def test_a_whole_step_uses_one_arena_again_and_again() -> None:

@@ -1,0 +1,159 @@
+"""donate: results that are written over an argument that nobody needs any more, instead of beside it.
+
+    t = tanh(x)                 x  ####                 x  ####
+    y = t * 2                   t     ####              t     ####
+                                y        ####           y      (in t's bytes)
+
+Which argument an operator may write over stands in :mod:`roamc.ops`. Here it must also be one whose last use this
+is, of the result's own geometry, and read by the operator in no other geometry. Done by ``out=``: the values are
+those of the operator that allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import with_bits
+from roamc.errors import PlanError
+from roamc.forms import FormKind, form_of
+from roamc.graph import TrainGraph, tensors_of
+from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
+from roamc.options import Options
+from roamc.rewrite import mode_of
+from roamc.units import Bytes
+
+NAME = "donate"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is written over what.
+
+    Attributes:
+        overwrites: (operator, position of the argument that it writes over), first to last.
+        nbytes: bytes of all these results, which are not allocated.
+    """
+
+    overwrites: tuple[tuple[str, int], ...]
+    nbytes: Bytes
+
+
+@dataclass(frozen=True)
+class Gift:
+    """A result that may take over the bytes of an argument, in an order in which that is the argument's last use.
+
+    Attributes:
+        position: of the argument.
+        giver: index of the argument's storage.
+        taker: index of the result's storage.
+    """
+
+    position: int
+    giver: int
+    taker: int
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """In the graph's present order, every result that can take over an argument's bytes does."""
+    memory = build_memory(graph)
+    found = []
+    for index, operator in enumerate(memory.operators):
+        last = (gift for gift in gifts(memory, operator) if memory.uses[gift.giver][-1] == index)
+        gift = next(last, None)
+        if gift is not None:
+            found.append((operator.node.name, gift))
+    return Decision(
+        overwrites=tuple((name, gift.position) for name, gift in found),
+        nbytes=sum(memory.storages[gift.taker].nbytes for _, gift in found),
+    )
+
+
+def gifts(memory: MemoryModel, operator: Operator) -> Iterator[Gift]:
+    """The arguments that ``operator`` may write its result over once nobody else needs them, best first."""
+    node = operator.node
+    tensors = [tensor for _, tensor in tensors_of(node)]
+    if len(operator.births) != 1 or len(tensors) != 1 or form_of(node, 1).kind is FormKind.ALLOCATE:
+        return
+    taker = memory.storages[operator.births[0]]
+    for position in ops.rule(node.target).overwrites:
+        argument = node.args[position] if position < len(node.args) else None
+        if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
+            giver = memory.storage_of(argument)
+            if _may_give(giver, taker, argument) and _is_read_as(node, argument, tensors[0]):
+                yield Gift(position, giver.index, taker.index)
+
+
+def _may_give(giver: Storage, taker: Storage, argument: fx.Node) -> bool:
+    """Both are the step's own. What is handed out lies in a storage that no view of the graph has carved up."""
+    if giver.place is not Place.TEMPORARY or giver.nbytes != taker.nbytes or not giver.nbytes:
+        return False
+    return taker.place is Place.TEMPORARY or (taker.place is Place.OUTPUT and giver.name == argument.name)
+
+
+def _is_read_as(node: fx.Node, argument: fx.Node, result: torch.Tensor) -> bool:
+    """Whether the argument, and all else that ``node`` reads of its storage, has the geometry of ``result``."""
+    storage = identity(argument.meta["val"])
+    same = [t for other in node.all_input_nodes for _, t in tensors_of(other) if identity(t) == storage]
+    return all(_geometry(tensor) == _geometry(result) for tensor in same)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, bits
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Let the results, and all views of them, lie in their arguments' storages.
+
+    Raises:
+        PlanError: the graph has no such operators, or they cannot write over these arguments.
+    """
+    allowed, sharing = _allowed(graph), _sharing(graph)
+    mode = mode_of(graph.graph)
+    for name, position in decision.overwrites:
+        if (name, position) not in allowed or mode is None:
+            raise PlanError(f"donate: {name} cannot write over its argument {position} in this graph")
+        node = allowed[name, position]
+        storage = node.args[position].meta["val"].untyped_storage()  # type: ignore[union-attr]
+        with mode:
+            for other, at in sharing[node]:
+                _move(other, at, storage)
+    return graph.replace(donated=dict(decision.overwrites))
+
+
+def _allowed(graph: TrainGraph) -> dict[tuple[str, int], fx.Node]:
+    memory = build_memory(graph)
+    return {
+        (operator.node.name, gift.position): operator.node
+        for index, operator in enumerate(memory.operators)
+        for gift in gifts(memory, operator)
+        if memory.uses[gift.giver][-1] == index
+    }
+
+
+def _sharing(graph: TrainGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+    """Per node that makes a storage, the tensors of that storage: (node, position)."""
+    found: dict[int, list[tuple[fx.Node, int]]] = {}
+    for node in graph.graph.nodes:
+        for position, tensor in tensors_of(node):
+            found.setdefault(identity(tensor), []).append((node, position))
+    return {tensors[0][0]: tensors for tensors in found.values()}
+
+
+def _move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
+    """Give one fake tensor of ``node`` the same place in another storage."""
+    value = node.meta["val"]
+    old = value if isinstance(value, torch.Tensor) else value[position]
+    empty = torch.empty(0, dtype=old.dtype, device=old.device)
+    new = empty.set_(storage, old.storage_offset(), old.shape, old.stride())
+    new = with_bits(new, conj=old.is_conj(), neg=old.is_neg())
+    if isinstance(value, torch.Tensor):
+        node.meta["val"] = new
+    else:
+        node.meta["val"] = type(value)(new if at == position else item for at, item in enumerate(value))

@@ -1,0 +1,157 @@
+"""donate: what may be written over what, that the values stay, and that the judge sees every wrong gift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc.errors import PlanError, VerifyError
+from roamc.graph import Phase, TrainGraph
+from roamc.memory import Place, build_memory, live_bytes
+from roamc.options import Options
+from roamc.passes import donate
+from roamc.verify import check_graph
+from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.random_graphs import random_model
+
+X = torch.randn(4, 4)
+FLAGS = [(seed, route) for seed in range(20) for route in ("step", "joint")]
+
+
+def decided(function: Callable[..., Any], *inputs: Tensor, **fields: Any) -> tuple[tuple[str, int], ...]:
+    return donate.decide(traced(function, *(inputs or (X,)), **fields), Options()).overwrites
+
+
+def given_away(graph: TrainGraph) -> set[str]:
+    """Names of the storages that results are written over."""
+    memory, by_name = build_memory(graph), {node.name: node for node in graph.graph.nodes}
+    pairs = donate.decide(graph, Options()).overwrites
+    return {memory.storage_of(by_name[name].args[position]).name for name, position in pairs}  # type: ignore[arg-type]
+
+
+def donated(graph: TrainGraph) -> TrainGraph:
+    return donate.apply(graph, donate.decide(graph, Options()))
+
+
+def peak(graph: TrainGraph) -> int:
+    return int(live_bytes(build_memory(graph)).max())
+
+
+def test_chain_of_pointwise_operators_lies_in_one_place() -> None:
+    graph = traced(lambda x: x.sin().cos().exp().sum(), X)
+    assert donate.decide(graph, Options()).overwrites == (("cos", 0), ("exp", 0))
+    assert donate.decide(graph, Options()).nbytes == 2 * X.nbytes
+    after = donated(graph)
+    assert [s.name for s in build_memory(after).counted] == ["sin", "sum_1"]
+    assert peak(after) == X.nbytes + 4
+
+
+def test_second_argument_is_taken_where_the_first_is_still_needed() -> None:
+    assert decided(lambda x: ((y := x.sin()), (z := x.cos()), (y * z).sum(), y.sum())[2:]) == (("mul", 1),)
+
+
+def test_result_that_is_handed_out_takes_the_place_of_a_temporary() -> None:
+    assert decided(lambda x: x.sin().cos()) == (("cos", 0),)
+
+
+def test_view_of_the_whole_is_written_over_but_not_handed_out() -> None:
+    assert decided(lambda x: x.sin().view(16).cos().sum()) == (("cos", 0),)
+    assert decided(lambda x: x.sin().view(16).cos()) == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: x.cos().sum(), id="inputs"),
+        pytest.param(lambda x: ((y := x.sin()), y.cos().sum())[0::1], id="outputs"),
+        pytest.param(lambda x: ((y := x.sin()), (y - y.t()).sum())[1], id="read in another geometry"),
+        pytest.param(lambda x: (x.sin()[:1] + x).sum(), id="broadcast"),
+        pytest.param(lambda x: (x.sin() > 0).sum(), id="another dtype"),
+        pytest.param(lambda x: x.sin().to(torch.bfloat16).sum(), id="a smaller dtype"),
+        pytest.param(lambda x: (x.sin() @ x).sum(), id="matrix products"),
+        pytest.param(lambda x: ((y := x.sin()), (y.cos() + y.sum()).sum())[1], id="needed again"),
+        pytest.param(lambda x: x.sin().t().clone(memory_format=torch.contiguous_format).sum(), id="other strides"),
+        pytest.param(lambda x: x.sin().view(2, 8)[:, 4:].cos().sum(), id="a part"),
+    ],
+)
+def test_not_written_over(function: Callable[..., Any]) -> None:
+    assert given_away(traced(function, X)).isdisjoint({"sin", "x_1", "arg0_1"})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_only_the_steps_own_tensors_are_written_over(seed: int) -> None:
+    graph, _ = graph_and_inputs(*random_model(seed), "joint")
+    own = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
+    assert given_away(graph) <= own
+
+
+@pytest.mark.parametrize(("seed", "route"), FLAGS)
+def test_random_graphs_keep_their_values_and_the_model_counts_right(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    torch.manual_seed(seed)
+    expected, _ = run_real(graph, first := clones(inputs))
+    before = live_bytes(build_memory(graph))
+    after = donated(graph)
+    check_graph(after, "donate", deep=True)
+    torch.manual_seed(seed)
+    found, measured = run_real(after, second := clones(inputs))
+    assert_same(found, expected, "outputs")
+    assert_same(second, first, "inputs written")
+    assert measured == live_bytes(build_memory(after)).tolist()
+    assert (live_bytes(build_memory(after)) <= before).all()
+
+
+def test_something_is_written_over_in_most_random_graphs() -> None:
+    some = [
+        bool(donate.decide(graph_and_inputs(*random_model(seed), "step")[0], Options()).overwrites) for seed in range(8)
+    ]
+    assert sum(some) >= 6
+
+
+def tampered(position: int = 0, node: str = "cos", *, share: bool = True) -> TrainGraph:
+    """sin, cos, exp in a row; ``node`` is said to be written over its argument."""
+    graph = traced(lambda x: ((y := x.sin()), y.cos().sum() + y.exp().sum())[1], X)
+    by_name = {n.name: n for n in graph.graph.nodes}
+    if share:
+        with torch.no_grad():
+            by_name[node].meta["val"] = by_name["sin"].meta["val"].view(4, 4)
+    return graph.replace(donated={node: position})
+
+
+def test_judge_sees_who_reads_what_was_written_over() -> None:
+    with pytest.raises(VerifyError, match="exp reads sin, which was written over"):
+        check_graph(tampered(), "donate")
+
+
+def test_judge_sees_a_result_that_lies_elsewhere() -> None:
+    with pytest.raises(VerifyError, match="which lies elsewhere"):
+        check_graph(tampered(share=False, node="exp"), "donate")
+
+
+def test_judge_sees_an_operator_that_must_not() -> None:
+    graph = traced(lambda x: x.sin().cumsum(0).sum(), X)
+    by_name = {n.name: n for n in graph.graph.nodes}
+    by_name["cumsum"].meta["val"] = by_name["sin"].meta["val"].view(4, 4)
+    with pytest.raises(VerifyError, match="may not write over sin"):
+        check_graph(graph.replace(donated={"cumsum": 0}), "donate")
+
+
+def test_plan_of_another_graph_is_refused() -> None:
+    graph = traced(lambda x: x.sin().cos().sum(), X)
+    for overwrites in ((("tan", 0),), (("cos", 1),), (("sum_1", 0),), (("sin", 0),)):
+        with pytest.raises(PlanError, match="cannot write over its argument"):
+            donate.apply(graph, donate.Decision(overwrites, 0))
+
+
+def test_update_is_written_over_its_gradient_only_behind_all_who_read_it() -> None:
+    graph, _ = graph_and_inputs(*random_model(3), "step")
+    memory = build_memory(graph)
+    for name, position in donate.decide(graph, Options()).overwrites:
+        index = next(i for i, op in enumerate(memory.operators) if op.node.name == name)
+        argument = memory.operators[index].node.args[position]
+        assert max(memory.uses[memory.storage_of(argument).index]) == index
+    assert Phase.UPDATE in graph.phase.values()
