@@ -6,6 +6,8 @@ reachability, for chosen operators v: while v runs, a buffer is surely live if i
 before v
     and it is kept, is produced by v, or has a reader that is v or must run after v.
 
+(a) and (c) are less by the most bytes that v can take over from its inputs.
+
 (c) relaxes the min-cut bound, where operators unrelated to v may have run or not, whichever is cheaper: here
 the buffers between such operators count as nothing. (a) is (c) seen from direct neighbours only, and costs
 O(n + reads).
@@ -44,7 +46,7 @@ def lower_bound(problem: OrderProblem, order: IntArray) -> Bytes:
 
 def operator_bound(problem: OrderProblem) -> LongArray:
     """Bound (a): int64[n], bytes that are live whenever each operator runs."""
-    bound = problem.scratch.copy()
+    bound = problem.scratch - most_donated(problem)
     stage = problem.stage
     np.add.at(bound, problem.producer, problem.size)
     per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -55,6 +57,18 @@ def operator_bound(problem: OrderProblem) -> LongArray:
     kept_so_far = np.concatenate([[0], np.cumsum(problem.size[kept])])
     bound += kept_so_far[np.searchsorted(stage[problem.producer[kept]], stage, side="left")]
     return bound
+
+
+def most_donated(problem: OrderProblem) -> LongArray:
+    """int64[n]: bytes of inputs that each operator's results can take over in any order, at most."""
+    takes = np.zeros(problem.num_ops, dtype=np.int64)
+    takers = np.flatnonzero(np.diff(problem.donor_start))
+    np.add.at(takes, problem.producer[takers], problem.size[takers])
+    taker_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.donor_start))
+    pairs = np.unique(np.stack([problem.producer[taker_of], problem.donor]), axis=1)
+    gives = np.zeros(problem.num_ops, dtype=np.int64)
+    np.add.at(gives, pairs[0], problem.size[pairs[1]])
+    return np.minimum(takes, gives)
 
 
 def boundary_bound(problem: OrderProblem) -> Bytes:
@@ -102,7 +116,7 @@ def _reachability_batch(
             needed |= not_before[op]
         masks += (not_after[producer] & needed).to_bytes(width, "little")
     packed = np.frombuffer(bytes(masks), dtype=np.uint8).reshape(problem.num_buffers, width)
-    bound = problem.scratch[chosen].copy()
+    bound = problem.scratch[chosen] - most_donated(problem)[chosen]
     for lo in range(0, problem.num_buffers, 4096):
         live = np.unpackbits(packed[lo : lo + 4096], axis=1, count=len(chosen), bitorder="little")
         bound += problem.size[lo : lo + 4096] @ live.astype(np.int64)

@@ -1,24 +1,26 @@
-"""Live bytes of an order, vectorised. The judge has its own count; a test compares the two."""
+"""Live bytes of an order, with donation, vectorised. The judge has its own count; a test compares the two."""
 
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
+from roamc.solvers.order.donation import givers, positions
 from roamc.solvers.order.problem import Bytes, OrderProblem
 
 
 def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
     """Live bytes while each step runs: int64[n], element t belongs to operator order[t].
 
-    `order` must be a permutation of the operators; O(n + b + reads).
+    `order` must be a permutation of the operators; O(n + b + reads + donors).
     """
     num_ops = problem.num_ops
-    position = np.empty(num_ops, dtype=np.int64)
-    position[order] = np.arange(num_ops)
+    position = positions(order)
     born = position[problem.producer]
     last = born.copy()
     buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     np.maximum.at(last, buffer_of, position[problem.consumer])
     last[problem.kept] = num_ops - 1
+    giver = givers(problem, position)
+    last[giver[giver >= 0]] = born[giver >= 0] - 1
     change = np.zeros(num_ops + 1, dtype=np.int64)
     np.add.at(change, born, problem.size)
     np.subtract.at(change, last + 1, problem.size)

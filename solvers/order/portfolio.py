@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from roamc.solvers.arrays import IntArray, read_only
 from roamc.solvers.order.bound import EXAMINE_ALL_UP_TO, lower_bound
 from roamc.solvers.order.depth_first import last_ready_first, post_order
+from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.list_schedule import list_schedule, list_schedule_backward
 from roamc.solvers.order.problem import Bytes, OrderProblem, OrderSolution
@@ -60,6 +61,7 @@ def solve(problem: OrderProblem, algorithms: tuple[str, ...] = DEFAULT_ALGORITHM
         algorithm=best.name,
         work=problem.num_ops * len(tried),
         candidates=tuple((candidate.name, candidate.peak_bytes) for candidate in tried),
+        donations=donations(problem, best.order),
     )
 
 

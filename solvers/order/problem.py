@@ -10,10 +10,19 @@ Operators are numbered 0..n-1 in program order, which is itself legal. An order 
 A buffer is live on the half-open steps [position of producer, last position of a consumer + 1): one step if
 nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
 plus the scratch bytes of the operator that runs there; the peak is their maximum.
+
+Donation: an operator may write a result over an input that dies there. Which buffers may give their bytes to
+buffer k is part of the problem (`donor`); who gives follows from the order. Each buffer k, in the sequence of
+their numbers, takes the first of its donors whose last reader is the producer of k and which has not given
+its bytes to another. The life of the giver then ends where that of k begins, so that the two count once:
+
+    without   giver |=========|           with   giver |=======|
+              taker         |=====|              taker         |=====|
+                            ^ step of the producer of the taker
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +32,7 @@ from roamc.solvers.status import Status
 Bytes = int
 Step = int
 OpIndex = int
+BufferIndex = int
 BufferSpec = tuple[Bytes, OpIndex, Iterable[OpIndex], bool]
 
 _MOST_BYTES = 2**62
@@ -38,6 +48,9 @@ class OrderProblem:
     consumer_start: int64[b + 1] and consumer: int32[...], sorted within a buffer, without duplicates and
         without the producer: buffer k is read by `consumer[consumer_start[k]:consumer_start[k + 1]]`.
     scratch: int64[n], further bytes while the operator runs.
+    donor_start: int64[b + 1] and donor: int32[...]: buffer k may take over the bytes of one of
+        `donor[donor_start[k]:donor_start[k + 1]]`, the best first. Each is as large as k, is read by the
+        producer of k, and is not kept.
     All arrays are read-only.
     """
 
@@ -49,6 +62,8 @@ class OrderProblem:
     consumer: IntArray
     kept: BoolArray
     scratch: LongArray
+    donor_start: LongArray
+    donor: IntArray
 
     @property
     def num_ops(self) -> int:
@@ -69,7 +84,8 @@ class OrderSolution:
     order.  bound_bytes: no legal order has a lower peak than this. status: OPTIMAL exactly when peak_bytes ==
     bound_bytes (a proof raises the bound to the peak). algorithm: the name of the algorithm that found it.
     work: operators scheduled, over all algorithms that ran. candidates: (name, peak bytes) of every algorithm
-    that ran, in the order in which they ran.
+    that ran, in the order in which they ran. donations: (giver, taker) for every buffer that takes over the bytes
+    of another in that order, sorted by taker.
     """
 
     order: IntArray
@@ -79,6 +95,7 @@ class OrderSolution:
     algorithm: str
     work: int
     candidates: tuple[tuple[str, Bytes], ...]
+    donations: tuple[tuple[BufferIndex, BufferIndex], ...]
 
 
 def make_problem(
@@ -86,15 +103,18 @@ def make_problem(
     edges: Iterable[tuple[OpIndex, OpIndex]],
     buffers: Iterable[BufferSpec],
     scratch: Sequence[Bytes] | None = None,
+    donors: Sequence[Sequence[BufferIndex]] | None = None,
 ) -> OrderProblem:
     """Check the parts of an ordering problem and pack them into arrays.
 
     stage[v] is the stage of operator v; edges are (before, after); buffers are (size in bytes, producer,
     consumers, kept), where consumers may be unsorted, repeat, or name the producer; scratch[v] is bytes, all
-    zero if left out.
+    zero if left out; donors[k] are the buffers whose bytes buffer k may take over, the best first, none if
+    left out.
 
     Raises ValueError, naming the item, for a negative size, an operator out of range, an edge or a read that
-    goes against program order, a stage that decreases, or sizes that add up to more than 2**62 bytes.
+    goes against program order, a stage that decreases, sizes that add up to more than 2**62 bytes, or a donor
+    that is kept, has another size than its taker, or is not read by the taker's producer.
     """
     num_ops = len(stage)
     scratch_bytes = [0] * num_ops if scratch is None else list(scratch)
@@ -104,18 +124,26 @@ def make_problem(
     size, producer, consumers, kept = _check_buffers(buffers, num_ops)
     if sum(size) + sum(scratch_bytes) > _MOST_BYTES:
         raise ValueError(f"sizes add up to {sum(size) + sum(scratch_bytes)} bytes, more than 2**62")
-    start = np.zeros(len(size) + 1, dtype=np.int64)
-    np.cumsum([len(ops) for ops in consumers], out=start[1:])
+    givers = [[] for _ in size] if donors is None else [list(row) for row in donors]
+    _check_donors(givers, size, producer, consumers, kept)
     return OrderProblem(
         stage=read_only(np.array(stage, dtype=np.int32)),
         edges=read_only(np.array(edge_list, dtype=np.int32).reshape(-1, 2)),
         size=read_only(np.array(size, dtype=np.int64)),
         producer=read_only(np.array(producer, dtype=np.int32)),
-        consumer_start=read_only(start),
-        consumer=read_only(np.array([op for ops in consumers for op in ops], dtype=np.int32)),
+        consumer_start=read_only(_starts(consumers)),
+        consumer=read_only(_flat(consumers)),
         kept=read_only(np.array(kept, dtype=np.bool_)),
         scratch=read_only(np.array(scratch_bytes, dtype=np.int64)),
+        donor_start=read_only(_starts(givers)),
+        donor=read_only(_flat(givers)),
     )
+
+
+def without_donors(problem: OrderProblem) -> OrderProblem:
+    """The same problem in which no buffer takes over the bytes of another."""
+    nobody = np.zeros(0, dtype=np.int32)
+    return replace(problem, donor_start=read_only(np.zeros_like(problem.donor_start)), donor=read_only(nobody))
 
 
 def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
@@ -133,6 +161,8 @@ def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
         consumer=read_only(consumer[np.lexsort((consumer, buffer_of))]),
         kept=problem.kept,
         scratch=read_only(problem.scratch[order]),
+        donor_start=problem.donor_start,
+        donor=problem.donor,
     )
 
 
@@ -174,6 +204,21 @@ def writes(problem: OrderProblem) -> Csr:
     return group_by(problem.producer, np.arange(problem.num_buffers, dtype=np.int32), problem.num_ops)
 
 
+def donors(problem: OrderProblem) -> Csr:
+    """Row k: the buffers whose bytes buffer k may take over, the best first."""
+    return Csr(start=problem.donor_start, index=problem.donor)
+
+
+def _starts(rows: Sequence[Sequence[int]]) -> LongArray:
+    start = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=start[1:])
+    return start
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> IntArray:
+    return np.array([item for row in rows for item in row], dtype=np.int32)
+
+
 def _check_ops(stage: Sequence[int], scratch: Sequence[Bytes]) -> None:
     if len(scratch) != len(stage):
         raise ValueError(f"{len(stage)} stages but {len(scratch)} scratch sizes")
@@ -213,3 +258,24 @@ def _check_buffers(
         consumers.append(others)
         kept.append(bool(stays))
     return size, producer, consumers, kept
+
+
+def _check_donors(
+    donors: list[list[BufferIndex]],
+    size: list[Bytes],
+    producer: list[OpIndex],
+    consumers: list[list[OpIndex]],
+    kept: list[bool],
+) -> None:
+    if len(donors) != len(size):
+        raise ValueError(f"{len(size)} buffers but {len(donors)} rows of donors")
+    for taker, givers in enumerate(donors):
+        for giver in givers:
+            if not 0 <= giver < len(size):
+                raise ValueError(f"buffer {taker} names a donor out of range 0..{len(size) - 1}: {giver}")
+            if kept[giver]:
+                raise ValueError(f"donor {giver} of buffer {taker} is kept")
+            if size[giver] != size[taker]:
+                raise ValueError(f"donor {giver} of buffer {taker} has {size[giver]} bytes, not {size[taker]}")
+            if producer[taker] not in consumers[giver]:
+                raise ValueError(f"donor {giver} of buffer {taker} is not read by op {producer[taker]}")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from roamc.solvers import Status
 from roamc.solvers.order import make_problem, solve, validate
 from roamc.solvers.order.portfolio import ALGORITHMS
-from roamc.solvers.order.problem import OrderProblem, consumers
+from roamc.solvers.order.problem import OrderProblem, consumers, donors
 from tests.solvers.order.cases import PROPERTY, problems, training_problem
 
 
@@ -33,6 +33,7 @@ def test_scaled_sizes_scale_the_peak_and_leave_the_order(problem: OrderProblem, 
             strict=True,
         ),
         (problem.scratch * factor).tolist(),
+        donors(problem).lists(),
     )
     before, after = solve(problem), solve(scaled)
     assert after.order.tolist() == before.order.tolist()

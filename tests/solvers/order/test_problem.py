@@ -4,16 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.portfolio import solve
 from roamc.solvers.order.problem import (
     OrderProblem,
     consumers,
+    donors,
     make_problem,
     predecessors,
     reads,
     renumber,
     successors,
+    without_donors,
     writes,
 )
 from tests.solvers.order.cases import PROPERTY, problems, simulated_live
@@ -39,6 +42,42 @@ from tests.solvers.order.cases import PROPERTY, problems, simulated_live
 def test_builder_refuses(stage, edges, buffers, scratch, message) -> None:
     with pytest.raises(ValueError, match=message):
         make_problem(stage, edges, buffers, scratch)
+
+
+CHAIN = [(4, 0, [1], False), (4, 1, [2], True), (8, 1, [2], False), (4, 2, [], False)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[], [0]], "4 buffers but 2 rows of donors"),
+        ([[], [4], [], []], r"buffer 1 names a donor out of range 0..3: 4"),
+        ([[], [-1], [], []], r"buffer 1 names a donor out of range 0..3: -1"),
+        ([[], [], [], [1]], "donor 1 of buffer 3 is kept"),
+        ([[], [], [], [2]], "donor 2 of buffer 3 has 8 bytes, not 4"),
+        ([[], [], [], [0]], "donor 0 of buffer 3 is not read by op 2"),
+        ([[0], [], [], []], "donor 0 of buffer 0 is not read by op 0"),
+    ],
+)
+def test_builder_refuses_donors(rows: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_problem([0] * 3, [], CHAIN, donors=rows)
+
+
+def test_donation_ends_the_life_of_the_giver_where_that_of_the_taker_begins() -> None:
+    problem = make_problem([0] * 3, [], CHAIN, donors=[[], [0], [], []])
+    program = np.arange(3, dtype=np.int32)
+    assert donations(problem, program) == ((0, 1),)
+    assert live_bytes(problem, program).tolist() == [4, 12, 16]
+    assert live_bytes(without_donors(problem), program).tolist() == [4, 16, 16]
+
+
+def test_first_donor_that_dies_gives_and_only_once() -> None:
+    # op 2 makes buffers 2 and 3 from 0 and 1; op 3 may still have to read 0
+    buffers = [(4, 0, [2, 3], False), (4, 1, [2], False), (4, 2, [], True), (4, 2, [], True)]
+    problem = make_problem([0] * 4, [], buffers, donors=[[], [], [0, 1], [0, 1]])
+    assert donations(problem, np.array([0, 1, 2, 3], dtype=np.int32)) == ((1, 2),)
+    assert donations(problem, np.array([0, 1, 3, 2], dtype=np.int32)) == ((0, 2), (1, 3))
 
 
 def test_readers_are_sorted_unique_and_without_the_producer() -> None:
@@ -87,5 +126,6 @@ def test_renumbered_problem_is_the_same_problem(problem: OrderProblem) -> None:
             )
         ],
         renumbered.scratch.tolist(),
+        donors(renumbered).lists(),
     )
     assert rebuilt.consumer.tolist() == renumbered.consumer.tolist()

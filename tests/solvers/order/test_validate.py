@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.order.portfolio import ALGORITHMS, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_donors
 from roamc.solvers.order.validate import OrderVerdict, validate
-from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live
+from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_donations, simulated_live
 
 # 0 → 1 by a buffer, 1 → 2 by an edge, 3 free, 4 in the next stage. Peak 17 at step 1: 10 + 7.
 PROBLEM = make_problem([0, 0, 0, 0, 1], [(1, 2)], [(10, 0, [1], False), (7, 1, [], True), (5, 4, [], False)])
@@ -37,7 +37,8 @@ def test_any_permutation_is_judged_as_the_definition_says(problem: OrderProblem,
     dice.shuffle(order)
     peak = max(simulated_live(problem, order))
     status = Status.OPTIMAL if peak == 0 else Status.GAP
-    claim = OrderSolution(np.array(order, dtype=np.int32), peak, 0, status, "shuffle", 0, ())
+    pairs = sorted(simulated_donations(problem, order).items(), key=lambda pair: pair[1])
+    claim = OrderSolution(np.array(order, dtype=np.int32), peak, 0, status, "shuffle", 0, (), tuple(pairs))
     assert validate(problem, claim).good == is_legal(problem, order)
 
 
@@ -90,4 +91,43 @@ def test_a_mutated_order_is_never_good_by_mistake(problem: OrderProblem, data: s
     order[one], order[other] = order[other], order[one]
     report = validate(problem, replace(solution, order=np.array(order, dtype=np.int32)))
     same_peak = max(simulated_live(problem, order)) == solution.peak_bytes
-    assert report.good == (is_legal(problem, order) and same_peak)
+    same_pairs = simulated_donations(problem, order) == dict(solution.donations)
+    assert report.good == (is_legal(problem, order) and same_peak and same_pairs)
+
+
+# 0 makes 0 and 1; 1 makes 2 over 0 or 1; 2 makes 3 over 1, which 1 has not taken; 3 reads what is left.
+DONATION = make_problem(
+    [0] * 4,
+    [],
+    [(8, 0, [1], False), (8, 0, [1, 2], False), (8, 1, [3], False), (8, 2, [3], False)],
+    donors=[[], [], [1, 0], [1]],
+)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "items"),
+    [
+        (((1, 2), (1, 3)), (1, 2)),  # buffer 1 is still read by op 2
+        (((0, 2), (0, 3)), (0, 3)),  # not a donor of buffer 3
+        (((0, 2),), (3,)),  # one left out
+        ((), (2,)),  # all left out
+        (((1, 3), (0, 2)), (-1,)),  # not sorted by taker
+        (((0, 2), (0, 2), (1, 3)), (2,)),  # twice
+        (((0, 2), (1, 3), (0, 9)), (0, 9)),  # no such buffer
+    ],
+)
+def test_wrong_donations_are_named(claimed: tuple[tuple[int, int], ...], items: tuple[int, ...]) -> None:
+    good = solve(DONATION)
+    assert good.order.tolist() == [0, 1, 2, 3]
+    assert good.donations == ((0, 2), (1, 3))
+    assert good.peak_bytes == 16
+    assert validate(DONATION, good).good
+    report = validate(DONATION, replace(good, donations=claimed))
+    assert (report.verdict, report.items) == (OrderVerdict.WRONG_DONATION, items)
+
+
+def test_an_undone_donation_counts_twice() -> None:
+    good = solve(DONATION)
+    apart = replace(good, donations=())
+    report = validate(without_donors(DONATION), apart)
+    assert (report.verdict, report.items) == (OrderVerdict.WRONG_PEAK, (16, 24))
