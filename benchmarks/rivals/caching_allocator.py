@@ -1,0 +1,189 @@
+"""A simulation of PyTorch's CUDA caching allocator: how much it reserves for a given sequence of tensors.
+
+After c10/cuda/CUDACachingAllocator.cpp at its default settings, one stream. Sizes are rounded up to 512 bytes.
+Requests up to 1 MiB are served from a pool of 2 MiB segments; larger ones from a pool whose segments have
+20 MiB, or from 10 MiB on the request rounded up to 2 MiB. The smallest free block that is large enough is
+taken and, if enough is left over, split; free neighbours within a segment join. Segments stay for good.
+
+With ``expandable`` a pool is a single segment, of which pages (2 MiB, or 20 MiB in the large pool) are mapped
+at its end when nothing free is large enough:
+
+    | used |  free  | used | free .. mapped|  not mapped yet ...
+                             the last free block counts as endless: it is taken only if nothing else fits
+
+Real segments have addresses from the driver; here they follow one another, which decides between free blocks
+of equal size only.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from roamc.memory import Int64s
+from roamc.units import Bytes
+
+KIB, MIB = 1 << 10, 1 << 20
+ROUND = 512
+SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
+LARGE_SEGMENT, LARGE_REQUEST, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment, linked with its neighbours there."""
+
+    address: Bytes
+    size: Bytes
+    pool: Pool
+    free: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+
+@dataclass(eq=False)
+class Pool:
+    """The free blocks of small or of large requests, by size, then address."""
+
+    small: bool
+    ordered: list[tuple[Bytes, Bytes]]
+    at: dict[Bytes, Block]
+    last: Block | None = None
+
+    def add(self, block: Block) -> None:
+        """List a free block."""
+        bisect.insort(self.ordered, (block.size, block.address))
+        self.at[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        """Take a free block off the list."""
+        del self.ordered[bisect.bisect_left(self.ordered, (block.size, block.address))]
+        del self.at[block.address]
+
+
+class CachingAllocator:
+    """Allocates and frees; :attr:`reserved` is what it has taken from the device, which only grows."""
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self.reserved: Bytes = 0
+        self.allocated: Bytes = 0
+        self._small, self._large = Pool(True, [], {}), Pool(False, [], {})
+
+    def allocate(self, size: Bytes) -> Block:
+        """A block for ``size`` > 0 bytes."""
+        size = _round_up(size, ROUND)
+        pool = self._small if size <= SMALL_REQUEST else self._large
+        block = self._best_fit(pool, size)
+        if block is not None:
+            pool.remove(block)
+        elif self.expandable:
+            block = self._expand(pool, size)
+        else:
+            block = self._segment(pool, size)
+        if self._splits(pool, block.size - size):
+            self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it joins free neighbours."""
+        self.allocated -= block.size
+        block.free = True
+        pool, before, after = block.pool, block.before, block.after
+        if before is not None and before.free:
+            pool.remove(before)
+            block = _join(before, block)
+        if after is not None and after.free:
+            pool.remove(after)
+            block = _join(block, after)
+        pool.add(block)
+
+    def _best_fit(self, pool: Pool, size: Bytes) -> Block | None:
+        place = bisect.bisect_left(pool.ordered, (size, -1))
+        found = [pool.at[address] for _, address in pool.ordered[place : place + 2]]
+        if self.expandable and len(found) == 2 and found[0] is pool.last:
+            return found[1]
+        return found[0] if found else None
+
+    def _segment(self, pool: Pool, size: Bytes) -> Block:
+        block = Block(self.reserved, segment_bytes(size), pool)
+        self.reserved += block.size
+        return block
+
+    def _expand(self, pool: Pool, size: Bytes) -> Block:
+        """Map pages behind the end of the pool's segment, which the last free block joins."""
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        last = pool.last
+        if last is not None and last.free:
+            pool.remove(last)
+            more = _round_up(size - last.size, page)
+            last.size += more
+            self.reserved += more
+            return last
+        block = Block(last.address + last.size if last else 0, _round_up(size, page), pool, before=last)
+        if last is not None:
+            last.after = block
+        pool.last = block
+        self.reserved += block.size
+        return block
+
+    def _splits(self, pool: Pool, rest: Bytes) -> bool:
+        return rest >= ROUND if pool.small or self.expandable else rest > SMALL_REQUEST
+
+    def _split(self, block: Block, size: Bytes) -> None:
+        pool = block.pool
+        rest = Block(block.address + size, block.size - size, pool, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        if pool.last is block:
+            pool.last = rest
+        pool.add(rest)
+
+
+def segment_bytes(size: Bytes) -> Bytes:
+    """The segment that a request of ``size`` rounded bytes asks the driver for."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE_REQUEST else _round_up(size, ROUND_LARGE)
+
+
+def peak_reserved(size: Int64s, born: Int64s, dead: Int64s, *, expandable: bool = False, iterations: int = 2) -> Bytes:
+    """Bytes that the allocator has reserved after some training steps.
+
+    Args:
+        size: bytes of every storage; none has a block if 0.
+        born: the step of the schedule that allocates it, before it frees anything.
+        dead: the step behind its last; freed when step ``dead - 1`` has run.
+        expandable: as with ``expandable_segments:True``.
+        iterations: how often the whole schedule runs; the first may leave the pools in another state.
+    """
+    allocator = CachingAllocator(expandable=expandable)
+    events = sorted(
+        [(int(first), 0, row) for row, first in enumerate(born) if size[row]]
+        + [(int(end) - 1, 1, row) for row, end in enumerate(dead) if size[row]]
+    )
+    for _ in range(iterations):
+        blocks: dict[int, Block] = {}
+        for _, frees, row in events:
+            if frees:
+                allocator.free(blocks.pop(row))
+            else:
+                blocks[row] = allocator.allocate(int(size[row]))
+    return allocator.reserved
+
+
+def _join(first: Block, second: Block) -> Block:
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    if first.pool.last is second:
+        first.pool.last = first
+    return first
+
+
+def _round_up(number: Bytes, unit: Bytes) -> Bytes:
+    return -(-number // unit) * unit

@@ -1,0 +1,31 @@
+"""Precedence as every ordering rival needs it: what must run before what, stages included."""
+
+from __future__ import annotations
+
+import itertools
+
+from roamc.solvers.order import OrderProblem
+from roamc.solvers.order.problem import predecessors, successors
+
+
+def ordering_pairs(problem: OrderProblem) -> list[tuple[int, int]]:
+    """(before, after) pairs that no buffer implies: the problem's edges, and its stages.
+
+    The last operators of a stage stand before the first of the next; nothing more is needed.
+    """
+    pairs = [(int(before), int(after)) for before, after in problem.edges]
+    last, first = (_ends(problem, rows.lists()) for rows in (successors(problem), predecessors(problem)))
+    stages = sorted(set(problem.stage.tolist()))
+    for stage, following in itertools.pairwise(stages):
+        pairs += [(before, after) for before in last[stage] for after in first[following]]
+    return list(dict.fromkeys(pairs))
+
+
+def _ends(problem: OrderProblem, neighbours: list[list[int]]) -> dict[int, list[int]]:
+    """Per stage the operators that have no neighbour in it."""
+    stage = problem.stage.tolist()
+    found: dict[int, list[int]] = {}
+    for op, others in enumerate(neighbours):
+        if all(stage[other] != stage[op] for other in others):
+            found.setdefault(stage[op], []).append(op)
+    return found
