@@ -74,6 +74,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     )
 
 
+def all_gifts(memory: MemoryModel) -> list[Gift]:
+    """What every operator may take, in the graph's order."""
+    return [gift for operator in memory.operators for gift in gifts(memory, operator)]
+
+
 def gifts(memory: MemoryModel, operator: Operator) -> Iterator[Gift]:
     """The arguments that ``operator`` may write its result over once nobody else needs them, best first."""
     node = operator.node

@@ -7,6 +7,7 @@ Operators are nodes that do work; views and picks follow the operator that they 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -15,6 +16,7 @@ from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
 from roamc.memory import MemoryModel, Place, build_memory
 from roamc.options import Options
+from roamc.passes import donate
 from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve, validate
 from roamc.units import Bytes
 
@@ -48,7 +50,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.order != "best" and options.order not in ALGORITHMS:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
-    problem, names = order_problem(graph, memory)
+    problem, names = order_problem(graph, memory, () if donate.NAME in options.disable else donate.all_gifts(memory))
     solution = solve(problem, algorithms=chosen)
     report = validate(problem, solution)
     if not report.good:
@@ -67,10 +69,13 @@ HANDOVER = ""
 """Stands in the list of names for the moment at which the caller hands the tangents to backward."""
 
 
-def order_problem(graph: TrainGraph, memory: MemoryModel) -> tuple[OrderProblem, list[str]]:
+def order_problem(
+    graph: TrainGraph, memory: MemoryModel, gifts: Iterable[donate.Gift] = ()
+) -> tuple[OrderProblem, list[str]]:
     """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
 
-    Between forward and backward stands one operator more, which brings the tangents into being.
+    Between forward and backward stands one operator more, which brings the tangents into being. ``gifts`` are the
+    results that may take over the bytes of an argument.
     """
     names = [op.node.name for op in memory.operators]
     stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
@@ -80,13 +85,18 @@ def order_problem(graph: TrainGraph, memory: MemoryModel) -> tuple[OrderProblem,
         names.insert(at, HANDOVER)
         stage.insert(at, 1)
     edges = [(new[before], new[after]) for before, after in memory.edges]
-    buffers = []
+    buffers: list[tuple[Bytes, int, list[int], bool]] = []
+    number: dict[int, int] = {}
     for storage in memory.counted:
         users = [new[user] for user in memory.uses[storage.index]]
         maker = new[storage.producer] if storage.producer >= 0 else at
         if storage.producer >= 0 or users or storage.place is Place.OUTPUT:
+            number[storage.index] = len(buffers)
             buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
-    return make_problem(stage, edges, buffers, [0] * len(stage)), names
+    donors: list[list[int]] = [[] for _ in buffers]
+    for gift in gifts:
+        donors[number[gift.taker]].append(number[gift.giver])
+    return make_problem(stage, edges, buffers, [0] * len(stage), donors), names
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
