@@ -13,7 +13,7 @@ from roamc.graph import TrainGraph, main_device
 from roamc.layout import Layout
 from roamc.memory import Place, build_memory, timeline
 from roamc.options import Options
-from roamc.passes.layout.held import Bools, Split, Table, good_enough, make_table, outside_live, peak, splits
+from roamc.passes.layout.held import Bools, Split, Table, cost, make_table, outside_live, peak, splits
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
@@ -81,21 +81,16 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 def _lowest(table: Table, ranked: Sequence[Split], alignment: Bytes, options: Options) -> tuple[Split, LayoutSolution]:
     """The first split, if its arena meets its lower bound and the budget; else the best of a few."""
-    found: list[tuple[Bytes, Split, LayoutSolution]] = []
+    found: list[tuple[bool, Bytes, Split, LayoutSolution]] = []
     for split in (*ranked[:LAYOUTS], min(ranked, key=lambda split: split.peak_bytes)):
         solution = _solve(table, split.held, alignment, options)
         total = int(solution.arena_bytes) + peak(outside_live(table, split.held))
-        found.append((total, split, solution))
-        if solution.arena_bytes == solution.bound_bytes and _fits(total, options):
+        fits = options.memory_limit is None or total <= options.memory_limit
+        found.append((not fits, cost(total, split) if fits else total, split, solution))
+        if fits and solution.arena_bytes == solution.bound_bytes:
             break
-    lowest = min(found, key=lambda item: item[0])
-    near = (item for item in found if item[0] <= good_enough(lowest[0]) and _fits(item[0], options))
-    _, split, solution = next(near, lowest)
-    return split, solution
-
-
-def _fits(total: Bytes, options: Options) -> bool:
-    return options.memory_limit is None or total <= options.memory_limit
+    _, _, chosen, laid_out = min(found, key=lambda item: item[:2])
+    return chosen, laid_out
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
