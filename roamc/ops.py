@@ -100,8 +100,6 @@ ROWS: dict[str, Row] = {
         [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
     ),
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
-    # Pointwise, but our kernel spreads the mask over the result before it reads the gradient.
-    "aten::native_dropout_backward": Row(overwrites=()),
 }
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})

@@ -320,7 +320,9 @@ def native_dropout(dtype: torch.dtype) -> list[Call]:
 
 @cases(FLOATS, aten.native_dropout_backward.default)
 def native_dropout_backward(dtype: torch.dtype) -> list[Call]:
-    return [call(x, tensor(torch.bool, *x.shape), scale) for x in odd(dtype) for scale in (1.0, 1 / 0.7, 0.0)]
+    large = tensor(dtype, 3, 100, 1001)  # more than a piece
+    some = (call(x, tensor(torch.bool, *x.shape), scale) for x in odd(dtype) for scale in (1.0, 1 / 0.7, 0.0))
+    return [*some, call(large, tensor(torch.bool, *large.shape), 1 / 0.7)]
 
 
 @cases(FLOATS, aten.embedding.default)

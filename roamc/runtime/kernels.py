@@ -276,10 +276,26 @@ def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Ten
 
 @_writes(aten.native_dropout_backward.default, devices=CPU_ONLY)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> None:
-    """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place."""
-    out.copy_(mask)
-    torch.mul(grad, out, out=out)
+    """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place; over ``grad`` piece by piece."""
+    if out.data_ptr() != grad.data_ptr():
+        out.copy_(mask)
+        torch.mul(grad, out, out=out)
+    else:
+        for part, kept in zip(_pieces(out), _pieces(mask), strict=True):
+            part.mul_(kept.to(part.dtype))
     out.mul_(scale)
+
+
+PIECE = 1 << 18
+"""Elements: enough for every core, few enough to stay in the cache."""
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor in parts of about ``PIECE`` elements, the same parts for all of one shape."""
+    if tensor.numel() <= PIECE:
+        return (tensor,)
+    length, dim = max((size, dim) for dim, size in enumerate(tensor.shape))
+    return tensor.split(max(1, PIECE * length // tensor.numel()), dim)
 
 
 @_writes(aten.embedding.default)
