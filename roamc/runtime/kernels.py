@@ -295,7 +295,8 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() <= PIECE:
         return (tensor,)
     length, dim = max((size, dim) for dim, size in enumerate(tensor.shape))
-    return tensor.split(max(1, PIECE * length // tensor.numel()), dim)
+    parts: Sequence[Tensor] = tensor.split(max(1, PIECE * length // tensor.numel()), dim)
+    return parts
 
 
 @_writes(aten.embedding.default)
