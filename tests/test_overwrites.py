@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,10 +31,13 @@ def all_overwriting() -> list[Any]:
     return sorted(set(found), key=str)
 
 
-def writes_to(target: Any) -> bool:
+def writes_to(target: Any, device: str = "cpu") -> bool:
+    if len(target._schema.returns) != 1:
+        return False
+    if target in KERNELS:
+        return device in KERNELS[target].devices
     out = out_overload(target)
-    one = len(target._schema.returns) == 1
-    return one and (target in KERNELS or (out is not None and has_kernel(out[0].name(), "CPU")))
+    return out is not None and has_kernel(out[0].name(), device.upper())
 
 
 TARGETS = all_overwriting()
@@ -113,21 +116,25 @@ def values_like(like: Tensor) -> Tensor:
     return torch.randint(0, 2 if like.dtype is torch.bool else 9, like.shape).to(like.dtype)
 
 
-def duplicate(value: Any) -> Any:
+def at(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Another tensor with the geometry of ``tensor``."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def duplicate(value: Any, device: str = "cpu") -> Any:
     """The same values in the same geometry, in a storage of its own."""
     if isinstance(value, Tensor):
-        storage = value.untyped_storage().clone()
-        return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
-    return [duplicate(item) for item in value] if isinstance(value, list | tuple) else value
+        storage = torch.UntypedStorage(value.untyped_storage().nbytes(), device=device)
+        return at(value, storage.copy_(value.untyped_storage()))
+    return [duplicate(item, device) for item in value] if isinstance(value, list | tuple) else value
 
 
-def overwritten(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> Tensor:
+def overwritten(target: Any, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Tensor:
     """The result, written over one argument as the program does: through another tensor on the same memory."""
-    mine = [duplicate(value) for value in args]
+    mine = [duplicate(value, args[position].device.type) for value in args]
     gift = mine[position]
-    place = torch.empty(0, dtype=gift.dtype).set_(
-        gift.untyped_storage(), gift.storage_offset(), gift.shape, gift.stride()
-    )
+    place = at(gift, gift.untyped_storage())
     torch.manual_seed(7)
     if target in KERNELS:
         KERNELS[target].function(*mine, **kwargs, out=place)
@@ -137,7 +144,7 @@ def overwritten(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], posi
     return place
 
 
-def beside(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def beside(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """The operator's own result; None if it does not take these arguments."""
     torch.manual_seed(7)
     try:
@@ -170,8 +177,20 @@ def test_the_usual_operators_are_among_them() -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_result_over_an_argument_has_the_same_bits(target: Any) -> None:
+    assert check_calls(target, "cpu") or target in NEVER_ALIKE, "no arguments were found for this operator"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [target for target in TARGETS if writes_to(target, "cuda")], ids=str)
+def test_result_over_an_argument_has_the_same_bits_on_cuda(target: Any) -> None:
+    check_calls(target, "cuda")
+
+
+def check_calls(target: Any, device: str) -> int:
+    """Check every call that there is for an operator; how many results were written over an argument."""
     checked = 0
-    for args, kwargs in calls_of(target):
+    for given, kwargs in calls_of(target):
+        args = duplicate(given, device)
         expected = beside(target, args, kwargs)
         for position in ops.rule(target).overwrites:
             if expected is None or position >= len(args) or not is_like(expected, args[position]):
@@ -180,7 +199,7 @@ def test_result_over_an_argument_has_the_same_bits(target: Any) -> None:
             found = overwritten(target, args, kwargs, position)
             same = torch.equal(bits(found), bits(expected))
             assert same or target in LEAVES_AS_IT_IS, f"{target} over argument {position} of {args[position].shape}"
-    assert checked or target in NEVER_ALIKE, "no arguments were found for this operator"
+    return checked
 
 
 LEAVES_AS_IT_IS = {aten.empty_like.default, aten.new_empty.default}
