@@ -36,7 +36,10 @@ setup(
     python_requires=">=3.11,<3.13",
     package_dir=FOLDERS,
     packages=packages(),
-    package_data={"roamc": ["py.typed"]},  # covers roamc.passes and roamc.solvers too
+    package_data={
+        "roamc": ["py.typed"],  # covers roamc.passes and roamc.solvers too
+        "roamc.report": ["page/*"],  # template, style and script of the HTML report
+    },
     install_requires=[
         "torch>=2.11,<2.14",  # graphs and kernels; roamc/compat.py covers this range
         "numpy",  # solvers and timelines: anything over ten thousand items
@@ -48,6 +51,7 @@ setup(
         # installed.
         "ortools>=9.10",
         "typer",  # the command line; brings rich, which prints the reports' tables
+        "jinja2",  # the HTML report; torch needs it too
     ],
     extras_require={
         "test": [

@@ -22,8 +22,9 @@ from roamc.demo.worker import Task
 from roamc.errors import BudgetError, RoamcError
 from roamc.report import text
 from roamc.report.explain import Explanation
+from roamc.report.html import write
 from roamc.report.progress import Stages
-from roamc.report.request import Request, answer
+from roamc.report.request import Request, answer, picture
 from roamc.version import __version__
 from roamc.zoo import MODELS
 
@@ -131,6 +132,7 @@ def explain(
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_limit: Limit = None,
     option: Others = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Also print the emitted program.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
 ) -> None:  # fmt: skip
     """Why is the peak this big: what lives at the worst step, and which line of the model made it.
@@ -139,15 +141,15 @@ def explain(
     """
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
-        found = _answer(
-            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_limit,
-                    tuple(option or ())),
-            source,
-        )  # fmt: skip
+        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
+                          memory_limit, tuple(option or ()))  # fmt: skip
+        found = _answer(request, source) if html is None else _drawn(request, source, html)
         if as_json:
             _print_json(found.to_dict(top))
         else:
             text.show_explanation(text.console(), found, top)
+            if html is not None:
+                typer.echo(f"\nthe picture is in {html}")
 
 
 @app.command()
@@ -191,6 +193,25 @@ def main() -> None:
 def _answer(request: Request, source: bool = False) -> Explanation:
     with Stages(f"building {request.target}") as stages:
         return answer(request, source=source, say=stages.now)
+
+
+def _drawn(request: Request, source: bool, path: Path) -> Explanation:
+    """As :func:`_answer`, and the page is written."""
+    _check_writable(path)
+    with Stages(f"building {request.target}") as stages:
+        drawn = picture(request, source=source, say=stages.now)
+        stages.now(f"drawing {request.target}")
+        write(path, drawn)
+    return drawn.found
+
+
+def _check_writable(path: Path) -> None:
+    """Say no before the planning and not after it; leaves no file behind."""
+    new = not path.exists()
+    with path.open("a"):
+        pass
+    if new:
+        path.unlink()
 
 
 def _print_json(data: Any) -> None:

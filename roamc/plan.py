@@ -85,17 +85,20 @@ class Plan:
             raise PlanError(f"not a plan: {error}") from None
         return _from_dict(data)
 
-    def __str__(self) -> str:
-        rows = [
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """The numbers as they are shown: (label, value, remark)."""
+        return (
             ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
             ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
             ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
             ("status", self.status, ""),
-        ]
+        )
+
+    def __str__(self) -> str:
         lines = [f"plan of {self.name}"]
-        lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in rows]
+        lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 

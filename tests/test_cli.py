@@ -127,6 +127,8 @@ def test_exit_code_is_two_where_it_does_not_fit(command: str) -> None:
         (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
         (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "No such file"),
         (["explain", "nothing.py:make"], "nothing.py: no such file"),
+        (["explain", "gpt", *SMALL, "--html", "no/such/folder/plan.html"], "No such file"),
+        (["explain", "gpt", *SMALL, "--html", "."], "Is a directory"),
     ],
 )
 def test_error_is_one_line_and_exit_code_one(arguments: list[str], said: str) -> None:
@@ -173,6 +175,29 @@ def test_explain_prints_and_gives_json() -> None:
     data = json.loads(run("explain", "gpt", *SMALL, "--json", "--top", "2", "--source").stdout)
     assert len(data["planned"]["storages"]) == 2
     compile(data["source"], "program", "exec")
+
+
+def test_explain_draws_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    result = run("explain", "gpt", *SMALL, "--html", str(path))
+    assert "peak of eager PyTorch" in result.stdout
+    assert result.stdout.endswith(f"the picture is in {path}\n")
+    assert path.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_json_is_the_same_with_a_page(tmp_path: Path) -> None:
+    plain, drawn = (
+        json.loads(run("explain", "gpt", *SMALL, "--json", *more).stdout)
+        for more in ([], ["--html", str(tmp_path / "plan.html")])
+    )
+    del plain["plan"]["seconds"], drawn["plan"]["seconds"]
+    assert plain == drawn
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+
+
+def test_no_page_is_left_of_a_plan_that_does_not_fit(tmp_path: Path) -> None:
+    run("explain", "gpt", *SMALL, "--memory-limit", "1kB", "--html", str(tmp_path / "plan.html"), code=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_models_are_listed() -> None:

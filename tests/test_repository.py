@@ -111,6 +111,26 @@ def test_folders_with_modules_are_packages() -> None:
     assert [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
 
 
+def test_files_beside_modules_are_installed() -> None:
+    setup = ast.parse((ROOT / "setup.py").read_bytes())
+    patterns = next(
+        node.value for node in ast.walk(setup) if isinstance(node, ast.keyword) and node.arg == "package_data"
+    )
+    named = {
+        path
+        for package, globs in ast.literal_eval(patterns).items()
+        for pattern in globs
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    there = {
+        path
+        for folder in PACKAGES
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+    }
+    assert there == named
+
+
 def test_files_are_short() -> None:
     lengths = {path: len(path.read_text("utf-8").splitlines()) for path in python_files(*FOLDERS)}
     assert [where(path, n, "too long") for path, n in lengths.items() if n > FILE_LINES] == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eage
 from roamc.pipeline import Planned
 from roamc.plan import Plan
 from roamc.units import Bytes
+
+KINDS = ("saved", "gradient", "output", "tangent", "temporary")
+"""Every :attr:`Live.kind`, those that live longest first."""
 
 
 @dataclass(frozen=True)
@@ -174,17 +177,17 @@ def find_peak(graph: TrainGraph, *, eager: bool = False) -> Peak:
     live = timeline(sizes(memory.counted), born, dead, len(memory.operators))
     step = int(np.argmax(live))
     operator = memory.operators[step]
-    names = _parameter_names(graph)
-    storages = _live_at(graph, memory, born, dead, step, names)
+    alive = np.flatnonzero((born <= step) & (step < dead))
+    storages = sorted(describe(graph, memory, born, dead, alive), key=lambda item: (-item.nbytes, item.born, item.name))
     return Peak(
         step=step,
         steps=len(memory.operators),
         name=operator.node.name,
         operator=str(operator.node.target),
         phase=operator.phase.name,
-        source=origin(operator.node, operator.phase, names),
+        source=origin(operator.node, operator.phase, parameter_names(graph)),
         live_bytes=int(live[step]),
-        storages=storages,
+        storages=tuple(storages),
         by_kind=_sums(storages, "kind"),
         by_phase=_sums(storages, "phase"),
         phase_peaks=_phase_peaks(memory, live),
@@ -241,36 +244,31 @@ def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> s
     return ""
 
 
-def _parameter_names(graph: TrainGraph) -> dict[str, str]:
+def parameter_names(graph: TrainGraph) -> dict[str, str]:
     """Placeholder of a parameter, or of its state, to the parameter's name."""
     roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
     pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
     return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}
 
 
-def _live_at(
-    graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, step: int, names: Mapping[str, str]
-) -> tuple[Live, ...]:
+def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:
+    """The storages of ``memory.counted`` whose numbers are ``rows``, living as ``born`` and ``dead`` say."""
     saved = {storage.index for storage in memory.saved}
-    rows = [row for row in range(len(memory.counted)) if born[row] <= step < dead[row]]
-    found = []
+    names = parameter_names(graph)
     for row in rows:
         storage = memory.counted[row]
         maker = memory.operators[storage.producer] if storage.producer >= 0 else None
-        found.append(
-            Live(
-                name=storage.name,
-                nbytes=storage.nbytes,
-                kind=_kind(storage, storage.index in saved),
-                place=_place(storage, graph.layout),
-                operator=str(maker.node.target) if maker else "",
-                phase=maker.phase.name if maker else Phase.BACKWARD.name,
-                source=origin(maker.node, maker.phase, names) if maker else "",
-                born=int(born[row]),
-                dead=int(dead[row]),
-            )
+        yield Live(
+            name=storage.name,
+            nbytes=storage.nbytes,
+            kind=_kind(storage, storage.index in saved),
+            place=_place(storage, graph.layout),
+            operator=str(maker.node.target) if maker else "",
+            phase=maker.phase.name if maker else Phase.BACKWARD.name,
+            source=origin(maker.node, maker.phase, names) if maker else "",
+            born=int(born[row]),
+            dead=int(dead[row]),
         )
-    return tuple(sorted(found, key=lambda item: (-item.nbytes, item.born, item.name)))
 
 
 def _kind(storage: Storage, saved: bool) -> str:
@@ -289,7 +287,7 @@ def _place(storage: Storage, layout: Layout | None) -> str:
     return "held" if storage.name in layout.held else "arena"
 
 
-def _sums(storages: tuple[Live, ...], key: str) -> dict[str, Bytes]:
+def _sums(storages: Iterable[Live], key: str) -> dict[str, Bytes]:
     """Bytes by one attribute, most first."""
     total: dict[str, Bytes] = {}
     for storage in storages:

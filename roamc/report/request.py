@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from roamc import pipeline, zoo
 from roamc.codegen.source import emit
 from roamc.errors import OptionError
+from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
 from roamc.report.explain import Explanation, explain, find_peak
+from roamc.report.picture import Picture, draw, follow
+from roamc.units import Seconds
 from roamc.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
+
+Say = Callable[[str], None]
+"""Told what is being done."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Request:
     options: tuple[str, ...] = ()
 
 
-def answer(request: Request, *, source: bool = False, say: Callable[[str], None] = lambda stage: None) -> Explanation:
+def answer(request: Request, *, source: bool = False, say: Say = lambda stage: None) -> Explanation:
     """Build, capture and plan what was asked for.
 
     Args:
@@ -56,17 +62,35 @@ def answer(request: Request, *, source: bool = False, say: Callable[[str], None]
         BudgetError: the plan does not fit.
     """
     options = options_of(request)
+    graph, seconds = _captured(request, say)
+    eager = find_peak(graph, eager=True)
+    planned = _planned(graph, options, seconds, say)
+    return explain(eager, planned, emit(planned.graph).source if source else "")
+
+
+def picture(request: Request, *, source: bool = False, say: Say = lambda stage: None) -> Picture:
+    """As :func:`answer`, with live bytes at every step and the place of every storage beside the explanation."""
+    options = options_of(request)
+    graph, seconds = _captured(request, say)
+    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)  # planning moves the graph's nodes
+    planned = _planned(graph, options, seconds, say)
+    return draw(explain(eager, planned, emit(planned.graph).source if source else ""), before, planned.graph)
+
+
+def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
     workload = workload_of(request)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
     graph = capture(workload, forward_backward=request.forward_backward, clip_grad_norm=request.clip_grad_norm)
-    seconds = time.perf_counter() - start
-    eager = find_peak(graph, eager=True)
-    say(f"planning {workload.name}")
+    return graph, time.perf_counter() - start
+
+
+def _planned(graph: TrainGraph, options: Options, seconds: Seconds, say: Say) -> pipeline.Planned:
+    """The plan, with the ``seconds`` of capture among its times."""
+    say(f"planning {graph.name}")
     planned = pipeline.run(graph, options)
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
-    planned = dataclasses.replace(planned, plan=plan)
-    return explain(eager, planned, emit(planned.graph).source if source else "")
+    return dataclasses.replace(planned, plan=plan)
 
 
 def options_of(request: Request) -> Options:

@@ -72,6 +72,27 @@ def stage_times(seconds: Mapping[str, Seconds]) -> str:
     return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
 
 
+def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
+    """What lies in the arena and what does not: (label, size, remark)."""
+    layout = plan.decisions.get("layout", {})
+    return (
+        ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
+        ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
+        (
+            "outside it",
+            format_bytes(layout.get("outside_bytes", 0)),
+            "outputs, held results, results before their copy",
+        ),
+        ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
+        ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
+    )
+
+
+def short(operator: str) -> str:
+    """``mm`` for ``aten.mm.default``; other overloads and other libraries keep their names."""
+    return operator.removeprefix("aten.").removesuffix(".default")
+
+
 def _heading(out: Console, text: str) -> None:
     out.print()
     out.print(text, style="bold", markup=False, soft_wrap=True)
@@ -79,11 +100,6 @@ def _heading(out: Console, text: str) -> None:
 
 def _seconds(value: Seconds) -> str:
     return f"{value:.2f} s"
-
-
-def _short(operator: str) -> str:
-    """``mm`` for ``aten.mm.default``; other overloads and other libraries keep their names."""
-    return operator.removeprefix("aten.").removesuffix(".default")
 
 
 def _bytes_of(parts: Mapping[str, Bytes]) -> str:
@@ -94,7 +110,7 @@ def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
     _heading(out, title)
     at = f" at {peak.source}" if peak.source else ""
     out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
-    out.print(f"  step       {peak.name} ({_short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
+    out.print(f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
     out.print(f"  by kind    {_bytes_of(peak.by_kind)}", markup=False, soft_wrap=True)
     out.print(f"  made in    {_bytes_of(peak.by_phase)}", markup=False, soft_wrap=True)
     out.print(f"  most in    {_bytes_of(peak.phase_peaks)}", markup=False, soft_wrap=True)
@@ -112,7 +128,7 @@ def _show_groups(out: Console, peak: Peak, top: int) -> None:
             f"{g.nbytes / peak.live_bytes:.1%}",
             str(g.count),
             g.kind,
-            _short(g.operator),
+            short(g.operator),
             g.source,
         )
         for g in found[:top]
@@ -128,7 +144,7 @@ def _show_storages(out: Console, peak: Peak, top: int) -> None:
             s.name,
             s.kind,
             s.place,
-            _short(s.operator),
+            short(s.operator),
             s.phase,
             f"{s.born + 1} to {s.dead}",
             s.source,
@@ -150,8 +166,7 @@ def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> N
         return
     _heading(out, "operators without an out= form, bytes per step")
     rows = [
-        (_short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.held_bytes))
-        for a in found[:top]
+        (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.held_bytes)) for a in found[:top]
     ]
     show_rows(out, ("operator", "calls", "copied into the arena", "held by the allocator"), rows, right=(1, 2, 3))
 
@@ -168,17 +183,5 @@ def _show_orders(out: Console, found: Explanation) -> None:
 
 
 def _show_layout(out: Console, plan: Plan) -> None:
-    layout = plan.decisions.get("layout", {})
     _heading(out, "layout")
-    rows = [
-        ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
-        ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
-        (
-            "outside it",
-            format_bytes(layout.get("outside_bytes", 0)),
-            "outputs, held results, results before their copy",
-        ),
-        ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
-        ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
-    ]
-    show_rows(out, ("", "bytes", ""), rows, right=(1,))
+    show_rows(out, ("", "bytes", ""), layout_rows(plan), right=(1,))

@@ -1,0 +1,256 @@
+"""From a picture's numbers to shapes: areas, boxes, ticks and labels in the coordinates of an SVG plot.
+
+A plot is a window of its own, ``steps`` wide and ``height`` high, that the page stretches to its width: x is a step
+and y a pixel, counted downwards. Shapes are SVG paths, one per kind and not one element per storage: a page with
+thousands of storages then holds a few dozen elements, some 25 characters for each box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from roamc.graph import Phase
+from roamc.memory import Int64s
+from roamc.report.explain import KINDS
+from roamc.report.picture import Box, Course
+from roamc.units import Bytes, format_bytes
+
+COLUMNS = 1600
+"""Most columns of a timeline: neighbouring steps beyond that share one, about two to a pixel."""
+
+LABEL = 14.0
+"""Pixels between two labels at the side."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One path, and the kind or phase that colours it."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tick of an axis or a line across a plot.
+
+    Attributes:
+        name: what it is, for its style; empty for a tick.
+        at: where, in the plot's coordinates.
+        text: its label.
+        label_at: where the label is, so that no two lie over each other.
+    """
+
+    name: str
+    at: float
+    text: str
+    label_at: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One plot with its axes.
+
+    Attributes:
+        name: of the plot, unique in the page.
+        group: plots of one group share their steps and are magnified together.
+        steps: width in steps.
+        height: in pixels.
+        top: bytes at the upper edge.
+        shapes: first is painted first.
+        x_ticks: steps.
+        y_ticks: bytes.
+        lines: across the plot.
+        phases: in which columns each phase runs; one row each, below the plot.
+        peak: the step to mark, in the middle of its column.
+        peak_at: y of its live bytes; None where they are not what the plot shows.
+    """
+
+    name: str
+    group: str
+    steps: int
+    height: int
+    top: Bytes
+    shapes: tuple[Shape, ...]
+    x_ticks: tuple[Mark, ...]
+    y_ticks: tuple[Mark, ...]
+    lines: tuple[Mark, ...]
+    phases: tuple[Shape, ...]
+    peak: float
+    peak_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Neighbouring steps merged: column i stands for the steps ``[edges[i], edges[i + 1])``.
+
+    Attributes:
+        edges: int64[m + 1].
+        fullest: int64[m], of each column the first step with the most live bytes; it stands for the others.
+    """
+
+    edges: Int64s
+    fullest: Int64s
+
+
+def merge(live: Int64s, most: int = COLUMNS) -> Columns:
+    """At most ``most`` columns of nearly the same width; the fullest step of each is kept, and so is the peak."""
+    count = min(len(live), most)
+    edges = np.arange(count + 1, dtype=np.int64) * len(live) // max(count, 1)
+    fullest = [a + int(np.argmax(live[a:b])) for a, b in pairwise(edges.tolist())]
+    return Columns(edges, np.array(fullest, dtype=np.int64))
+
+
+def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Mapping[str, tuple[str, Bytes]]) -> Chart:
+    """Live bytes over the steps, stacked by kind.
+
+    Args:
+        name: of the plot.
+        course: what to draw.
+        top: bytes at the upper edge.
+        height: pixels.
+        lines: style to label and bytes of what is drawn across.
+    """
+    columns = merge(course.live)
+    return Chart(
+        name=name,
+        group=name,
+        steps=len(course.live),
+        height=height,
+        top=top,
+        shapes=tuple(_stack(course, columns, top, height)),
+        x_ticks=step_ticks(len(course.live)),
+        y_ticks=byte_ticks(top, height),
+        lines=_lines(lines, top, height),
+        phases=_phases(course, columns),
+        peak=course.peak + 0.5,
+        peak_at=round(_y(int(course.live[course.peak]), top, height), 1),
+    )
+
+
+def box_chart(name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int) -> Chart:
+    """Storages as rectangles; ``course`` is the order that they live in."""
+    kinds = {box.storage.kind for box in boxes}
+    return Chart(
+        name=name,
+        group=group,
+        steps=len(course.live),
+        height=height,
+        top=top,
+        shapes=tuple(Shape(kind, _boxes(boxes, kind, top, height)) for kind in KINDS if kind in kinds),
+        x_ticks=step_ticks(len(course.live)),
+        y_ticks=byte_ticks(top, height),
+        lines=(),
+        phases=_phases(course, merge(course.live)),
+        peak=course.peak + 0.5,
+    )
+
+
+def step_ticks(steps: int) -> tuple[Mark, ...]:
+    """Round numbers of steps, counted from 1, each in the middle of its step."""
+    apart = max(1, _round_up(steps / 8))
+    numbers = range(apart, steps + 1, apart)
+    return tuple(Mark("", number - 0.5, f"{number:,}", number - 0.5) for number in numbers)
+
+
+def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
+    """Round sizes from 0 on, at least 40 pixels apart."""
+    apart = max(1, _round_up(top * 40 / height))
+    marks = [(round(_y(size, top, height), 1), format_bytes(size)) for size in range(0, top + 1, apart)]
+    return tuple(Mark("", at, text, at) for at, text in marks)
+
+
+def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
+    """Places in ``[low, high]`` near the wanted ones, in the same order, at least ``apart`` from each other.
+
+    First each is moved down from the one before, then back up from the lower edge.
+    """
+    order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
+    found = list(wanted)
+    edge = low
+    for index in order:
+        found[index] = max(found[index], edge)
+        edge = found[index] + apart
+    edge = high
+    for index in reversed(order):
+        found[index] = min(found[index], edge)
+        edge = found[index] - apart
+    return found
+
+
+def _round_up(value: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50, …"""
+    power = 10 ** max(0, math.floor(math.log10(value))) if value > 1 else 1
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= value)
+
+
+def _y(size: Bytes, top: Bytes, height: int) -> float:
+    return height * (1 - size / top) if top else float(height)
+
+
+def _number(value: float) -> str:
+    """One digit behind the point, none where it is zero."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _lines(lines: Mapping[str, tuple[str, Bytes]], top: Bytes, height: int) -> tuple[Mark, ...]:
+    wanted = [round(_y(size, top, height), 1) for _, size in lines.values()]
+    places = spread(wanted, LABEL, LABEL / 2, height - LABEL / 2)
+    rows = zip(lines.items(), wanted, places, strict=True)
+    return tuple(
+        Mark(name, at, f"{label} {format_bytes(size)}", round(place, 1)) for (name, (label, size)), at, place in rows
+    )
+
+
+def _stack(course: Course, columns: Columns, top: Bytes, height: int) -> Iterator[Shape]:
+    """The sum of all kinds first, then without the uppermost, and so on: each covers the lower part of the last."""
+    present = [kind for kind in KINDS if course.by_kind[kind].any()]
+    for count in range(len(present), 0, -1):
+        total = np.sum([course.by_kind[kind] for kind in present[:count]], axis=0)[columns.fullest]
+        yield Shape(present[count - 1], _area(columns.edges, [_y(int(size), top, height) for size in total], height))
+
+
+def _area(edges: Int64s, heights: Sequence[float], height: int) -> str:
+    """From the base up to one y per column; columns of the same y are one piece."""
+    parts, before = [f"M0 {height}"], ""
+    for end, place in zip(edges[1:].tolist(), heights, strict=True):
+        level = _number(place)
+        if level == before:
+            parts[-1] = f"H{end}"
+        else:
+            parts += [f"V{level}", f"H{end}"]
+        before = level
+    return "".join([*parts, f"V{height}Z"])
+
+
+def _boxes(boxes: Iterable[Box], kind: str, top: Bytes, height: int) -> str:
+    """All boxes of one kind as one path."""
+    return "".join(_box(box, top, height) for box in boxes if box.storage.kind == kind)
+
+
+def _box(box: Box, top: Bytes, height: int) -> str:
+    upper, lower = round(_y(box.high, top, height), 1), round(_y(box.low, top, height), 1)
+    life = box.storage.dead - box.storage.born
+    return f"M{box.storage.born} {_number(upper)}h{life}v{_number(lower - upper)}h-{life}z"
+
+
+def _phases(course: Course, columns: Columns) -> tuple[Shape, ...]:
+    """Of each phase the columns in which one of its steps runs."""
+    phase = np.array([work.phase for work in course.work])
+    found = []
+    for name in Phase.__members__:
+        runs = np.add.reduceat(phase == name, columns.edges[:-1], dtype=np.int64) > 0
+        found.append(Shape(name, _runs(columns.edges, runs)))
+    return tuple(shape for shape in found if shape.path)
+
+
+def _runs(edges: Int64s, inside: npt.NDArray[np.bool_]) -> str:
+    """Rectangles of height 1 over the columns that are ``inside``."""
+    change = np.flatnonzero(np.diff(np.concatenate(([0], inside.astype(np.int8), [0]))))
+    return "".join(f"M{edges[a]} 0h{edges[b] - edges[a]}v1h-{edges[b] - edges[a]}z" for a, b in change.reshape(-1, 2))

@@ -1,0 +1,127 @@
+"""A picture of a plan as one HTML page: no network, no other files, every word of the user's code escaped.
+
+The template, its style and its script are in ``page/`` and end up inside the page. The script adds what a drawing
+cannot do by itself: the names under the pointer, and magnification. They come from one JSON table of numbers beside
+a list of texts, each text once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from roamc.report import text
+from roamc.report.chart import Chart, box_chart, timeline_chart
+from roamc.report.explain import KINDS, groups
+from roamc.report.picture import Box, Course, Picture
+from roamc.units import Bytes, format_bytes
+
+TIMELINE, ARENA, OUTSIDE = 240, 440, 110
+"""Pixels of height."""
+
+MEANING = {
+    "saved": "made in forward, read in backward",
+    "gradient": "of a parameter",
+    "output": "handed to the caller",
+    "tangent": "gradient of an output, handed in",
+    "temporary": "everything else that the step makes",
+}
+"""What each kind is."""
+
+
+def write(path: Path, picture: Picture) -> None:
+    """Write the page to ``path``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # A file name of the user's may hold what UTF-8 cannot say.
+    path.write_text(render(picture), encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def render(picture: Picture) -> str:
+    """The page as text; the same for the same plan, but for the line ``planned in``."""
+    # Escaped whatever the template is called: names and lines come from the user's code.
+    pages = Environment(
+        loader=PackageLoader("roamc.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters.update(bytes=format_bytes, short=text.short)
+    pages.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
+    plan, found = picture.found.plan, picture.found
+    return pages.get_template("page.html").render(
+        plan=plan,
+        rows=plan.rows(),
+        layout_rows=text.layout_rows(plan),
+        seconds=sum(plan.seconds.values()),
+        stages=text.stage_times(plan.seconds),
+        peaks={"eager": found.eager, "planned": found.planned},
+        groups=groups(found.planned),
+        kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
+        meaning=MEANING,
+        charts=charts(picture),
+        data=table(picture),
+    )
+
+
+def charts(picture: Picture) -> dict[str, Chart]:
+    """Every plot by its name; both timelines to one scale, the two plots of the planned order's storages too."""
+    found, plan = picture.found, picture.found.plan
+    top = _room(max(found.eager.live_bytes, found.planned.live_bytes, plan.arena_bytes))
+    bound = {"bound": ("lower bound", plan.bound_bytes)} if plan.bound_bytes else {}
+    lines = {**bound, "arena": ("arena", plan.arena_bytes)}
+    before = {**lines, "peak": ("peak", found.eager.live_bytes)}
+    after = {**lines, "eager": ("eager", found.eager.live_bytes), "peak": ("peak", found.planned.live_bytes)}
+    plots = [
+        timeline_chart("before", picture.before, top, TIMELINE, before),
+        timeline_chart("after", picture.after, top, TIMELINE, after),
+    ]
+    for name, boxes, height in (("arena", picture.arena, ARENA), ("outside", picture.outside, OUTSIDE)):
+        if boxes:
+            plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height))
+    return {plot.name: plot for plot in plots}
+
+
+def table(picture: Picture) -> dict[str, Any]:
+    """What the script shows under the pointer: numbers, and numbers of texts.
+
+    ``texts[i]``; of every order ``work`` = (node, operator, phase, line) per step and ``live`` bytes per step; of
+    every plot of storages (name, kind, place, operator, line, bytes, born, dead, low, tensors) per storage.
+    """
+    texts: dict[str, int] = {}
+    data: dict[str, Any] = {
+        "before": _course(picture.before, texts),
+        "after": _course(picture.after, texts),
+        "boxes": {"arena": _boxes(picture.arena, texts), "outside": _boxes(picture.outside, texts)},
+    }
+    return {**data, "texts": list(texts)}
+
+
+def _room(size: Bytes) -> Bytes:
+    """Some air above the highest line."""
+    return size + size // 25
+
+
+def _course(course: Course, texts: dict[str, int]) -> dict[str, Any]:
+    work = [_numbers((w.name, text.short(w.operator), w.phase, w.source), texts) for w in course.work]
+    return {"work": work, "live": course.live.tolist()}
+
+
+def _boxes(boxes: Iterable[Box], texts: dict[str, int]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    for box in boxes:
+        s = box.storage
+        words = _numbers((s.name, s.kind, s.place, text.short(s.operator), s.source), texts)
+        rows.append([*words, s.nbytes, s.born, s.dead, box.low, _numbers(box.tensors, texts)])
+    return rows
+
+
+def _numbers(words: Iterable[str], texts: dict[str, int]) -> list[int]:
+    """The number of each text, a new one for a new text."""
+    return [texts.setdefault(word, len(texts)) for word in words]

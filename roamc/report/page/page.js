@@ -1,0 +1,178 @@
+"use strict";
+// What the drawing cannot do by itself: the names under the pointer, and magnification.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const tip = document.getElementById("tip");
+  const plots = [...document.querySelectorAll(".plot")];
+  const word = (number) => data.texts[number];
+  const count = (number) => number.toLocaleString("en-US");
+  const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+  const steps = (plot) => Number(plot.dataset.steps);
+  const group = (plot) => plots.filter((other) => other.dataset.group === plot.dataset.group);
+
+  // As roamc.units.format_bytes: decimal units, four significant digits.
+  function bytes(size) {
+    if (size < 1000) return `${size} B`;
+    for (const [unit, factor] of [["kB", 1e3], ["MB", 1e6], ["GB", 1e9], ["TB", 1e12]]) {
+      const value = Number((size / factor).toPrecision(4));
+      if (value < 1000 || unit === "TB") return `${value} ${unit}`;
+    }
+  }
+
+  // The window of a plot: x in steps from first to last, y in pixels of the drawing.
+  function view(plot) {
+    const [first, , width, height] = plot.getAttribute("viewBox").split(" ").map(Number);
+    return { first, width, height };
+  }
+
+  // Where the pointer is, in steps and bytes, and how much of each one pixel of the screen covers.
+  function place(plot, event) {
+    const scale = plot.querySelector(".ground").getScreenCTM();
+    const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(scale.inverse());
+    const { height } = view(plot);
+    const top = Number(plot.dataset.top);
+    return {
+      x: clamp(point.x, 0, steps(plot) - 1e-6), at: top * (1 - point.y / height),
+      perStep: 1 / scale.a, perByte: top / height / scale.d,
+    };
+  }
+
+  // Of the steps under one pixel the one with the most live bytes.
+  function fullest(live, x, width) {
+    if (width <= 1) return Math.floor(x);
+    const end = Math.min(live.length, Math.ceil(x + width / 2));
+    let best = Math.max(0, Math.floor(x - width / 2));
+    for (let step = best; step < end; step++) if (live[step] > live[best]) best = step;
+    return best;
+  }
+
+  function aboutStep(order, step) {
+    const [name, operator, phase, line] = order.work[step].map(word);
+    return [
+      `${bytes(order.live[step])} live at step ${count(step + 1)} of ${count(order.live.length)}`,
+      `${name} (${operator}), ${phase.toLowerCase()}`, line,
+    ];
+  }
+
+  // The storage under the pointer; else the nearest within two pixels, because small ones are thinner than that.
+  function nearest(boxes, { x, at, perStep, perByte }) {
+    let best = null, least = 2;
+    for (const box of boxes) {
+      const [, , , , , size, born, dead, low] = box;
+      const aside = Math.max(born - x, x - dead, 0) / perStep;
+      const above = Math.max(low - at, at - low - size, 0) / perByte;
+      const away = Math.max(aside, above);
+      if (away < least || (away === 0 && best === null)) [best, least] = [box, away];
+    }
+    return best;
+  }
+
+  function aboutBox(plot, box) {
+    const [name, kind, place, operator, line] = box.slice(0, 5).map(word);
+    const [size, born, dead, low, tensors] = box.slice(5);
+    const where = plot.id === "arena" ? `address ${count(low)} (${bytes(low)})` : `outside the arena: ${place}`;
+    const shared = tensors.length > 1 ? `holds one after another: ${tensors.map(word).join(", ")}` : "";
+    return [
+      name, `${kind}, ${bytes(size)} (${count(size)} bytes)`, `steps ${count(born + 1)} to ${count(dead)}`, where,
+      operator ? `made by ${operator}` : "handed in", line, shared,
+    ];
+  }
+
+  function show(lines, event) {
+    const title = document.createElement("b");
+    title.textContent = lines[0];
+    tip.replaceChildren(title, lines.slice(1).filter(Boolean).join("\n"));
+    tip.hidden = false;
+    const { width, height } = tip.getBoundingClientRect();
+    const left = event.clientX + 16 + width < innerWidth ? event.clientX + 16 : event.clientX - width - 16;
+    const under = event.clientY + 16 + height < innerHeight ? event.clientY + 16 : event.clientY - height - 16;
+    tip.style.left = `${Math.max(4, left)}px`;
+    tip.style.top = `${Math.max(4, under)}px`;
+  }
+
+  function outline(plot, path, name = "cursor") {
+    const cursor = plot.querySelector(".cursor");
+    cursor.setAttribute("d", path);
+    cursor.setAttribute("class", name);
+  }
+
+  function hide() {
+    tip.hidden = true;
+    plots.forEach((plot) => outline(plot, ""));
+  }
+
+  function point(plot, event) {
+    const spot = place(plot, event);
+    const { height } = view(plot);
+    const boxes = data.boxes[plot.id];
+    if (!boxes) {
+      const order = data[plot.id];
+      const step = fullest(order.live, spot.x, spot.perStep);
+      outline(plot, `M${step + 0.5} 0v${height}`);
+      return show(aboutStep(order, step), event);
+    }
+    const box = nearest(boxes, spot);
+    if (!box) return hide();
+    const [size, born, dead, low] = box.slice(5);
+    const top = Number(plot.dataset.top);
+    outline(plot, `M${born} ${height * (1 - (low + size) / top)}H${dead}V${height * (1 - low / top)}H${born}Z`);
+    show(aboutBox(plot, box), event);
+  }
+
+  // Round numbers of steps, as roamc.report.chart.step_ticks.
+  function ticks(first, last) {
+    const power = 10 ** Math.max(0, Math.floor(Math.log10((last - first) / 8)));
+    const apart = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= (last - first) / 8) || 1;
+    const found = [];
+    for (let step = Math.ceil((first + 0.5) / apart) * apart; step <= last; step += apart) if (step) found.push(step);
+    return found;
+  }
+
+  function magnify(plot, first, last) {
+    const height = view(plot).height;
+    const root = plot.closest(".chart");
+    const left = Number(plot.getAttribute("x")), width = Number(plot.getAttribute("width"));
+    plot.setAttribute("viewBox", `${first} 0 ${last - first} ${height}`);
+    const strip = root.querySelector(".ticks");
+    strip.setAttribute("viewBox", `${first} 0 ${last - first} ${strip.getAttribute("viewBox").split(" ")[3]}`);
+    const axis = root.querySelector(".axis.x");
+    const y = axis.querySelector("text")?.getAttribute("y");
+    axis.replaceChildren(...ticks(first, last).map((step) => {
+      const label = document.createElementNS(axis.namespaceURI, "text");
+      label.setAttribute("x", left + (width * (step - 0.5 - first)) / (last - first));
+      label.setAttribute("y", y);
+      label.textContent = count(step);
+      return label;
+    }));
+  }
+
+  for (const plot of plots) {
+    let start = null;
+    const span = (event) => [start, place(plot, event).x].sort((a, b) => a - b);
+    plot.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      start = place(plot, event).x;
+      plot.setPointerCapture(event.pointerId);
+      event.preventDefault();
+    });
+    plot.addEventListener("pointermove", (event) => {
+      if (start === null) return point(plot, event);
+      const [first, last] = span(event);
+      hide();
+      outline(plot, `M${first} 0H${last}V${view(plot).height}H${first}Z`, "cursor range");
+    });
+    plot.addEventListener("pointerup", (event) => {
+      if (start === null) return;
+      const [first, last] = span(event);
+      start = null;
+      hide();
+      if ((last - first) / place(plot, event).perStep < 6) return;
+      const low = Math.floor(first), high = Math.min(steps(plot), Math.max(Math.ceil(last), low + 2));
+      group(plot).forEach((other) => magnify(other, low, high));
+    });
+    plot.addEventListener("dblclick", () => group(plot).forEach((other) => magnify(other, 0, steps(other))));
+    plot.addEventListener("pointercancel", () => { start = null; hide(); });
+    plot.addEventListener("pointerleave", () => { if (start === null) hide(); });
+  }
+  document.body.classList.add("live");
+})();

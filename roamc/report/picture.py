@@ -1,0 +1,151 @@
+"""What a picture of a plan shows, as data: live bytes before and after, and where every storage lies.
+
+    live bytes      one stack of kinds per step, in eager's order and in the planned one
+    address ^       ####  bbbbbbb          one box per storage:
+            |   aaaaaaaaaaaaaaa             x its steps [born, dead), y its bytes [low, low + nbytes)
+            +------------------> step
+
+:mod:`roamc.report.html` draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.graph import TrainGraph
+from roamc.memory import Int64s, MemoryModel, Step, build_memory, eager_lifetimes, lifetimes, sizes, timeline
+from roamc.report.explain import KINDS, Explanation, Live, describe, origin, parameter_names
+from roamc.solvers.layout import make_problem, solve
+from roamc.units import Bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does: the node that runs, what it is, its phase, and where it comes from."""
+
+    name: str
+    operator: str
+    phase: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Course:
+    """Live bytes over the n steps of one order.
+
+    Attributes:
+        work: what every step does.
+        storages: all that live and die with the step, in the order of ``MemoryModel.counted``.
+        by_kind: :attr:`Live.kind` to live bytes, int64[n].
+        live: their sum, int64[n].
+    """
+
+    work: tuple[Work, ...]
+    storages: tuple[Live, ...]
+    by_kind: Mapping[str, Int64s]
+    live: Int64s
+
+    @property
+    def peak(self) -> Step:
+        """The first step with the most live bytes."""
+        return int(np.argmax(self.live))
+
+
+@dataclass(frozen=True)
+class Box:
+    """One storage as a rectangle: steps ``[born, dead)`` and bytes ``[low, low + nbytes)``.
+
+    Attributes:
+        storage: which.
+        low: its address in the arena; outside the arena a place where it can be drawn.
+        tensors: names of the results that lie in it one after another, each written over the one before.
+    """
+
+    storage: Live
+    low: Bytes
+    tensors: tuple[str, ...]
+
+    @property
+    def high(self) -> Bytes:
+        """Behind its last byte."""
+        return self.low + self.storage.nbytes
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything that is drawn of one plan.
+
+    Attributes:
+        found: the numbers and the two peaks.
+        before: program order, gradients kept to the end, as eager PyTorch runs it.
+        after: the planned order.
+        arena: the storages of the arena, at their addresses.
+        outside: those that live with the allocator or the caller; their addresses are not known beforehand.
+    """
+
+    found: Explanation
+    before: Course
+    after: Course
+    arena: tuple[Box, ...]
+    outside: tuple[Box, ...]
+
+
+def follow(graph: TrainGraph, *, eager: bool = False) -> Course:
+    """Live bytes of ``graph`` in its present order.
+
+    Args:
+        graph: captured or planned, with at least one operator.
+        eager: keep gradients to the end of the step, as eager PyTorch does.
+    """
+    memory = build_memory(graph)
+    born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
+    storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
+    size, steps = sizes(memory.counted), len(memory.operators)
+    kinds = np.array([KINDS.index(storage.kind) for storage in storages], dtype=np.int64)
+    by_kind = {kind: timeline(size * (kinds == number), born, dead, steps) for number, kind in enumerate(KINDS)}
+    return Course(_work(graph, memory), storages, by_kind, timeline(size, born, dead, steps))
+
+
+def draw(found: Explanation, before: Course, graph: TrainGraph) -> Picture:
+    """Put the picture together from what was followed before planning and the planned graph, layout included."""
+    after = follow(graph)
+    tensors = _tensors(graph)
+    offset = graph.layout.offset if graph.layout is not None else {}
+    outside = [storage for storage in after.storages if storage.name not in offset and storage.born < storage.dead]
+    lows = _stacked(outside)
+    return Picture(
+        found=found,
+        before=before,
+        after=after,
+        arena=tuple(Box(s, offset[s.name], tensors(s.name)) for s in after.storages if s.name in offset),
+        outside=tuple(Box(s, low, tensors(s.name)) for s, low in zip(outside, lows, strict=True)),
+    )
+
+
+def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
+    names = parameter_names(graph)
+    return tuple(
+        Work(op.node.name, str(op.node.target), op.phase.name, origin(op.node, op.phase, names))
+        for op in memory.operators
+    )
+
+
+def _tensors(graph: TrainGraph) -> Callable[[str], tuple[str, ...]]:
+    """Storage name to the tensors that lie in it one after another; more than one where results were donated."""
+    memory = build_memory(graph)
+    takers: dict[str, list[str]] = {}
+    for operator in memory.operators:
+        if operator.node.name in graph.donated:
+            takers.setdefault(memory.storage_of(operator.node).name, []).append(operator.node.name)
+    return lambda name: (name, *takers.get(name, ()))
+
+
+def _stacked(storages: Sequence[Live]) -> list[Bytes]:
+    """Places for storages that have no address, so that no two lie over each other."""
+    size, born, dead = ([getattr(storage, name) for storage in storages] for name in ("nbytes", "born", "dead"))
+    problem = make_problem(size, born, dead, alignment=1)
+    lows: list[Bytes] = solve(problem, node_limit=0).offset.tolist()
+    return lows

@@ -1,0 +1,132 @@
+"""Shapes, read back from their paths, are the numbers that they were made of."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roamc import pipeline
+from roamc.options import Options
+from roamc.report.chart import box_chart, byte_ticks, merge, spread, step_ticks, timeline_chart
+from roamc.report.explain import KINDS, explain, find_peak
+from roamc.report.picture import Picture, draw, follow
+from tests.graphs import model_graph
+
+HEIGHT = 200
+
+
+@pytest.fixture(scope="module")
+def picture() -> Picture:
+    graph, _ = model_graph("nanogpt", "step")
+    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
+    planned = pipeline.run(graph, Options())
+    return draw(explain(eager, planned), before, planned.graph)
+
+
+def upper_edge(path: str, steps: int) -> list[float]:
+    """The y of an area at every step."""
+    match = re.fullmatch(rf"M0 {HEIGHT}((?:V[\d.]+H\d+)*)V{HEIGHT}Z", path)
+    assert match is not None
+    found: list[float] = []
+    for level, end in re.findall(r"V([\d.]+)H(\d+)", match[1]):
+        found += [float(level)] * (int(end) - len(found))
+    assert len(found) == steps
+    return found
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.integers(1, 40))
+def test_merged_columns_cover_all_steps_and_keep_the_peak(live: list[int], most: int) -> None:
+    values = np.array(live, dtype=np.int64)
+    columns = merge(values, most)
+    widths = np.diff(columns.edges)
+    assert (columns.edges[0], columns.edges[-1]) == (0, len(live))
+    assert len(widths) == min(len(live), most)
+    assert widths.max() - widths.min() <= 1
+    for index, step in enumerate(columns.fullest):
+        part = values[columns.edges[index] : columns.edges[index + 1]]
+        assert values[step] == part.max()
+        assert columns.edges[index] <= step < columns.edges[index + 1]
+    assert values[columns.fullest].max() == values.max()
+
+
+@pytest.mark.parametrize("most", [10_000, 37])
+def test_areas_are_the_stacked_live_bytes(picture: Picture, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr("roamc.report.chart.merge", lambda live: merge(live, most))
+    course = picture.before
+    steps, top = len(course.live), int(course.live.max())
+    chart = timeline_chart("x", course, top, HEIGHT, {})
+    columns = merge(course.live, most)
+    fullest = np.repeat(columns.fullest, np.diff(columns.edges))
+    names = [shape.name for shape in reversed(chart.shapes)]
+    assert names == [kind for kind in KINDS if course.by_kind[kind].any()]
+    for count, shape in enumerate(reversed(chart.shapes), start=1):
+        total = np.sum([course.by_kind[kind] for kind in names[:count]], axis=0)[fullest]
+        assert np.allclose(upper_edge(shape.path, steps), HEIGHT * (1 - total / top), atol=0.051)
+    assert min(upper_edge(chart.shapes[0].path, steps)) == 0
+    assert (chart.peak, chart.peak_at) == (course.peak + 0.5, 0)
+
+
+def test_boxes_are_at_their_steps_and_addresses(picture: Picture) -> None:
+    top = picture.found.plan.arena_bytes
+    chart = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT)
+    assert sum(shape.path.count("M") for shape in chart.shapes) == len(picture.arena)
+    for shape in chart.shapes:
+        boxes = [box for box in picture.arena if box.storage.kind == shape.name]
+        found = re.findall(r"M(\d+) ([\d.]+)h(\d+)v([\d.]+)h-\3z", shape.path)
+        for box, (born, upper, life, size) in zip(boxes, found, strict=True):
+            assert (int(born), int(born) + int(life)) == (box.storage.born, box.storage.dead)
+            assert float(upper) == pytest.approx(HEIGHT * (1 - box.high / top), abs=0.051)
+            assert float(upper) + float(size) == pytest.approx(HEIGHT * (1 - box.low / top), abs=0.051)
+
+
+def test_every_step_is_in_the_row_of_its_phase(picture: Picture) -> None:
+    chart = timeline_chart("x", picture.after, int(picture.after.live.max()), HEIGHT, {})
+    rows = {}
+    for shape in chart.phases:
+        runs = re.findall(r"M(\d+) 0h(\d+)v1h-\2z", shape.path)
+        rows[shape.name] = {step for at, width in runs for step in range(int(at), int(at) + int(width))}
+    for phase, steps in rows.items():
+        assert steps == {step for step, work in enumerate(picture.after.work) if work.phase == phase}
+    assert list(rows) == ["FORWARD", "BACKWARD", "UPDATE"]
+
+
+@given(st.integers(1, 10**6))
+def test_step_ticks_are_few_and_in_the_middle_of_their_steps(steps: int) -> None:
+    ticks = step_ticks(steps)
+    assert 1 <= len(ticks) <= 8
+    assert [tick.text for tick in ticks] == [f"{int(tick.at + 0.5):,}" for tick in ticks]
+    assert all(0 < tick.at < steps for tick in ticks)
+
+
+@given(st.integers(0, 10**15))
+def test_byte_ticks_have_room_between_them(top: int) -> None:
+    places = [tick.at for tick in byte_ticks(top, HEIGHT)]
+    assert places[0] == HEIGHT
+    assert all(before - after >= 39.9 or top < 5 for before, after in itertools.pairwise(places))
+
+
+@given(st.lists(st.floats(0, 100), max_size=6))
+def test_labels_do_not_touch_and_keep_their_order(wanted: list[float]) -> None:
+    found = spread(wanted, 14, 0, 100)
+    order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
+    places = [found[index] for index in order]
+    assert all(after - before >= 14 - 1e-9 for before, after in itertools.pairwise(places))
+    assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
+
+
+def test_labels_with_room_stay_where_they_are() -> None:
+    assert spread([50, 10, 90], 14, 0, 100) == [50, 10, 90]
+
+
+def test_where_nothing_is_held_everything_is_flat(picture: Picture) -> None:
+    nothing = np.zeros(len(picture.after.live), dtype=np.int64)
+    course = replace(picture.after, by_kind=dict.fromkeys(KINDS, nothing), live=nothing)
+    chart = timeline_chart("x", course, 0, HEIGHT, {"arena": ("arena", 0)})
+    assert (chart.shapes, chart.peak_at, chart.lines[0].at) == ((), HEIGHT, HEIGHT)
+    assert box_chart("arena", "after", (), course, 0, HEIGHT).shapes == ()

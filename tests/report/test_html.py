@@ -1,0 +1,207 @@
+"""The page holds the plan's numbers, parses, loads nothing, and whatever the user's code is called stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roamc import pipeline
+from roamc.graph import TrainGraph
+from roamc.options import Options
+from roamc.report.explain import explain, find_peak
+from roamc.report.html import render, table, write
+from roamc.report.picture import Box, Picture, draw, follow
+from roamc.report.request import Request, picture
+from roamc.report.text import short
+from tests.graphs import model_graph
+
+SIZES = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 64}
+
+# Ends a script or an attribute, starts an element, or is a line end in JavaScript and not in JSON.
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>&amp;<!--\u2028]]>{{ 7*7 }}\udc80"
+
+VOID = {"meta", "path", "rect"}
+"""Elements without an end: HTML's, and those that the page closes with />."""
+
+
+class Reader(HTMLParser):
+    """Checks that elements nest, and collects names, attributes and texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+    def data(self) -> dict[str, Any]:
+        """The JSON of the page."""
+        found: dict[str, Any] = json.loads(self.texts["script"][0])
+        return found
+
+
+def drawn(graph: TrainGraph) -> Picture:
+    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
+    planned = pipeline.run(graph, Options())
+    return draw(explain(eager, planned), before, planned.graph)
+
+
+def without_times(found: Picture) -> Picture:
+    plan = replace(found.found.plan, seconds={})
+    return replace(found, found=replace(found.found, plan=plan))
+
+
+@pytest.fixture(scope="module")
+def small() -> Picture:
+    return picture(Request("gpt", sizes=SIZES))
+
+
+@pytest.fixture(scope="module")
+def page(small: Picture) -> Reader:
+    return Reader(render(small))
+
+
+def test_page_has_the_numbers_of_the_terminal(small: Picture, page: Reader) -> None:
+    shown = {text.strip() for texts in page.texts.values() for text in texts}
+    for label, value, remark in small.found.plan.rows():
+        assert {label, value, remark} <= {*shown, ""}
+    assert "planned in" in shown
+
+
+def test_page_lists_all_that_lives_at_both_peaks_largest_first(small: Picture, page: Reader) -> None:
+    peaks = (small.found.planned, small.found.eager)
+    names = {storage.name for peak in peaks for storage in peak.storages}
+    listed = [name for name in page.texts["code"] if name in names]
+    expected = [storage.name for peak in peaks for storage in peak.storages]
+    at_captions = [name for name in (small.found.eager.name, small.found.planned.name) if name in names]
+    assert listed == [*at_captions, *expected]
+
+
+def test_page_loads_nothing(small: Picture, page: Reader) -> None:
+    written = render(small)
+    assert re.findall(r"https?:|url\(|@import|fetch\(|XMLHttp|innerHTML|[\"'(=]//", written) == []
+    loading = {"src", "href", "xlink:href", "srcset", "data", "action", "poster", "style"}
+    assert [(tag, attributes) for tag, attributes in page.elements if loading & set(attributes)] == []
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
+    policies = [attributes["content"] or "" for tag, attributes in page.elements if "http-equiv" in attributes]
+    assert [policy.partition(";")[0] for policy in policies] == ["default-src 'none'"]
+
+
+def test_page_is_the_same_every_time(small: Picture) -> None:
+    again = picture(Request("gpt", sizes=SIZES))
+    assert render(without_times(small)) == render(without_times(again))
+
+
+def test_only_one_line_tells_the_time(small: Picture) -> None:
+    timed, untimed = render(small).splitlines(), render(without_times(small)).splitlines()
+    assert [line for line in timed if line not in untimed] == [line for line in timed if "planned in" in line]
+    assert len(timed) == len(untimed) + 1
+
+
+def test_page_says_nothing_of_where_its_files_are(small: Picture) -> None:
+    folders = {str(Path(__file__).parents[2]), str(Path.home())}
+    assert not [folder for folder in folders if len(folder) > 1 and folder in render(small)]
+
+
+def words(data: dict[str, Any], numbers: Sequence[int]) -> list[str]:
+    return [data["texts"][number] for number in numbers]
+
+
+def check_boxes(data: dict[str, Any], boxes: Sequence[Box], rows: Sequence[Any]) -> None:
+    for box, row in zip(boxes, rows, strict=True):
+        s = box.storage
+        assert words(data, row[:5]) == [s.name, s.kind, s.place, short(s.operator), s.source]
+        assert row[5:9] == [s.nbytes, s.born, s.dead, box.low]
+        assert tuple(words(data, row[9])) == box.tensors
+
+
+def test_table_says_what_every_step_and_storage_is(small: Picture, page: Reader) -> None:
+    data = page.data()
+    assert data == json.loads(json.dumps(table(small)))
+    for name, course in (("before", small.before), ("after", small.after)):
+        assert data[name]["live"] == course.live.tolist()
+        for work, row in zip(course.work, data[name]["work"], strict=True):
+            assert words(data, row) == [work.name, short(work.operator), work.phase, work.source]
+    check_boxes(data, small.arena, data["boxes"]["arena"])
+    check_boxes(data, small.outside, data["boxes"]["outside"])
+    assert len(set(data["texts"])) == len(data["texts"])
+
+
+def test_script_finds_every_plot_of_the_page(page: Reader) -> None:
+    plots = {a["id"]: a for tag, a in page.elements if tag == "svg" and a.get("class") == "plot"}
+    assert list(plots) == ["before", "after", "arena", "outside"]
+    assert {name for name in page.data() if name in plots} | set(page.data()["boxes"]) == set(plots)
+    assert [plot["data-group"] for plot in plots.values()] == ["before", "after", "after", "after"]
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Picture:
+    graph, _ = model_graph("nanogpt", "step")
+    for node in graph.graph.nodes:
+        node.meta["stack_trace"] = f'  File "{HOSTILE}.py", line 3, in forward'
+    ports = tuple(replace(port, name=f"{HOSTILE}.{port.name}") for port in graph.inputs)
+    return drawn(graph.replace(name=HOSTILE, inputs=ports, notes=(HOSTILE,)))
+
+
+def test_hostile_names_stay_text(hostile: Picture) -> None:
+    friendly, _ = model_graph("nanogpt", "step")
+    expected = Reader(render(drawn(friendly.replace(notes=("note",)))))
+    found = Reader(render(hostile))
+    # Source lines decide how many groups there are, and with them rows; nothing else differs.
+    assert {tag for tag, _ in found.elements} == {tag for tag, _ in expected.elements}
+    assert sum(tag == "script" for tag, _ in found.elements) == 2
+    assert all(not name.startswith("on") for _, attributes in found.elements for name in attributes)
+    assert found.texts["script"][1] == expected.texts["script"][1]
+    assert HOSTILE in found.texts["p"]
+    line = hostile.found.planned.storages[0].source
+    assert line in found.texts["code"]
+    assert line in found.data()["texts"]
+    assert "49" not in line
+
+
+def test_hostile_names_can_be_written(hostile: Picture, tmp_path: Path) -> None:
+    write(tmp_path / "page.html", hostile)
+    Reader((tmp_path / "page.html").read_text("utf-8"))
+
+
+def test_graph_without_an_update_is_drawn() -> None:
+    graph, _ = model_graph("nanogpt", "joint")
+    found = Reader(render(drawn(graph)))
+    phases = [text for text in found.texts["text"] if text in ("forward", "backward", "update")]
+    assert phases == ["forward", "backward"] * 4
+
+
+def test_page_stays_small() -> None:
+    found = picture(Request("gpt", sizes={**SIZES, "layers": 6}))
+    steps = len(found.after.live)
+    assert steps > 900
+    assert len(render(found)) < 40_000 + 350 * steps
+
+
+def test_path_that_cannot_be_written_is_an_error(small: Picture, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="folder"):
+        write(tmp_path / "no" / "folder.html", small)
