@@ -74,7 +74,7 @@ def stage_times(seconds: Mapping[str, Seconds]) -> str:
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """What lies in the arena and what does not: (label, size, remark)."""
-    layout = plan.decisions.get("layout", {})
+    layout, donate = plan.decisions.get("layout", {}), plan.decisions.get("donate", {})
     return (
         ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
         ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
@@ -85,6 +85,11 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         ),
         ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
         ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
+        (
+            "donated",
+            format_bytes(donate.get("nbytes", 0)),
+            f"{len(donate.get('overwrites', ()))} results written over an argument",
+        ),
     )
 
 
