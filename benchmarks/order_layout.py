@@ -10,6 +10,7 @@ torch.compile has them. All rivals get the very same problem and one thread.
 - orders: torch's lpmf, bfs and dfs, LESCEA, and MODeL's integer program on CP-SAT, with a time limit.
 - layouts, all of our order: greedy by size, best fit, long-lived first (LLFB), supermalloc (3 s).
 - both: LESCEA with LLFB, and MODeL's two integer programs.
+- XLA: temporary bytes of AlexNet and VGG-16 written in JAX, compiled for the CPU, workspace included.
 - ours: the solvers on that problem; and the plan of the whole road, whose peak counts what lies outside the
   arena too.
 
@@ -29,8 +30,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks._measure import fresh, save
-from benchmarks.planning_models import KINDS, MODELS, choices, graph, normalized
-from benchmarks.rivals import Missing, eager, inductor, lescea, model_ilp, supermalloc
+from benchmarks.planning_models import COMPILED, KINDS, MODELS, choices, graph, normalized
+from benchmarks.rivals import Missing, eager, inductor, lescea, model_ilp, supermalloc, xla
 from benchmarks.rivals.caching_allocator import peak_reserved
 from roamc import pipeline
 from roamc.memory import input_bytes
@@ -117,6 +118,7 @@ def measure(name: str, batch: int, kind: str, seconds: float) -> Row:
         "layouts": {key: _layout(layout_problem(problem, order), rival) for key, rival in LAYOUTS.items()},
         "lescea+llfb": _pair(problem),
         "model_ilp": _integer_programs(problem, seconds),
+        "xla": _xla(name, batch, kind),
         "ours": ours,
         "plan": _plan(clean),
     }
@@ -176,6 +178,16 @@ def _integer_programs(problem: OrderProblem, seconds: float) -> Row:
     offset, layout_status = placed.value
     row |= {"layout_status": layout_status, "bound": lower_bound(lives), "layout_seconds": placed.seconds}
     return row if offset is None else row | {"arena": _judged_arena(lives, offset)}
+
+
+def _xla(name: str, batch: int, kind: str) -> Row:
+    if name not in xla.NETS or kind == COMPILED:
+        return {"missing": "not written in JAX"}
+    try:
+        found = _timed(lambda: xla.temporary_bytes(name, batch, kind), runs=1)
+    except Missing as error:
+        return {"missing": str(error)}
+    return {"temporary": found.value, "seconds": found.seconds}
 
 
 def _ours(problem: OrderProblem) -> tuple[Row, IntArray]:

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.rivals import Missing, inductor, lescea, model_ilp, supermalloc
+from benchmarks.rivals import Missing, inductor, lescea, model_ilp, supermalloc, xla
 from roamc.solvers import layout as layouts
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound
 from roamc.solvers.order import OrderProblem, make_problem
@@ -139,3 +139,11 @@ def test_supermalloc_is_legal_where_it_is_installed() -> None:
     pytest.importorskip("omnimalloc")
     problem = random_layout(3, 30)
     assert check_layout(problem, supermalloc.layout(problem)) >= lower_bound(problem)
+
+
+def test_xla_counts_the_temporaries_of_a_small_net_where_jax_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    layers = (("conv", (8, 3, 3, 2, 1)), ("pool", (3,)), ("drop", ()), ("dense", (8 * 55 * 55, 10)))
+    monkeypatch.setitem(xla.NETS, "small", layers)
+    activations = 4 * 8 * 112 * 112
+    assert activations <= xla.temporary_bytes("small", 1, "sgd") <= 20 * activations
