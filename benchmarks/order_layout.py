@@ -54,11 +54,10 @@ Donations = Sequence[tuple[int, int]]
 
 PAPER = ("alexnet", "vgg16", "mnasnet", "mobilenet", "efficientnet", "vit", "bert")
 """The models that ROAM's paper takes its means over, at batch 1 and 32."""
-
 QUICK = ("alexnet", "vgg16", "mnasnet")
 
 MOST_OPERATORS, MOST_PAIRS = 700, 20_000
-"""The largest problems that MODeL's integer programs are tried on: beyond, minutes find nothing."""
+"""The largest problems that MODeL's integer programs are tried on; larger ones take a minute for a first answer."""
 
 ORDERS: dict[str, Callable[[OrderProblem], IntArray]] = {
     "lpmf": lambda problem: inductor.order(problem, "lpmf"),
