@@ -96,5 +96,5 @@ def save(name: str, rows: list[dict[str, Any]], remarks: str) -> Path:
     return path
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, Any]:
-    return row["model"], row.get("dtype")
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(part) for part in ("model", "dtype", "batch", "kind"))

@@ -26,7 +26,7 @@ from benchmarks.classic_nets import VGG16, AlexNet, MNASNet
 from roamc.graph import TrainGraph
 from roamc.memory import MemoryModel, build_memory, input_bytes
 from roamc.options import Options
-from roamc.passes import normalize, reorder
+from roamc.passes import donate, normalize, reorder
 from roamc.solvers.order import OrderProblem, evaluate
 from roamc.workload import OPTIMIZERS, Workload, capture
 
@@ -182,7 +182,7 @@ def dump(folder: Path, name: str, batch: int, kind: str) -> dict[str, Any]:
     captured = graph(name, batch, kind)
     seconds = time.perf_counter() - start
     clean, memory = normalized(captured)
-    problem, _ = reorder.order_problem(clean, memory)
+    problem, _ = reorder.order_problem(clean, memory, donate.all_gifts(memory))
     save(problem, folder / f"{name}-b{batch}-{kind}.npz")
     return {
         "graph": clean.name,

@@ -1,11 +1,22 @@
-"""Precedence as every ordering rival needs it: what must run before what, stages included."""
+"""Precedence as every ordering rival needs it: what must run before what, stages included; and its judge."""
 
 from __future__ import annotations
 
 import itertools
 
+import numpy as np
+
+from roamc.solvers.arrays import IntArray
 from roamc.solvers.order import OrderProblem
-from roamc.solvers.order.problem import predecessors, successors
+from roamc.solvers.order.problem import dependencies, predecessors, successors
+
+
+def is_legal(problem: OrderProblem, order: IntArray) -> bool:
+    """Whether every operator runs once, behind what it waits for and in its stage."""
+    if sorted(order.tolist()) != list(range(problem.num_ops)):
+        return False
+    before, after = np.argsort(order)[dependencies(problem)].T
+    return bool(np.all(before < after) and np.all(np.diff(problem.stage[order]) >= 0))
 
 
 def ordering_pairs(problem: OrderProblem) -> list[tuple[int, int]]:

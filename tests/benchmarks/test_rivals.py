@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.rivals import Missing, inductor, lescea, model_ilp, supermalloc
+from benchmarks.rivals import Missing, inductor, lescea, model_ilp, supermalloc, xla
+from benchmarks.rivals.precedence import is_legal
 from roamc.solvers import layout as layouts
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound
 from roamc.solvers.order import OrderProblem, make_problem
 from roamc.solvers.order.evaluate import peak_bytes
-from roamc.solvers.order.problem import dependencies
 from roamc.solvers.status import Status
 
 ORDERS = {
@@ -33,13 +33,6 @@ def random_problem(seed: int, num_ops: int, *, staged: bool = False) -> OrderPro
     edges = [tuple(sorted(rng.choice(num_ops, 2, replace=False).tolist())) for _ in range(num_ops // 4)]
     buffers = [(int(rng.integers(0, 9)) * 64, op, ops, bool(rng.random() < 0.1)) for op, ops in enumerate(readers)]
     return make_problem(stage, edges, buffers)
-
-
-def is_legal(problem: OrderProblem, order: np.ndarray) -> bool:
-    position = np.argsort(order)
-    before, after = dependencies(problem).T
-    staged = np.all(np.diff(problem.stage[order]) >= 0)
-    return sorted(order) == list(range(problem.num_ops)) and bool(np.all(position[before] < position[after]) and staged)
 
 
 def least_peak(problem: OrderProblem) -> int:
@@ -139,3 +132,18 @@ def test_supermalloc_is_legal_where_it_is_installed() -> None:
     pytest.importorskip("omnimalloc")
     problem = random_layout(3, 30)
     assert check_layout(problem, supermalloc.layout(problem)) >= lower_bound(problem)
+
+
+def test_xla_counts_the_temporaries_of_a_small_net_where_jax_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    layers = (("conv", (8, 3, 3, 2, 1)), ("pool", (3,)), ("drop", ()), ("dense", (8 * 55 * 55, 10)))
+    monkeypatch.setitem(xla.NETS, "small", layers)
+    activations = 4 * 8 * 112 * 112
+    assert activations <= xla.temporary_bytes("small", 1, "sgd") <= 20 * activations
+
+
+def test_judge_of_orders_sees_every_fault() -> None:
+    problem = make_problem([0, 0, 0, 1], [(0, 1)], [(64, 1, [2], False)])
+    assert is_legal(problem, np.array([0, 1, 2, 3]))
+    for wrong in ([0, 1, 2], [0, 1, 2, 2], [1, 0, 2, 3], [0, 2, 1, 3], [0, 1, 3, 2]):
+        assert not is_legal(problem, np.array(wrong))
