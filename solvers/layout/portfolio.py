@@ -1,4 +1,4 @@
-"""Several simple layouts, the best of them improved and searched, and the bound beside it."""
+"""Several simple layouts, all of them improved, the best searched, and the bound beside it."""
 
 import time
 from collections.abc import Callable
@@ -32,9 +32,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 """Name of each heuristic, and the heuristic: a problem to offsets in bytes, int64[n]."""
 
-IMPROVE_ROUNDS = 24
-IMPROVE_PATIENCE = 8
-IMPROVE_WORK = 4_000_000_000
+IMPROVE_ROUNDS = 40
+IMPROVE_PATIENCE = 12
+IMPROVE_WORK = 8_000_000_000
 """At most so many pairs of storages are compared while improving: fewer rounds where there are many storages."""
 
 
@@ -45,7 +45,7 @@ def solve(
     capacity: Bytes | None = None,
     seconds: float | None = None,
 ) -> LayoutSolution:
-    """Run the heuristics, improve the best, then search; stop as soon as the arena is low enough.
+    """Run the heuristics, improve what they found, then search; stop as soon as the arena is low enough.
 
     node_limit: how many storages the search may place, 0 for no search. capacity: an arena of so many bytes is
     low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer depend on the
@@ -129,13 +129,15 @@ class _Run:
             self.add(name, algorithm(self.problem), self.problem.num_storages)
 
     def improve(self) -> None:
-        """Improve the best."""
-        best = self.best()
-        if best.arena_bytes <= self.target or self.late():
-            return
-        rounds = min(IMPROVE_ROUNDS, IMPROVE_WORK // self.problem.num_storages**2 + 1)
-        offset, done = improve(self.problem, best.offset, self.target, rounds, IMPROVE_PATIENCE)
-        self.add(best.name + "+improve", offset, self.problem.num_storages * done)
+        """Improve every layout, the lowest first, until one is low enough: the best is seldom the best to improve."""
+        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)
+        pairs = self.problem.num_storages**2 * len(start)
+        rounds = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
+        for candidate in start:
+            if self.best().arena_bytes <= self.target or self.late():
+                return
+            offset, done = improve(self.problem, candidate.offset, self.target, rounds, IMPROVE_PATIENCE)
+            self.add(candidate.name + "+improve", offset, self.problem.num_storages * done)
 
     def search(self, node_limit: int) -> Status:
         """Search below the best."""

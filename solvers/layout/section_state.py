@@ -1,6 +1,7 @@
 """The state of one section search, as arrays that compiled code can work on.
 
-Sections are the stretches of time between births: within one, the set of live storages only shrinks. Storages
+Sections are the stretches of time between births, but for those whose storages all live in the next one: within
+one, the set of live storages only shrinks. Storages
 are renamed by rank, the one to prefer first.
 """
 
@@ -65,10 +66,10 @@ class SearchState(NamedTuple):
 def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
     """Everything waits on the ground. sequence: int64[n], the storages by rank."""
     size = padded(part)[sequence]
-    births = np.unique(part.born)
-    first = np.searchsorted(births, part.born[sequence]).astype(np.int32)
-    end = np.searchsorted(births, part.dead[sequence]).astype(np.int32)
-    n, sections = len(size), len(births) + 1
+    sections = _fullest_births(part)
+    first = np.searchsorted(sections, part.born[sequence]).astype(np.int32)
+    end = np.searchsorted(sections, part.dead[sequence]).astype(np.int32)
+    n, columns = len(size), len(sections) + 1
     longs = np.zeros((10, n + 1), dtype=np.int64)
     state = SearchState(
         size=size,
@@ -92,22 +93,29 @@ def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
         under=np.zeros(n + 1, dtype=np.int32),
         due_from=longs[8],
         due_to=longs[9],
-        top=np.zeros(sections, dtype=np.int64),
-        births=np.zeros(sections, dtype=np.int32),
-        cover=np.zeros(sections, dtype=np.int32),
-        slot=np.zeros(sections, dtype=np.int64),
+        top=np.zeros(columns, dtype=np.int64),
+        births=np.zeros(columns, dtype=np.int32),
+        cover=np.zeros(columns, dtype=np.int32),
+        slot=np.zeros(columns, dtype=np.int64),
         at=np.zeros(TO + 1, dtype=np.int64),
     )
     state.lists[0] = n
     state.lists[1 : n + 1] = np.arange(n)
     state.at[LISTED], state.at[FRAMES], state.parent[0] = n + 1, 1, -1
-    state.due_from[0] = sections
+    state.due_from[0] = columns
     return state
 
 
 def spent(state: SearchState) -> int:
     """What the search has cost so far, in nodes."""
     return int(state.at[NODES] + state.at[WORK] // WORK_OF_A_NODE)
+
+
+def _fullest_births(part: LayoutProblem) -> IntArray:
+    """Steps of birth, but for those with nothing dying before the next: there the next has all that they have."""
+    births, deaths = np.unique(part.born), np.unique(part.dead)
+    died = np.searchsorted(deaths, births, side="right")  # deaths up to each birth
+    return births[np.append(died[1:] > died[:-1], True)]
 
 
 def _alike(size: LongArray, alignment: LongArray, first: IntArray, end: IntArray) -> IntArray:

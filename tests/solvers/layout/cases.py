@@ -112,6 +112,24 @@ def training_problem(layers: int, seed: int = 0) -> LayoutProblem:
     return make_problem([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
 
 
+def hard_problem(storages: int = 60, seed: int = 0) -> LayoutProblem:
+    """Storages cut out of one full rectangle of bytes and steps: a layout without any loss exists, if hidden."""
+    dice = random.Random(seed)
+    blocks = [(0, 1000, 0, 40)]
+    while len(blocks) < storages:
+        low, high, born, dead = blocks.pop(dice.randrange(len(blocks)))
+        if dice.random() < 0.5 and high - low > 20:
+            cut = dice.randrange(low + 10, high - 9)
+            blocks += [(low, cut, born, dead), (cut, high, born, dead)]
+        elif dead - born > 1:
+            cut = dice.randrange(born + 1, dead)
+            blocks += [(low, high, born, cut), (low, high, cut, dead)]
+        else:
+            blocks.append((low, high, born, dead))
+    dice.shuffle(blocks)
+    return make_problem([b[1] - b[0] for b in blocks], [b[2] for b in blocks], [b[3] for b in blocks], 1)
+
+
 def bytes_used(problem: LayoutProblem, storage: int, step: int) -> range:
     """Which bytes of itself a storage needs at a step."""
     if not problem.born[storage] <= step < problem.dead[storage]:

@@ -11,6 +11,7 @@ from roamc.solvers.layout.portfolio import ALGORITHMS
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes
 from tests.solvers.layout.cases import (
     PROPERTY,
+    hard_problem,
     lowest_arena,
     lowest_by_trial,
     problems,
@@ -160,6 +161,14 @@ def test_large_problems_with_gaps_are_not_searched() -> None:
     solution = solve(problem)
     assert validate(problem, solution).good
     assert "cp_sat" not in dict(solution.candidates)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hidden_layout_without_loss_is_found_again(seed: int) -> None:
+    problem = hard_problem(30, seed)
+    solution = solve(problem, node_limit=200_000)
+    assert validate(problem, solution).good
+    assert (solution.arena_bytes, solution.status) == (1000, Status.OPTIMAL)
 
 
 @pytest.mark.parametrize("seed", range(12))
