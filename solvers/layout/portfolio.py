@@ -22,13 +22,13 @@ def _by(sequence: sequences.Sequence) -> Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "greedy_by_size": _by(sequences.by_size),
+    "best_fit": best_fit,
     "long_lived_below": _by(sequences.long_lived_below),
     "greedy_by_pressure": _by(sequences.by_pressure),
     "greedy_by_area": _by(sequences.by_area),
     "greedy_by_lifetime": _by(sequences.by_lifetime),
     "greedy_by_birth": _by(sequences.by_birth),
     "greedy_by_total_width_area": _by(sequences.by_total_width_area),
-    "best_fit": best_fit,
 }
 """Name of each heuristic, and the heuristic: a problem to offsets in bytes, int64[n]."""
 

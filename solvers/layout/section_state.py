@@ -115,7 +115,8 @@ def _fullest_births(part: LayoutProblem) -> IntArray:
     """Steps of birth, but for those with nothing dying before the next: there the next has all that they have."""
     births, deaths = np.unique(part.born), np.unique(part.dead)
     died = np.searchsorted(deaths, births, side="right")  # deaths up to each birth
-    return births[np.append(died[1:] > died[:-1], True)]
+    kept: IntArray = births[np.append(died[1:] > died[:-1], True)]
+    return kept
 
 
 def _alike(size: LongArray, alignment: LongArray, first: IntArray, end: IntArray) -> IntArray:
