@@ -38,6 +38,10 @@ IMPROVE_WORK = 8_000_000_000
 """At most so many pairs of storages are compared while improving: fewer rounds where there are many storages."""
 
 
+FIRST_SHARE = 100_000
+"""Nodes of the first search where time is limited: each capacity between bound and best gets its share of them."""
+
+
 def solve(
     problem: LayoutProblem,
     *,
@@ -140,12 +144,18 @@ class _Run:
             self.add(candidate.name + "+improve", offset, self.problem.num_storages * done)
 
     def search(self, node_limit: int) -> Status:
-        """Search below the best."""
-        if self.problem.plain:
-            found = tree_search(self.problem, self.best().offset, self.target, node_limit, self.late)
+        """Search below the best: in one go, or, against the clock, again and again with larger limits."""
+        if not self.problem.plain:
+            return self._search_by_cp_sat(node_limit)
+        share = node_limit if self.seconds is None else min(node_limit, FIRST_SHARE)
+        while True:
+            found = tree_search(self.problem, self.best().offset, self.target, share, self.late)
             self.add("tree_search", found.offset, found.nodes)
-            return self.status(searched=True, proved=found.proved, refuted=found.refuted)
-        return self._search_by_cp_sat(node_limit)
+            node_limit -= max(found.nodes, 1)
+            hopeless = found.refuted and self.capacity is not None
+            if found.proved or hopeless or node_limit <= 0 or self.late():
+                return self.status(searched=True, proved=found.proved, refuted=found.refuted)
+            share = min(node_limit, 4 * share)
 
     def _search_by_cp_sat(self, node_limit: int) -> Status:
         from roamc.solvers.layout.cp_sat import LARGEST, cp_sat  # a second to import, and seldom needed

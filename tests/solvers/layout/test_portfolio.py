@@ -142,6 +142,12 @@ def test_time_that_is_up_leaves_a_layout_and_says_so() -> None:
     assert len(solution.candidates) == 1
 
 
+def test_a_clock_with_time_enough_changes_nothing_that_is_proved() -> None:
+    problem = from_rows(ABOVE_BOUND[1][0], 64)
+    solution = solve(problem, node_limit=1 << 60, seconds=250.0)
+    assert (solution.arena_bytes, solution.status) == (64 * ABOVE_BOUND[1][2], Status.OPTIMAL)
+
+
 def test_fixed_storages_stay_and_others_go_around_them() -> None:
     problem = make_problem([16, 16, 16], [0, 0, 0], [2, 2, 1], 8, fixed=[16, -1, -1])
     solution = solve(problem)
