@@ -1,6 +1,7 @@
-"""The command line: ``roamc plan``, ``explain``, ``models`` and ``demo``.
+"""The command line: ``roamc plan``, ``explain``, ``layout``, ``models`` and ``demo``.
 
-Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-limit``.
+Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-limit``, or the
+layout ``--capacity``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from roamc import layout_file
 from roamc.demo.race import race
 from roamc.demo.show import show
 from roamc.demo.worker import Task
@@ -25,6 +27,7 @@ from roamc.report.explain import Explanation
 from roamc.report.html import write
 from roamc.report.progress import Stages
 from roamc.report.request import Request, answer, picture
+from roamc.units import parse_bytes
 from roamc.version import __version__
 from roamc.zoo import MODELS
 
@@ -150,6 +153,38 @@ def explain(
             text.show_explanation(text.console(), found, top)
             if html is not None:
                 typer.echo(f"\nthe picture is in {html}")
+
+
+@app.command()
+def layout(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.csv", help="Columns id,lower,upper,size as minimalloc has them.")
+    ],
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", metavar="BYTES", help="Stop at this arena; end with 2 if it is not met.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="Stop after about this time.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="OUT.csv", help="Write the rows with their offsets.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Lay out storages of known lifetimes in one arena, as low as can be. The columns may also be alignment, hint,
+    gaps and offset (fixed in place).
+
+    Example: roamc layout A.csv --capacity 1MiB --output out.csv
+    """
+    with _reported(debug, as_json):
+        asked = None if capacity is None else parse_bytes(capacity)
+        found = layout_file.lay_out(file, asked, seconds, output)
+        if as_json:
+            _print_json(found)
+        else:
+            text.show_rows(text.console(), ("layout", str(file)), layout_file.rows(found))
+        if not found["fits"]:
+            typer.echo(f"does not fit: {layout_file.shortfall(found)}", err=True)
+            raise _DoesNotFit(DOES_NOT_FIT)
 
 
 @app.command()

@@ -38,7 +38,7 @@ MOVES, CANDIDATES = 512, 12
 CROWDED = 0.995
 """A step counts as crowded from this share of the fullest one on."""
 
-PRICE = 64
+PRICE = 32
 """A lower peak is worth so many bytes, for each byte less, that pass through the allocator at every step: fresh
 memory costs time. (AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
 

@@ -5,6 +5,7 @@ Read `problem.py` first (the question and the answer), then `portfolio.py` (the 
 
 from roamc.solvers.layout.portfolio import ALGORITHMS, solve
 from roamc.solvers.layout.problem import (
+    Gap,
     LayoutProblem,
     LayoutSolution,
     live_bytes,
@@ -16,6 +17,7 @@ from roamc.solvers.layout.validate import LayoutReport, LayoutVerdict, validate
 
 __all__ = [
     "ALGORITHMS",
+    "Gap",
     "LayoutProblem",
     "LayoutReport",
     "LayoutSolution",

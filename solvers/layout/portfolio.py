@@ -1,10 +1,11 @@
-"""Several simple layouts, the best of them improved and searched, and the bound beside it."""
+"""Several simple layouts, all of them improved, the best searched, and the bound beside it."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roamc.solvers.arrays import LongArray, read_only
-from roamc.solvers.layout import greedy_by_size
+from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.improve import improve
@@ -14,55 +15,62 @@ from roamc.solvers.status import Status
 
 Algorithm = Callable[[LayoutProblem], LongArray]
 
+
+def _by(sequence: sequences.Sequence) -> Algorithm:
+    return lambda problem: first_fit(problem, sequence(problem))
+
+
 ALGORITHMS: dict[str, Algorithm] = {
-    "greedy_by_size": greedy_by_size.greedy_by_size,
+    "greedy_by_size": _by(sequences.by_size),
     "best_fit": best_fit,
-    "greedy_by_pressure": lambda problem: first_fit(problem, greedy_by_size.by_pressure(problem)),
-    "greedy_by_area": lambda problem: first_fit(problem, greedy_by_size.by_area(problem)),
-    "greedy_by_lifetime": lambda problem: first_fit(problem, greedy_by_size.by_lifetime(problem)),
-    "greedy_by_birth": lambda problem: first_fit(problem, greedy_by_size.by_birth(problem)),
+    "long_lived_below": _by(sequences.long_lived_below),
+    "greedy_by_pressure": _by(sequences.by_pressure),
+    "greedy_by_area": _by(sequences.by_area),
+    "greedy_by_lifetime": _by(sequences.by_lifetime),
+    "greedy_by_birth": _by(sequences.by_birth),
+    "greedy_by_total_width_area": _by(sequences.by_total_width_area),
 }
 """Name of each heuristic, and the heuristic: a problem to offsets in bytes, int64[n]."""
 
-IMPROVE_ROUNDS = 24
-IMPROVE_PATIENCE = 8
+IMPROVE_ROUNDS = 40
+IMPROVE_PATIENCE = 12
+IMPROVE_WORK = 8_000_000_000
+"""At most so many pairs of storages are compared while improving: fewer rounds where there are many storages."""
 
 
-def solve(problem: LayoutProblem, *, node_limit: int = 20_000) -> LayoutSolution:
-    """Run the heuristics, improve the best, then search; stop as soon as the arena meets the bound.
+FIRST_SHARE = 100_000
+"""Nodes of the first search where time is limited: each capacity between bound and best gets its share of them."""
 
-    node_limit: how many storages the tree search may place, 0 for no search. Ties go to the earlier
-    candidate. The status is OPTIMAL if the arena meets the bound or is proved lowest, LIMIT if the node limit
-    (or the largest piece that is searched) stopped the search, GAP if there was no search.
+
+def solve(
+    problem: LayoutProblem,
+    *,
+    node_limit: int = 20_000,
+    capacity: Bytes | None = None,
+    seconds: float | None = None,
+) -> LayoutSolution:
+    """Run the heuristics, improve what they found, then search; stop as soon as the arena is low enough.
+
+    node_limit: how many storages the search may place, 0 for no search. capacity: an arena of so many bytes is
+    low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer depend on the
+    machine; None for no such limit. Ties go to the earlier candidate. `LayoutSolution` says what the status
+    means.
     """
-    bound = lower_bound(problem)
-    tried: list[_Candidate] = []
-    for name, algorithm in ALGORITHMS.items():
-        tried.append(_candidate(name, problem, algorithm(problem)))
-        if tried[-1].arena_bytes == bound:
-            break
-    work = problem.num_storages * len(tried)
-    best = min(tried, key=_arena)
-    if best.arena_bytes > bound:
-        offset, rounds = improve(problem, best.offset, bound, IMPROVE_ROUNDS, IMPROVE_PATIENCE)
-        tried.append(_candidate(best.name + "+improve", problem, offset))
-        work += problem.num_storages * rounds
-        best = min(tried, key=_arena)
-    status = Status.OPTIMAL if best.arena_bytes == bound else Status.GAP
-    if status is Status.GAP and node_limit > 0:
-        found = tree_search(problem, best.offset, bound, node_limit)
-        tried.append(_candidate("tree_search", problem, found.offset))
-        work += found.nodes
-        best = min(tried, key=_arena)
-        status = Status.OPTIMAL if found.proved else Status.LIMIT
+    run = _Run(problem, lower_bound(problem), capacity, seconds)
+    run.construct()
+    run.improve()
+    more = node_limit > 0 and not run.low_enough() and not run.late()
+    status = run.search(node_limit) if more else run.status()
+    best = run.best()
     return LayoutSolution(
         offset=read_only(best.offset),
         arena_bytes=best.arena_bytes,
-        bound_bytes=bound,
+        bound_bytes=run.bound,
         status=status,
         algorithm=best.name,
-        work=work,
-        candidates=tuple((candidate.name, candidate.arena_bytes) for candidate in tried),
+        work=run.work,
+        candidates=tuple((candidate.name, candidate.arena_bytes) for candidate in run.tried),
+        capacity=capacity,
     )
 
 
@@ -73,9 +81,101 @@ class _Candidate:
     offset: LongArray
 
 
-def _candidate(name: str, problem: LayoutProblem, offset: LongArray) -> _Candidate:
-    return _Candidate(name, arena_bytes(problem, offset), offset)
+@dataclass(eq=False)
+class _Run:
+    """One call of `solve`: what has been tried, and when to stop."""
 
+    problem: LayoutProblem
+    bound: Bytes
+    capacity: Bytes | None
+    seconds: float | None
+    tried: list[_Candidate] = field(default_factory=list)
+    work: int = 0
+    began: float = field(default_factory=time.monotonic)
 
-def _arena(candidate: _Candidate) -> Bytes:
-    return candidate.arena_bytes
+    @property
+    def target(self) -> Bytes:
+        """An arena of so many bytes is low enough."""
+        return self.bound if self.capacity is None else max(self.bound, self.capacity)
+
+    def best(self) -> _Candidate:
+        """The lowest arena, the first of equals."""
+        return min(self.tried, key=lambda candidate: candidate.arena_bytes)
+
+    def low_enough(self) -> bool:
+        """Whether there is nothing left to search for."""
+        return self.best().arena_bytes <= self.target or self.target > (self.capacity or self.target)
+
+    def left(self) -> float | None:
+        """Seconds left, None if they are not limited."""
+        return None if self.seconds is None else self.seconds - (time.monotonic() - self.began)
+
+    def late(self) -> bool:
+        """Whether the time is up."""
+        left = self.left()
+        return left is not None and left <= 0
+
+    def add(self, name: str, offset: LongArray, work: int) -> None:
+        """Remember a layout."""
+        self.tried.append(_Candidate(name, arena_bytes(self.problem, offset), offset))
+        self.work += work
+
+    def construct(self) -> None:
+        """Run the heuristics until one is low enough; at least one."""
+        algorithms = dict(ALGORITHMS)
+        if (self.problem.hint >= 0).any():
+            algorithms = {"greedy_by_hint": _by(sequences.by_hint), **algorithms}
+        if not self.problem.plain or (self.problem.own_alignment != self.problem.alignment).any():
+            del algorithms["best_fit"]
+        for name, algorithm in algorithms.items():
+            if self.tried and (self.best().arena_bytes <= self.target or self.late()):
+                return
+            self.add(name, algorithm(self.problem), self.problem.num_storages)
+
+    def improve(self) -> None:
+        """Improve every layout, the lowest first, until one is low enough: the best is seldom the best to improve."""
+        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)
+        pairs = self.problem.num_storages**2 * len(start)
+        rounds = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
+        for candidate in start:
+            if self.best().arena_bytes <= self.target or self.late():
+                return
+            offset, done = improve(self.problem, candidate.offset, self.target, rounds, IMPROVE_PATIENCE)
+            self.add(candidate.name + "+improve", offset, self.problem.num_storages * done)
+
+    def search(self, node_limit: int) -> Status:
+        """Search below the best: in one go, or, against the clock, again and again with larger limits."""
+        if not self.problem.plain:
+            return self._search_by_cp_sat(node_limit)
+        share = node_limit if self.seconds is None else min(node_limit, FIRST_SHARE)
+        while True:
+            found = tree_search(self.problem, self.best().offset, self.target, share, self.late)
+            self.add("tree_search", found.offset, found.nodes)
+            node_limit -= max(found.nodes, 1)
+            hopeless = found.refuted and self.capacity is not None
+            if found.proved or hopeless or node_limit <= 0 or self.late():
+                return self.status(searched=True, proved=found.proved, refuted=found.refuted)
+            share = min(node_limit, 4 * share)
+
+    def _search_by_cp_sat(self, node_limit: int) -> Status:
+        from roamc.solvers.layout.cp_sat import LARGEST, cp_sat  # a second to import, and seldom needed
+
+        if int((self.problem.size > 0).sum()) > LARGEST:
+            return self.status()
+        roof = self.best().arena_bytes - 1
+        found = cp_sat(self.problem, self.bound, roof, node_limit, self.left())
+        if found.offset is not None:
+            self.add("cp_sat", found.offset, node_limit)
+        above = self.capacity is not None and self.best().arena_bytes > self.capacity
+        return self.status(searched=True, proved=found.proved, refuted=found.proved and above)
+
+    def status(self, *, searched: bool = False, proved: bool = False, refuted: bool = False) -> Status:
+        """What is known about the best."""
+        arena = self.best().arena_bytes
+        if self.capacity is not None and (self.bound > self.capacity or (refuted and arena > self.capacity)):
+            return Status.INFEASIBLE
+        if arena == self.bound or (proved and arena > self.target):
+            return Status.OPTIMAL
+        if self.capacity is not None and arena <= self.capacity:
+            return Status.GAP
+        return Status.LIMIT if searched or self.late() else Status.GAP

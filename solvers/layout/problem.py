@@ -5,6 +5,13 @@ Two storages conflict if both are live at some step and both have bytes; they mu
 Offsets are multiples of the alignment, so placing padded sizes loses nothing: what follows a storage begins
 at an aligned offset anyway.
 
+A storage may have an alignment of its own, a fixed offset, a hint, and gaps: steps at which it needs none of
+its bytes, or only a window of them. It is then several rectangles that move together, its parts:
+
+    bytes   |xxxxxx|      |xxxxxx|      a storage with two gaps: in the first it needs nothing,
+            |xxxxxx|      |xxxx  |      in the second a window of its bytes
+            born  gap    gap  gap dead
+
 The lower bound on the arena is the peak of live padded bytes; arena / bound - 1 is the fragmentation.
 """
 
@@ -25,35 +32,58 @@ _MOST_BYTES = 2**62
 _MOST_STEPS = 2**31 - 1
 
 
+@dataclass(frozen=True)
+class Gap:
+    """During the steps [born, dead) the storage needs only the bytes [low, high) of itself; none if equal."""
+
+    storage: StorageIndex
+    born: Step
+    dead: Step
+    low: Bytes = 0
+    high: Bytes = 0
+
+
 @dataclass(frozen=True, eq=False)
 class LayoutProblem:
     """n storages; build it with `make_problem`, which checks it.
 
     size: int64[n] bytes, not padded.  born, dead: int32[n], half-open steps.  alignment: bytes, a power of
-    two. All arrays are read-only.
+    two.  own_alignment: int64[n] bytes, a multiple of the alignment.  fixed, hint: int64[n] bytes, -1 for
+    none.  gaps: by storage and step. All arrays are read-only.
     """
 
     size: LongArray
     born: IntArray
     dead: IntArray
     alignment: Bytes
+    own_alignment: LongArray
+    fixed: LongArray
+    hint: LongArray
+    gaps: tuple[Gap, ...]
 
     @property
     def num_storages(self) -> int:
         """Number of storages, n."""
         return len(self.size)
 
+    @property
+    def plain(self) -> bool:
+        """Whether every storage is one rectangle that may lie anywhere."""
+        return not self.gaps and bool((self.fixed < 0).all())
+
 
 @dataclass(frozen=True, eq=False)
 class LayoutSolution:
     """An offset for every storage and what is known about the arena.
 
-    offset: int64[n] bytes; 0 for storages without bytes.  arena_bytes: the highest end of a padded storage.
-    bound_bytes: the peak of live padded bytes. status: OPTIMAL if arena_bytes == bound_bytes or a completed
-    search proved that no lower arena exists; LIMIT if the
-        node limit stopped the search; GAP if no search was asked for.
+    offset: int64[n] bytes; 0 for storages without bytes that are not fixed.  arena_bytes: the highest end of a
+    padded storage.  bound_bytes: no arena is lower: the peak of live padded bytes, or a fixed storage's end.
+    status: OPTIMAL if arena_bytes == bound_bytes or a completed search proved that no lower arena exists; LIMIT
+        if a limit stopped the search; GAP if no search was asked for, or a capacity was, and it is met;
+        INFEASIBLE if it is proved that no arena meets the capacity.
     algorithm: the name of the algorithm that found it.  work: storages placed, over all algorithms that ran.
     candidates: (name, arena bytes) of every algorithm that ran, in the order in which they ran.
+    capacity: the bytes that were asked for; None to minimize.
     """
 
     offset: LongArray
@@ -63,19 +93,43 @@ class LayoutSolution:
     algorithm: str
     work: int
     candidates: tuple[tuple[str, Bytes], ...]
+    capacity: Bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The rectangles of all storages that have bytes, by storage and step.
+
+    start: int64[n + 1]; storage i has the parts start[i] to start[i + 1].  born, dead: int64, steps.
+    low, high: int64, bytes above the storage's offset.
+    """
+
+    start: LongArray
+    born: LongArray
+    dead: LongArray
+    low: LongArray
+    high: LongArray
 
 
 def make_problem(
     size: Sequence[Bytes] | LongArray,
-    born: Sequence[Step] | LongArray,
-    dead: Sequence[Step] | LongArray,
+    born: Sequence[Step] | LongArray | IntArray,
+    dead: Sequence[Step] | LongArray | IntArray,
     alignment: Bytes = DEFAULT_ALIGNMENT,
+    *,
+    own_alignment: Sequence[Bytes] | LongArray | None = None,
+    fixed: Sequence[Bytes] | LongArray | None = None,
+    hint: Sequence[Bytes] | LongArray | None = None,
+    gaps: Sequence[Gap] = (),
 ) -> LayoutProblem:
     """Check the parts of a layout problem and pack them into arrays.
 
+    own_alignment: bytes, 1 for none.  fixed, hint: offsets in bytes, -1 for none.
+
     Raises ValueError, naming the storage, for a negative size, a birth before step 0, a death that is not
-    after the birth, lists of different lengths, an alignment that is not a power of two, or more than 2**62
-    padded bytes in all.
+    after the birth, lists of different lengths, an alignment that is not a power of two (or, of its own, below
+    1), a fixed offset that is not aligned or over another, a gap outside of its storage or over another, or more
+    than 2**62 bytes in all.
     """
     if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"alignment {alignment} is not a power of two")
@@ -86,14 +140,71 @@ def make_problem(
             raise ValueError(f"storage {storage} has a negative size: {num_bytes}")
         if not 0 <= first < end <= _MOST_STEPS:
             raise ValueError(f"storage {storage} lives from step {first} to {end}")
-    if sum(int(num_bytes) + alignment for num_bytes in size) > _MOST_BYTES:
+    own = _column("own alignments", own_alignment, len(size), 1)
+    place = _column("fixed offsets", fixed, len(size), -1)
+    _check_places(own, place)
+    aligned = np.lcm(own, alignment)
+    wrong = np.flatnonzero((place >= 0) & (place % aligned != 0))
+    if len(wrong):
+        storage = int(wrong[0])
+        raise ValueError(f"storage {storage} is fixed at {place[storage]}, alignment {aligned[storage]}")
+    rooms = sum(int(num_bytes) + alignment for num_bytes in size) + int(aligned.astype(np.float64).sum())
+    if rooms + int(place.max(initial=0)) > _MOST_BYTES:
         raise ValueError("padded sizes add up to more than 2**62 bytes")
-    return LayoutProblem(
+    problem = LayoutProblem(
         size=read_only(np.array(size, dtype=np.int64)),
         born=read_only(np.array(born, dtype=np.int32)),
         dead=read_only(np.array(dead, dtype=np.int32)),
         alignment=alignment,
+        own_alignment=read_only(aligned),
+        fixed=read_only(place),
+        hint=read_only(_column("hints", hint, len(size), -1)),
+        gaps=tuple(sorted(gaps, key=lambda gap: (gap.storage, gap.born))),
     )
+    _check_gaps(problem)
+    _check_fixed(problem)
+    return problem
+
+
+def _column(name: str, given: Sequence[int] | LongArray | None, length: int, default: int) -> LongArray:
+    column = np.full(length, default, dtype=np.int64) if given is None else np.array(given, dtype=np.int64)
+    if len(column) != length:
+        raise ValueError(f"{len(column)} {name} for {length} storages")
+    return column
+
+
+def _check_places(own: LongArray, place: LongArray) -> None:
+    for storage in np.flatnonzero((own < 1) | (own > _MOST_BYTES)).tolist():
+        raise ValueError(f"storage {storage} has an alignment of {own[storage]}")
+    for storage in np.flatnonzero((place < -1) | (place > _MOST_BYTES)).tolist():
+        raise ValueError(f"storage {storage} is fixed at {place[storage]}")
+
+
+def _check_gaps(problem: LayoutProblem) -> None:
+    before = Gap(-1, 0, 0)
+    for gap in problem.gaps:
+        if not 0 <= gap.storage < problem.num_storages:
+            raise ValueError(f"a gap names storage {gap.storage} of {problem.num_storages}")
+        said = f"storage {gap.storage} has a gap from step {gap.born} to {gap.dead}"
+        if not problem.born[gap.storage] <= gap.born < gap.dead <= problem.dead[gap.storage]:
+            raise ValueError(f"{said} outside of its life")
+        if not 0 <= gap.low <= gap.high <= problem.size[gap.storage]:
+            raise ValueError(f"{said} with a window {gap.low}:{gap.high} outside of its bytes")
+        if gap.storage == before.storage and gap.born < before.dead:
+            raise ValueError(f"{said} over another")
+        before = gap
+
+
+def _check_fixed(problem: LayoutProblem) -> None:
+    rectangle = parts(problem)
+    owner = np.repeat(np.arange(problem.num_storages), np.diff(rectangle.start))
+    rows = np.flatnonzero(problem.fixed[owner] >= 0)
+    owner, born, dead = owner[rows], rectangle.born[rows], rectangle.dead[rows]
+    low, high = (problem.fixed[owner] + edge[rows] for edge in (rectangle.low, rectangle.high))
+    for i in range(len(rows)):
+        clash = (born[:i] < dead[i]) & (born[i] < dead[:i]) & (low[:i] < high[i]) & (low[i] < high[:i])
+        if clash.any():
+            raise ValueError(f"storages {owner[:i][clash][0]} and {owner[i]} are fixed over each other")
 
 
 def padded(problem: LayoutProblem) -> LongArray:
@@ -102,20 +213,46 @@ def padded(problem: LayoutProblem) -> LongArray:
     return rounded
 
 
-def live_bytes(problem: LayoutProblem) -> LongArray:
-    """Live padded bytes at each step: int64[last death]; element t counts storages with born <= t < dead."""
+def parts(problem: LayoutProblem) -> Parts:
+    """The rectangles of every storage: one for most, more for those with gaps, none without bytes."""
     size = padded(problem)
-    num_steps = int(problem.dead.max(initial=0))
-    change = np.zeros(num_steps + 1, dtype=np.int64)
-    np.add.at(change, problem.born, size)
-    np.subtract.at(change, problem.dead, size)
-    live: LongArray = np.cumsum(change[:num_steps])
-    return live
+    rows: dict[int, list[tuple[Step, Step, Bytes, Bytes]]] = {}
+    for gap in problem.gaps:
+        storage = gap.storage
+        known = rows.setdefault(
+            storage, [(int(problem.born[storage]), int(problem.dead[storage]), 0, int(size[storage]))]
+        )
+        first, end, low, high = known.pop()
+        known += [(first, gap.born, low, high), (gap.born, gap.dead, gap.low, gap.high), (gap.dead, end, low, high)]
+    counts = (size > 0).astype(np.int64)
+    for storage, known in rows.items():
+        rows[storage] = [row for row in known if row[0] < row[1] and row[2] < row[3]]
+        counts[storage] = len(rows[storage])
+    start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    owner = np.repeat(np.arange(problem.num_storages), counts)
+    columns = np.stack([problem.born[owner], problem.dead[owner], np.zeros_like(owner), size[owner]]).astype(np.int64)
+    for storage, known in rows.items():
+        columns[:, start[storage] : start[storage + 1]] = np.array(known, dtype=np.int64).reshape(-1, 4).T
+    born, dead, low, high = columns
+    return Parts(start, born, dead, low, high)
+
+
+def live_bytes(problem: LayoutProblem) -> tuple[LongArray, LongArray]:
+    """Steps at which something is born or dies, int64[k], and the live padded bytes from each on, int64[k]."""
+    piece = parts(problem)
+    steps, event = np.unique(np.concatenate([piece.born, piece.dead]), return_inverse=True)
+    room = piece.high - piece.low
+    change = np.zeros(len(steps), dtype=np.int64)
+    np.add.at(change, event[: len(room)], room)
+    np.subtract.at(change, event[len(room) :], room)
+    return steps.astype(np.int64), np.cumsum(change)
 
 
 def lower_bound(problem: LayoutProblem) -> Bytes:
-    """The peak of live padded bytes: no arena can be smaller."""
-    return int(live_bytes(problem).max(initial=0))
+    """No arena can be smaller: the peak of live padded bytes, or the highest end of a fixed storage."""
+    size = padded(problem)
+    held = (problem.fixed >= 0) & (size > 0)
+    return max(int(live_bytes(problem)[1].max(initial=0)), int((problem.fixed + size)[held].max(initial=0)))
 
 
 def arena_bytes(problem: LayoutProblem, offset: LongArray) -> Bytes:

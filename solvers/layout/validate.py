@@ -1,11 +1,10 @@
-"""The judge of layouts: compares every pair of storages, and shares no code with any algorithm. O(n^2)."""
+"""The judge of layouts: looks at every storage and every step, and shares no code with any algorithm."""
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
-from roamc.solvers.layout.problem import Bytes, LayoutProblem, LayoutSolution
+from roamc.solvers.layout.problem import Bytes, LayoutProblem, LayoutSolution, Step, StorageIndex
 from roamc.solvers.status import Status
 
 
@@ -16,6 +15,7 @@ class LayoutVerdict(Enum):
     WRONG_LENGTH = "wrong number of offsets"
     NEGATIVE_OFFSET = "negative offset"
     MISALIGNED = "misaligned offset"
+    MOVED = "fixed storage is not in its place"
     OUT_OF_ARENA = "storage reaches above the arena"
     OVERLAP = "two live storages overlap"
     WRONG_ARENA = "arena larger than its contents"
@@ -56,51 +56,83 @@ def _round_up(num_bytes: Bytes, alignment: Bytes) -> Bytes:
 
 
 def _offset_fault(problem: LayoutProblem, solution: LayoutSolution) -> LayoutReport | None:
-    pairs = zip(solution.offset.tolist(), problem.size.tolist(), strict=True)
-    for storage, (offset, size) in enumerate(pairs):
+    rows = zip(
+        solution.offset.tolist(),
+        problem.size.tolist(),
+        problem.own_alignment.tolist(),
+        problem.fixed.tolist(),
+        strict=True,
+    )
+    for storage, (offset, size, alignment, fixed) in enumerate(rows):
         if offset < 0:
             detail = f"storage {storage} at {offset}"
             return LayoutReport(LayoutVerdict.NEGATIVE_OFFSET, (storage,), detail)
-        if offset % problem.alignment != 0:
-            detail = f"storage {storage} at {offset}, alignment {problem.alignment}"
+        if offset % alignment != 0:
+            detail = f"storage {storage} at {offset}, alignment {alignment}"
             return LayoutReport(LayoutVerdict.MISALIGNED, (storage,), detail)
+        if fixed >= 0 and offset != fixed:
+            detail = f"storage {storage} at {offset}, fixed at {fixed}"
+            return LayoutReport(LayoutVerdict.MOVED, (storage,), detail)
         if size > 0 and offset + size > solution.arena_bytes:
             detail = f"storage {storage} ends at {offset + size} of {solution.arena_bytes}"
             return LayoutReport(LayoutVerdict.OUT_OF_ARENA, (storage,), detail)
     return None
 
 
+def _uses(problem: LayoutProblem, room: list[Bytes]) -> list[tuple[Step, Step, Bytes, Bytes, StorageIndex]]:
+    """Which bytes of itself each storage uses from which step to which, `room` bytes outside of its gaps."""
+    gaps: dict[StorageIndex, list[tuple[Step, Step, Bytes, Bytes]]] = {}
+    for gap in problem.gaps:
+        gaps.setdefault(gap.storage, []).append((gap.born, gap.dead, gap.low, gap.high))
+    uses = []
+    for storage, (born, dead) in enumerate(zip(problem.born.tolist(), problem.dead.tolist(), strict=True)):
+        step = born
+        for first, end, low, high in sorted(gaps.get(storage, [])):
+            uses.append((step, first, 0, room[storage], storage))
+            uses.append((first, end, low, high, storage))
+            step = end
+        uses.append((step, dead, 0, room[storage], storage))
+    return [use for use in uses if use[0] < use[1] and use[2] < use[3]]
+
+
 def _overlap_fault(problem: LayoutProblem, solution: LayoutSolution) -> LayoutReport | None:
-    """Row by row: storage i against every later one, in time and in space."""
-    born, dead, size = problem.born, problem.dead, problem.size
-    low = solution.offset
-    high = solution.offset + problem.size
-    for i in range(len(size)):
-        if size[i] == 0:
+    """Walk through time, deaths first, with what is live sorted by its bytes; neighbours must not overlap."""
+    events: list[tuple[Step, int, Bytes, Bytes, StorageIndex]] = []
+    offset = solution.offset.tolist()
+    for born, dead, low, high, storage in _uses(problem, problem.size.tolist()):
+        events.append((born, 1, offset[storage] + low, offset[storage] + high, storage))
+        events.append((dead, 0, offset[storage] + low, offset[storage] + high, storage))
+    live: list[tuple[Bytes, Bytes, StorageIndex]] = []
+    for _, birth, low, high, storage in sorted(events):
+        if not birth:
+            del live[bisect_left(live, (low, high, storage))]
             continue
-        same_time = (born[i + 1 :] < dead[i]) & (born[i] < dead[i + 1 :])
-        same_space = (low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])
-        clash = same_time & same_space & (size[i + 1 :] > 0)
-        if clash.any():
-            j = i + 1 + int(np.flatnonzero(clash)[0])
-            detail = f"storages {i} and {j} at bytes {low[i]}:{high[i]} and {low[j]}:{high[j]}"
-            return LayoutReport(LayoutVerdict.OVERLAP, (i, j), detail)
+        insort(live, (low, high, storage))
+        place = bisect_left(live, (low, high, storage))
+        for below, above in ((place - 1, place), (place, place + 1)):
+            if below >= 0 and above < len(live) and live[below][1] > live[above][0]:
+                i, j = sorted((live[below][2], live[above][2]))
+                where = {at[2]: f"{at[0]}:{at[1]}" for at in (live[below], live[above])}
+                detail = f"storages {i} and {j} at bytes {where[i]} and {where[j]}"
+                return LayoutReport(LayoutVerdict.OVERLAP, (i, j), detail)
     return None
 
 
 def _recount_bound(problem: LayoutProblem) -> Bytes:
-    """Walk through births and deaths in time, deaths first, and remember the most padded bytes."""
-    events: list[tuple[int, int, Bytes]] = []
-    rows = zip(problem.size.tolist(), problem.born.tolist(), problem.dead.tolist(), strict=True)
-    for size, born, dead in rows:
-        room = _round_up(size, problem.alignment)
-        events.append((born, 1, room))
-        events.append((dead, 0, -room))
+    """Walk through births and deaths in time, deaths first, and remember the most padded bytes; see what is fixed."""
+    events: list[tuple[Step, int, Bytes]] = []
+    room = [_round_up(size, problem.alignment) for size in problem.size.tolist()]
+    for born, dead, low, high, _ in _uses(problem, room):
+        events.append((born, 1, high - low))
+        events.append((dead, 0, low - high))
     live = 0
     peak = 0
     for _, _, change in sorted(events):
         live += change
         peak = max(peak, live)
+    for fixed, size in zip(problem.fixed.tolist(), room, strict=True):
+        if fixed >= 0 and size > 0:
+            peak = max(peak, fixed + size)
     return peak
 
 
@@ -119,8 +151,20 @@ def _claim_fault(problem: LayoutProblem, solution: LayoutSolution) -> LayoutRepo
         if candidate < arena:
             detail = f"candidate {name} has {candidate} bytes, the solution {arena}"
             return LayoutReport(LayoutVerdict.CANDIDATE_BELOW_ARENA, (candidate, arena), detail)
-    closed_but_not_said = arena == bound and solution.status is not Status.OPTIMAL
-    if closed_but_not_said or solution.status is Status.INFEASIBLE:
-        detail = f"status {solution.status.value} with bound {bound} and arena {arena}"
-        return LayoutReport(LayoutVerdict.WRONG_STATUS, (bound, arena), detail)
-    return None
+    return _status_fault(solution)
+
+
+def _status_fault(solution: LayoutSolution) -> LayoutReport | None:
+    arena, bound, capacity = solution.arena_bytes, solution.bound_bytes, solution.capacity
+    above = capacity is not None and arena > capacity
+    hopeless = capacity is not None and bound > capacity
+    wrong = {
+        Status.OPTIMAL: above and hopeless,
+        Status.GAP: arena == bound or hopeless,
+        Status.LIMIT: arena == bound or (capacity is not None and not above) or hopeless,
+        Status.INFEASIBLE: not above,
+    }
+    if not wrong[solution.status]:
+        return None
+    detail = f"status {solution.status.value} with bound {bound}, arena {arena} and capacity {capacity}"
+    return LayoutReport(LayoutVerdict.WRONG_STATUS, (bound, arena), detail)

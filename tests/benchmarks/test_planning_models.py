@@ -12,7 +12,7 @@ from benchmarks import planning_models
 from benchmarks.planning_models import KINDS, MODELS
 from roamc.graph import Phase
 from roamc.memory import input_bytes
-from roamc.passes import reorder
+from roamc.passes import donate, reorder
 from roamc.verify import check_graph
 
 PARAMETERS = {
@@ -51,7 +51,9 @@ def test_a_written_problem_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "alexnet-b1-sgd.npz"
     planning_models.dump(tmp_path, "alexnet", 1, "sgd")
     stored = planning_models.load(path)
-    problem, _ = reorder.order_problem(*planning_models.normalized(planning_models.graph("alexnet", 1, "sgd")))
+    clean, memory = planning_models.normalized(planning_models.graph("alexnet", 1, "sgd"))
+    problem, _ = reorder.order_problem(clean, memory, donate.all_gifts(memory))
+    assert len(problem.donor) > 0
     assert list(tmp_path.iterdir()) == [path]
     for field in planning_models.fields(problem):
         left, right = getattr(problem, field.name), getattr(stored, field.name)

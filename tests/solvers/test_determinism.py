@@ -8,12 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from roamc.solvers import layout, order
+from tests.solvers.layout.cases import hard_problem as searched
 from tests.solvers.layout.cases import training_problem as storages
 from tests.solvers.order.cases import training_problem as operators
 first = order.solve(operators(30))
 print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work)
-second = layout.solve(storages(40, seed=1))
-print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
+for problem, capacity in ((storages(40, seed=1), None), (storages(20, seed=4), 1), (searched(), None)):
+    second = layout.solve(problem, node_limit=3000, capacity=capacity)
+    print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
 """
 
 
@@ -25,7 +27,9 @@ def run_with(hash_seed: str) -> str:
     return done.stdout
 
 
-def test_two_processes_agree() -> None:
+def test_three_processes_agree() -> None:
     first = run_with("1")
-    assert first.count("\n") == 2
+    assert first.count("\n") == 4
+    assert "tree_search" in first
     assert first == run_with("2")
+    assert first == run_with("3")

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
-from roamc.solvers.layout.greedy_by_size import by_area, by_birth, by_lifetime, by_pressure, by_size
 from roamc.solvers.layout.improve import improve
 from roamc.solvers.layout.portfolio import ALGORITHMS
-from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound, make_problem
-from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room, training_problem
+from roamc.solvers.layout.problem import Gap, LayoutProblem, arena_bytes, lower_bound, make_problem
+from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room, special_problems, training_problem
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -25,11 +25,62 @@ def test_layout_is_valid_and_not_below_the_bound(name: str, problem: LayoutProbl
     assert all(at == 0 for at, size in zip(offset.tolist(), room(problem), strict=True) if size == 0)
 
 
+SEQUENCES = [
+    sequences.by_size,
+    sequences.by_lifetime,
+    sequences.by_area,
+    sequences.by_birth,
+    sequences.by_pressure,
+    sequences.by_hint,
+    sequences.long_lived_below,
+    sequences.by_width_area_total,
+    sequences.by_total_area_width,
+    sequences.by_total_width_area,
+]
+
+
 @PROPERTY
-@given(problems())
+@given(special_problems())
 def test_every_sequence_is_a_permutation(problem: LayoutProblem) -> None:
-    for sequence in (by_size, by_area, by_lifetime, by_birth, by_pressure):
+    for sequence in SEQUENCES:
         assert sorted(sequence(problem).tolist()) == list(range(problem.num_storages))
+
+
+@PROPERTY
+@given(special_problems(), st.sampled_from(SEQUENCES))
+def test_first_fit_minds_alignments_fixed_places_and_gaps(problem: LayoutProblem, sequence) -> None:
+    offset = first_fit(problem, sequence(problem))
+    assert is_valid(problem, offset.tolist())
+    assert arena_bytes(problem, offset) >= lower_bound(problem)
+
+
+def test_long_lived_storages_lie_below_so_that_segments_share_what_is_above() -> None:
+    # two saved activations through everything, and two segments of temporaries larger than both
+    problem = make_problem([8, 8, 64, 32, 64, 32], [0, 1, 2, 3, 20, 21], [40, 39, 4, 5, 22, 23], 8)
+    offset = first_fit(problem, sequences.long_lived_below(problem))
+    assert offset.tolist() == [0, 8, 16, 80, 16, 80]
+
+
+def test_hinted_storages_come_first_by_their_hints() -> None:
+    problem = make_problem([8, 8, 64], [0, 0, 0], [9, 9, 9], 8, hint=[8, 0, -1])
+    assert first_fit(problem, sequences.by_hint(problem)).tolist() == [8, 0, 16]
+
+
+def test_a_storage_lies_in_the_gap_of_another() -> None:
+    problem = make_problem([16, 16], [0, 3], [9, 6], 8, gaps=[Gap(0, 3, 6)])
+    assert first_fit(problem, np.array([0, 1])).tolist() == [0, 0]
+
+
+def test_a_window_leaves_only_the_rest_of_a_storage_to_others() -> None:
+    # during the gap storage 0 needs its bytes 0:8, so that storage 1 begins above them and reaches over its end
+    problem = make_problem([16, 16], [0, 3], [9, 6], 8, gaps=[Gap(0, 3, 6, 0, 8)])
+    assert first_fit(problem, np.array([0, 1])).tolist() == [0, 8]
+
+
+def test_a_storage_with_gaps_rises_until_all_its_parts_are_free() -> None:
+    # 2 is born onto 0 and, behind its gap, onto 1, which is higher
+    problem = make_problem([8, 24, 8], [0, 6, 0], [3, 9, 9], 8, gaps=[Gap(2, 3, 6)])
+    assert first_fit(problem, np.array([0, 1, 2])).tolist() == [0, 0, 24]
 
 
 @PROPERTY

@@ -2,14 +2,23 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.solvers import Status
-from roamc.solvers.layout import make_problem, solve, validate
+from roamc.solvers.layout import Gap, lower_bound, make_problem, solve, validate
 from roamc.solvers.layout.portfolio import ALGORITHMS
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes
-from tests.solvers.layout.cases import PROPERTY, problems, training_problem
+from tests.solvers.layout.cases import (
+    PROPERTY,
+    hard_problem,
+    lowest_arena,
+    lowest_by_trial,
+    problems,
+    special_problems,
+    tiny_problems,
+    training_problem,
+)
 from tests.solvers.layout.test_tree_search import ABOVE_BOUND, from_rows
 
 
@@ -50,6 +59,122 @@ def test_status_says_how_the_search_ended(node_limit: int, status: Status) -> No
     assert solution.status is status
     assert (solution.bound_bytes, solution.arena_bytes) == (64 * bound, 64 * lowest)
     assert validate(problem, solution).good
+
+
+@PROPERTY
+@given(problems(most_storages=6, most_steps=6))
+def test_small_problems_are_solved_as_by_brute_force(problem: LayoutProblem) -> None:
+    solution = solve(problem)
+    assert solution.status is Status.OPTIMAL
+    assert solution.arena_bytes == lowest_arena(problem)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(tiny_problems())
+def test_small_special_problems_are_solved_as_by_brute_force(problem: LayoutProblem) -> None:
+    solution = solve(problem)
+    assert validate(problem, solution).good
+    assert solution.status is Status.OPTIMAL
+    assert solution.arena_bytes == lowest_by_trial(problem)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(special_problems(), st.sampled_from([0, 10, 1000]))
+def test_special_problems_have_good_solutions(problem: LayoutProblem, node_limit: int) -> None:
+    report = validate(problem, solve(problem, node_limit=node_limit))
+    assert report.good, report
+
+
+@PROPERTY
+@given(problems(most_storages=8), st.randoms(use_true_random=False))
+def test_the_sequence_of_the_storages_does_not_matter(problem: LayoutProblem, dice) -> None:
+    places = list(range(problem.num_storages))
+    dice.shuffle(places)
+    shuffled = make_problem(problem.size[places], problem.born[places], problem.dead[places], problem.alignment)
+    before, after = solve(problem), solve(shuffled)
+    assert (after.arena_bytes, after.bound_bytes, after.status) == (
+        before.arena_bytes,
+        before.bound_bytes,
+        before.status,
+    )
+
+
+@PROPERTY
+@given(problems(), st.sampled_from([1, 7, 1000, 2**30]))
+def test_later_steps_give_the_same_layout(problem: LayoutProblem, steps: int) -> None:
+    later = make_problem(
+        problem.size,
+        problem.born.astype(np.int64) + steps,
+        problem.dead.astype(np.int64) + steps,
+        problem.alignment,
+    )
+    before, after = solve(problem, node_limit=200), solve(later, node_limit=200)
+    assert after.offset.tolist() == before.offset.tolist()
+    assert after.status is before.status
+
+
+@PROPERTY
+@given(problems(most_storages=6, most_steps=6), st.integers(0, 40))
+def test_a_capacity_is_met_or_proved_out_of_reach(problem: LayoutProblem, more: int) -> None:
+    capacity = lower_bound(problem) - 8 + more
+    solution = solve(problem, capacity=capacity)
+    assert validate(problem, solution).good
+    assert (solution.arena_bytes <= capacity) == (lowest_arena(problem) <= capacity)
+    assert (solution.status is Status.INFEASIBLE) == (solution.arena_bytes > capacity)
+
+
+def test_search_ends_at_the_capacity() -> None:
+    rows, bound, lowest = ABOVE_BOUND[1]
+    problem = from_rows(rows, 64)
+    assert solve(problem, capacity=64 * bound).status is Status.INFEASIBLE
+    assert solve(problem, capacity=64 * bound, node_limit=40).status is Status.LIMIT
+    assert solve(problem, capacity=64 * bound, node_limit=0).status is Status.GAP
+    assert solve(problem, capacity=64 * bound - 1, node_limit=0).status is Status.INFEASIBLE
+    assert solve(problem, capacity=64 * lowest).status is Status.GAP
+    assert solve(problem, capacity=64 * lowest).arena_bytes == 64 * lowest
+
+
+def test_time_that_is_up_leaves_a_layout_and_says_so() -> None:
+    problem = from_rows(ABOVE_BOUND[1][0], 64)
+    solution = solve(problem, seconds=0.0)
+    assert validate(problem, solution).good
+    assert solution.status is Status.LIMIT
+    assert len(solution.candidates) == 1
+
+
+def test_a_clock_with_time_enough_changes_nothing_that_is_proved() -> None:
+    problem = from_rows(ABOVE_BOUND[1][0], 64)
+    solution = solve(problem, node_limit=1 << 60, seconds=250.0)
+    assert (solution.arena_bytes, solution.status) == (64 * ABOVE_BOUND[1][2], Status.OPTIMAL)
+
+
+def test_fixed_storages_stay_and_others_go_around_them() -> None:
+    problem = make_problem([16, 16, 16], [0, 0, 0], [2, 2, 1], 8, fixed=[16, -1, -1])
+    solution = solve(problem)
+    assert solution.offset[0] == 16
+    assert (solution.arena_bytes, solution.status) == (48, Status.OPTIMAL)
+
+
+def test_end_of_a_fixed_storage_is_a_bound() -> None:
+    solution = solve(make_problem([16, 16], [0, 0], [1, 1], 8, fixed=[64, -1]))
+    assert (solution.bound_bytes, solution.arena_bytes, solution.status) == (80, 80, Status.OPTIMAL)
+
+
+def test_large_problems_with_gaps_are_not_searched() -> None:
+    rows = ABOVE_BOUND[0][0] * 10
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    problem = make_problem(*columns, 1, gaps=[Gap(0, 2, 3)])
+    solution = solve(problem)
+    assert validate(problem, solution).good
+    assert "cp_sat" not in dict(solution.candidates)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hidden_layout_without_loss_is_found_again(seed: int) -> None:
+    problem = hard_problem(30, seed)
+    solution = solve(problem, node_limit=200_000)
+    assert validate(problem, solution).good
+    assert (solution.arena_bytes, solution.status) == (1000, Status.OPTIMAL)
 
 
 @pytest.mark.parametrize("seed", range(12))

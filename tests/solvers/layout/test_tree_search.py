@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roamc.solvers.layout import tree_search as module
 from roamc.solvers.layout.first_fit import first_fit
-from roamc.solvers.layout.greedy_by_size import by_birth
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound, make_problem, padded
+from roamc.solvers.layout.section_search import NONE, STOPPED, search
+from roamc.solvers.layout.section_state import NODES, start
+from roamc.solvers.layout.sequences import by_birth
 from roamc.solvers.layout.tree_search import time_pieces, tree_search
-from tests.solvers.layout.cases import PROPERTY, is_valid, lowest_arena, problems
+from tests.solvers.layout.cases import PROPERTY, is_valid, lowest_arena, problems, training_problem
 
 
 def stacked(problem: LayoutProblem) -> np.ndarray:
@@ -89,10 +90,60 @@ def test_only_pieces_above_the_target_are_searched() -> None:
     assert 0 < found.nodes <= 3
 
 
-def test_large_pieces_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([8] * 3, [0, 0, 1], [2, 1, 2], 8)
-    monkeypatch.setattr(module, "LARGEST_PIECE", 2)
-    found = tree_search(problem, stacked(problem), lower_bound(problem), 1000)
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(problems(most_storages=6, most_steps=6), st.data())
+def test_search_minds_alignments_of_storages(plain: LayoutProblem, data: st.DataObject) -> None:
+    own = [data.draw(st.sampled_from([1, 3, 16])) for _ in range(plain.num_storages)]
+    problem = make_problem(plain.size, plain.born, plain.dead, plain.alignment, own_alignment=own)
+    before = first_fit(problem, by_birth(problem))
+    found = tree_search(problem, before, lower_bound(problem), 100_000)
+    assert found.proved
+    assert is_valid(problem, found.offset.tolist())
+    assert arena_bytes(problem, found.offset) == lowest_arena(problem)
+
+
+def test_search_that_is_stopped_goes_on_to_the_same_end() -> None:
+    problem = training_problem(6, seed=2)
+    sequence = by_birth(problem)
+    whole, slices = start(problem, sequence), start(problem, sequence)
+    capacity = lower_bound(problem)
+    ended = search(whole, capacity, 5000)
+    for limit in range(10, 5001, 10):
+        if search(slices, capacity, limit) != STOPPED:
+            break
+    assert search(slices, capacity, 5000) == ended
+    assert slices.offset.tolist() == whole.offset.tolist()
+
+
+def test_search_without_memory_left_is_stopped() -> None:
+    problem = training_problem(6, seed=2)
+    state = start(problem, by_birth(problem))
+    short = state._replace(lists=state.lists[: 3 * problem.num_storages].copy())
+    assert search(short, lower_bound(problem), 5000) == STOPPED
+    assert search(short, lower_bound(problem), 10**9) == STOPPED
+
+
+def test_a_clock_ends_the_search() -> None:
+    problem = from_rows(ABOVE_BOUND[0][0], 1)
+    asked = []
+
+    def late() -> bool:
+        asked.append(None)
+        return len(asked) > 1
+
+    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000, late)
     assert not found.proved
-    assert found.nodes == 0
     assert found.offset.tolist() == stacked(problem).tolist()
+
+
+def test_what_is_apart_in_time_does_not_multiply_the_work() -> None:
+    # a problem without a solution, and a chain of small storages that begins at its end and has many
+    rows = [(10 * size, born, dead) for size, born, dead in ABOVE_BOUND[0][0]]
+    cost = []
+    for length in (20, 40):
+        chain = [(1 + step % 3, 5 + step, 7 + step) for step in range(length)]
+        problem = from_rows([*rows, *chain], 1)
+        state = start(problem, by_birth(problem))
+        assert search(state, 49, 1_000_000) == NONE
+        cost.append(int(state.at[NODES]))
+    assert cost[1] <= cost[0] + 40

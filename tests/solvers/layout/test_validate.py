@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.layout.portfolio import solve
-from roamc.solvers.layout.problem import LayoutProblem, LayoutSolution, make_problem
+from roamc.solvers.layout.problem import Gap, LayoutProblem, LayoutSolution, lower_bound, make_problem
 from roamc.solvers.layout.validate import LayoutVerdict, validate
-from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room
+from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room, special_problems
 
 # 0 and 1 share step 1, 2 comes later and takes their place, 3 has no bytes. Arena and bound 24.
 PROBLEM = make_problem([16, 5, 10, 0], [0, 1, 2, 0], [2, 2, 4, 9], 8)
@@ -81,6 +81,55 @@ def test_wrong_claims_are_named(change: dict, verdict: LayoutVerdict) -> None:
     assert validate(PROBLEM, replace(GOOD, **change)).verdict is verdict
 
 
+# 0 is fixed at 8 and may lie at multiples of 8 only; 1 lies in its gap, 2 in the window that it leaves at step 4.
+SPECIAL = make_problem(
+    [16, 16, 8],
+    [0, 2, 4],
+    [9, 3, 5],
+    1,
+    own_alignment=[8, 1, 4],
+    fixed=[8, -1, -1],
+    gaps=[Gap(0, 2, 3), Gap(0, 4, 5, 8, 16)],
+)
+
+
+@pytest.mark.parametrize(
+    ("offset", "verdict", "items"),
+    [
+        ([8, 8, 8], LayoutVerdict.GOOD, ()),
+        ([8, 3, 4], LayoutVerdict.GOOD, ()),
+        ([0, 8, 8], LayoutVerdict.MOVED, (0,)),
+        ([8, 8, 6], LayoutVerdict.MISALIGNED, (2,)),
+        ([8, 8, 12], LayoutVerdict.OVERLAP, (0, 2)),
+    ],
+)
+def test_alignments_fixed_places_and_gaps_are_judged(offset, verdict, items) -> None:
+    claim = replace(with_offset(offset), arena_bytes=24, bound_bytes=24, candidates=())
+    report = validate(SPECIAL, claim)
+    assert (report.verdict, report.items) == (verdict, items)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "arena", "status", "good"),
+    [
+        (23, 24, Status.INFEASIBLE, True),
+        (23, 24, Status.GAP, False),
+        (23, 24, Status.LIMIT, False),
+        (24, 24, Status.OPTIMAL, True),
+        (24, 24, Status.INFEASIBLE, False),
+        (24, 32, Status.INFEASIBLE, True),
+        (24, 32, Status.LIMIT, True),
+        (40, 32, Status.GAP, True),
+        (40, 32, Status.LIMIT, False),
+        (40, 32, Status.INFEASIBLE, False),
+    ],
+)
+def test_status_agrees_with_the_capacity(capacity: int, arena: int, status: Status, good: bool) -> None:
+    offset = [0, 16, 8, 0] if arena == 24 else [0, 24, 8, 0]
+    claim = replace(with_offset(offset, arena_bytes=arena), status=status, candidates=(), capacity=capacity)
+    assert (validate(PROBLEM, claim).verdict is LayoutVerdict.GOOD) == good
+
+
 @pytest.mark.parametrize("status", [Status.OPTIMAL, Status.GAP, Status.LIMIT])
 def test_an_arena_above_the_bound_may_have_any_status(status: Status) -> None:
     higher = with_offset([0, 24, 8, 0], arena_bytes=32)
@@ -100,6 +149,22 @@ def test_a_moved_storage_is_never_good_by_mistake(problem: LayoutProblem, data: 
     size = room(problem)
     height = max((at + room for at, room in zip(offset, size, strict=True) if room), default=0)
     assert report.good == (is_valid(problem, offset) and height == solution.arena_bytes)
+
+
+@PROPERTY
+@given(special_problems(), st.data())
+def test_random_offsets_of_special_storages_are_judged_as_the_definition_says(
+    problem: LayoutProblem, data: st.DataObject
+) -> None:
+    offset = [
+        data.draw(st.integers(0, 4)) * unit if fixed < 0 else fixed
+        for unit, fixed in zip(problem.own_alignment.tolist(), problem.fixed.tolist(), strict=True)
+    ]
+    height = max((at + size for at, size in zip(offset, room(problem), strict=True) if size), default=0)
+    bound = lower_bound(problem)
+    status = Status.OPTIMAL if height == bound else Status.GAP
+    claim = LayoutSolution(np.array(offset, dtype=np.int64), height, bound, status, "by chance", 0, ())
+    assert (validate(problem, claim).verdict is not LayoutVerdict.OVERLAP) == is_valid(problem, offset)
 
 
 @PROPERTY

@@ -1,0 +1,74 @@
+"""``roamc layout``: offsets for the storages of a CSV file, as a table or as JSON."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from roamc.errors import PlanError, VerifyError
+from roamc.solvers.layout import solve, validate
+from roamc.solvers.layout.csv_form import CsvError, format_csv, read_csv
+from roamc.units import Bytes, Seconds, format_bytes
+
+NODES = 400_000
+"""Placements that the search may try where no time is given: the answer is then the same on every machine."""
+
+_NO_LIMIT = 1 << 60
+
+
+def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output: Path | None) -> dict[str, Any]:
+    """Solve the problem in a file and write the offsets to another, if one is named; what ``--json`` prints.
+
+    Raises:
+        PlanError: the file is not of minimalloc's form; the message names the line.
+        OSError: a file cannot be read or written.
+        VerifyError: the judge does not accept the layout.
+    """
+    try:
+        instance = read_csv(path)
+    except CsvError as error:
+        raise PlanError(str(error)) from None
+    began = time.perf_counter()
+    nodes = NODES if seconds is None else _NO_LIMIT
+    solution = solve(instance.problem, node_limit=nodes, capacity=capacity, seconds=seconds)
+    took = time.perf_counter() - began
+    report = validate(instance.problem, solution)
+    if not report.good:
+        raise VerifyError(f"{solution.algorithm} gave a layout that is not legal: {report.detail}")
+    if output is not None:
+        output.write_text(format_csv(instance, solution.offset), encoding="utf-8")
+    return {
+        "storages": instance.problem.num_storages,
+        "arena_bytes": solution.arena_bytes,
+        "bound_bytes": solution.bound_bytes,
+        "fragmentation": solution.arena_bytes / solution.bound_bytes - 1 if solution.bound_bytes else 0.0,
+        "capacity": capacity,
+        "fits": capacity is None or solution.arena_bytes <= capacity,
+        "status": solution.status.value,
+        "algorithm": solution.algorithm,
+        "seconds": round(took, 6),
+    }
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same as lines of a table."""
+    shown = {
+        "storages": f"{found['storages']}",
+        "arena": f"{found['arena_bytes']} ({format_bytes(found['arena_bytes'])})",
+        "lower bound": f"{found['bound_bytes']}",
+        "fragmentation": f"{found['fragmentation']:.4%}",
+        "status": found["status"],
+        "algorithm": found["algorithm"],
+        "seconds": f"{found['seconds']:.3f}",
+    }
+    return list(shown.items())
+
+
+def shortfall(found: dict[str, Any]) -> str:
+    """Why the capacity is not met, in a sentence."""
+    arena, bound, capacity = found["arena_bytes"], found["bound_bytes"], found["capacity"]
+    if bound > capacity:
+        return f"{bound} bytes are live at once, the capacity is {capacity}"
+    known = "no layout is lower" if found["status"] == "infeasible" else "the search has ended without a proof"
+    return f"the lowest arena found has {arena} bytes, the capacity is {capacity}; {known}"

@@ -1,0 +1,127 @@
+"""The state of one section search, as arrays that compiled code can work on.
+
+Sections are the stretches of time between births, but for those whose storages all live in the next one: within
+one, the set of live storages only shrinks. Storages
+are renamed by rank, the one to prefer first.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from roamc.solvers.arrays import IntArray, LongArray
+from roamc.solvers.layout.problem import LayoutProblem, padded
+
+FRAME, FRAMES, RAISED, LISTED, NODES, WORK, FULL, FROM, TO = range(9)
+"""What the elements of `SearchState.at` count: the current frame, frames in use, entries of the log of raises,
+entries of `lists`, storages placed, items looked at, whether memory ran out, and the sections to which the last
+refutation is due."""
+
+WORK_OF_A_NODE = 4096
+"""So many items looked at count as one more node, so that limits mean the same on large pieces."""
+
+_MOST_LISTED, _MOST_RAISED = 1 << 24, 1 << 22
+
+
+class SearchState(NamedTuple):
+    """Storages by rank: size, alignment, first and last section, and `alike`, a number shared by those that live
+    and align alike. `floor` is the lowest offset that each may still have, `offset` that of the placed, `over`
+    the last placed of each kind.
+
+    A frame is a set of waiting storages that are connected in time (`lists[list_at]` is its length, its members
+    follow) and the one that was placed of it. What then waits falls apart into the frames' children: lists one
+    after another in `lists[children:children_end]`, each a frame of its own with this one as `parent`.
+    `due_from` and `due_to` are the sections to which a frame's refutations so far are due.
+    `raised`, `raised_from` log every change of a floor, so that it can be taken back.
+    """
+
+    size: LongArray
+    alignment: LongArray
+    first: IntArray
+    end: IntArray
+    alike: IntArray
+    floor: LongArray
+    offset: LongArray
+    over: IntArray
+    lists: IntArray
+    raised: IntArray
+    raised_from: LongArray
+    list_at: LongArray
+    parent: LongArray
+    placed: IntArray
+    entered: LongArray
+    before: LongArray
+    children: LongArray
+    children_end: LongArray
+    under: IntArray
+    due_from: LongArray
+    due_to: LongArray
+    top: LongArray
+    births: IntArray
+    cover: IntArray
+    slot: LongArray
+    at: LongArray
+
+
+def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
+    """Everything waits on the ground. sequence: int64[n], the storages by rank."""
+    size = padded(part)[sequence]
+    sections = _fullest_births(part)
+    first = np.searchsorted(sections, part.born[sequence]).astype(np.int32)
+    end = np.searchsorted(sections, part.dead[sequence]).astype(np.int32)
+    n, columns = len(size), len(sections) + 1
+    longs = np.zeros((10, n + 1), dtype=np.int64)
+    state = SearchState(
+        size=size,
+        alignment=part.own_alignment[sequence],
+        first=first,
+        end=end,
+        alike=_alike(size, part.own_alignment[sequence], first, end),
+        floor=longs[0],
+        offset=longs[1],
+        over=np.full(n, -1, dtype=np.int32),
+        lists=np.empty(min(n * (n + 3) + 2, _MOST_LISTED), dtype=np.int32),
+        raised=np.empty(min(4 * n * n + n, _MOST_RAISED), dtype=np.int32),
+        raised_from=np.empty(min(4 * n * n + n, _MOST_RAISED), dtype=np.int64),
+        list_at=longs[2],
+        parent=longs[3],
+        placed=np.full(n + 1, -1, dtype=np.int32),
+        entered=longs[4],
+        before=longs[5],
+        children=longs[6],
+        children_end=longs[7],
+        under=np.zeros(n + 1, dtype=np.int32),
+        due_from=longs[8],
+        due_to=longs[9],
+        top=np.zeros(columns, dtype=np.int64),
+        births=np.zeros(columns, dtype=np.int32),
+        cover=np.zeros(columns, dtype=np.int32),
+        slot=np.zeros(columns, dtype=np.int64),
+        at=np.zeros(TO + 1, dtype=np.int64),
+    )
+    state.lists[0] = n
+    state.lists[1 : n + 1] = np.arange(n)
+    state.at[LISTED], state.at[FRAMES], state.parent[0] = n + 1, 1, -1
+    state.due_from[0] = columns
+    return state
+
+
+def spent(state: SearchState) -> int:
+    """What the search has cost so far, in nodes."""
+    return int(state.at[NODES] + state.at[WORK] // WORK_OF_A_NODE)
+
+
+def _fullest_births(part: LayoutProblem) -> IntArray:
+    """Steps of birth, but for those with nothing dying before the next: there the next has all that they have."""
+    births, deaths = np.unique(part.born), np.unique(part.dead)
+    died = np.searchsorted(deaths, births, side="right")  # deaths up to each birth
+    kept: IntArray = births[np.append(died[1:] > died[:-1], True)]
+    return kept
+
+
+def _alike(size: LongArray, alignment: LongArray, first: IntArray, end: IntArray) -> IntArray:
+    """Equal numbers for storages with the same life that may change places in a stack: aligned sizes."""
+    known: dict[tuple[int, ...], int] = {}
+    rows = zip(size.tolist(), alignment.tolist(), first.tolist(), end.tolist(), strict=True)
+    keys = [(lo, hi, align, 0 if room % align == 0 else room) for room, align, lo, hi in rows]
+    return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int32)
