@@ -13,7 +13,7 @@ from roamc.errors import OptionError, PlanError
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, live_bytes
 from roamc.options import Options
-from roamc.passes import reorder
+from roamc.passes import donate, reorder
 from roamc.solvers.order import ALGORITHMS
 from roamc.verify import check_graph, constraints
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
@@ -131,17 +131,20 @@ def test_order_that_reads_before_it_makes_is_refused() -> None:
         reorder.apply(graph, dataclasses.replace(decision, order=tuple(reversed(decision.order))))
 
 
+@pytest.mark.parametrize("disable", [(), ("donate",)], ids=["donated", "alone"])
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", range(20, 30))
-def test_random_graph_gives_the_same_bits_at_no_higher_peak(seed: int, route: str) -> None:
+def test_random_graph_gives_the_same_bits_at_no_higher_peak(seed: int, route: str, disable: tuple[str, ...]) -> None:
     graph, inputs = graph_and_inputs(*random_model(seed), route)
     used = clones(inputs)
     torch.manual_seed(seed)
     expected, _ = run_real(graph, used)
     kept, before = constraints(graph), peak(graph)
-    decision = reorder.decide(graph, Options())
+    decision = reorder.decide(graph, options := Options(disable=disable))
     after = reorder.apply(graph, decision)
     check_graph(after, "reorder", kept, deep=True)
+    if not disable:
+        after = donate.apply(after, donate.decide(after, options))
     assert peak(after) == decision.peak_bytes <= before, f"seed {seed}, {route}"
     torch.manual_seed(seed)
     got, _ = run_real(after, inputs)
