@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roamc.errors import OptionError
+from roamc.solvers.layout import NODE_LIMIT
 from roamc.units import Bytes, parse_bytes
 
 IDLE = ("keep", "free")
@@ -32,7 +33,7 @@ class Options:
 
     memory_limit: Bytes | None = None
     alignment: int = 0
-    layout_nodes: int = 20_000
+    layout_nodes: int = NODE_LIMIT
     order: str = "best"
     disable: tuple[str, ...] = ()
     idle_arena: str = "keep"

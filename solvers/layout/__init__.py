@@ -3,7 +3,7 @@
 Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
 """
 
-from roamc.solvers.layout.portfolio import ALGORITHMS, solve
+from roamc.solvers.layout.portfolio import ALGORITHMS, NODE_LIMIT, solve
 from roamc.solvers.layout.problem import (
     Gap,
     LayoutProblem,
@@ -17,6 +17,7 @@ from roamc.solvers.layout.validate import LayoutReport, LayoutVerdict, validate
 
 __all__ = [
     "ALGORITHMS",
+    "NODE_LIMIT",
     "Gap",
     "LayoutProblem",
     "LayoutReport",

@@ -38,6 +38,9 @@ IMPROVE_WORK = 8_000_000_000
 """At most so many pairs of storages are compared while improving: fewer rounds where there are many storages."""
 
 
+NODE_LIMIT = 1_000_000
+"""Placements that a search may try unless told otherwise: seconds where it finds nothing, which is rare."""
+
 FIRST_SHARE = 100_000
 """Nodes of the first search where time is limited: each capacity between bound and best gets its share of them."""
 
@@ -45,7 +48,7 @@ FIRST_SHARE = 100_000
 def solve(
     problem: LayoutProblem,
     *,
-    node_limit: int = 20_000,
+    node_limit: int = NODE_LIMIT,
     capacity: Bytes | None = None,
     seconds: float | None = None,
 ) -> LayoutSolution:
