@@ -9,9 +9,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from roamc.solvers import layout, order
 from tests.solvers.layout.cases import training_problem as storages
-from tests.solvers.order.cases import training_problem as operators
-first = order.solve(operators(30))
-print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work)
+from tests.solvers.order.cases import random_layers, training_problem as operators
+for problem in (operators(30), operators(5, seed=1, donate=True), random_layers(60, 30), random_layers(150, 60)):
+    first = order.solve(problem, work_limit=100_000)
+    print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work, first.donations)
 second = layout.solve(storages(40, seed=1))
 print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
 """
@@ -25,7 +26,7 @@ def run_with(hash_seed: str) -> str:
     return done.stdout
 
 
-def test_two_processes_agree() -> None:
+def test_three_processes_agree() -> None:
     first = run_with("1")
-    assert first.count("\n") == 2
-    assert first == run_with("2")
+    assert first.count("\n") == 5
+    assert [run_with(seed) for seed in ("2", "3")] == [first, first]
