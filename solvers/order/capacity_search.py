@@ -35,7 +35,18 @@ from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.flow import Flow
 from roamc.solvers.order.problem import Bytes, OpIndex
-from roamc.solvers.order.schedule import DONE, LIVE, READY, WORK, Schedule, cost, new_schedule, run, undo
+from roamc.solvers.order.schedule import (
+    DONE,
+    LIVE,
+    READY,
+    WORK,
+    Schedule,
+    cost,
+    finished_order,
+    new_schedule,
+    run,
+    undo,
+)
 
 _NONE, _FOUND, _LIMIT = range(3)
 _REFUSED, _POOL, _FRAMES = range(3)
@@ -64,12 +75,12 @@ class _Search(NamedTuple):
     """
 
     value: LongArray
-    frame_done: IntArray
+    frame_done: LongArray
     frame_pool: LongArray
     frame_key: NDArray[np.uint64]
-    pool: IntArray
+    pool: LongArray
     failed: NDArray[np.uint64]
-    fresh: IntArray
+    fresh: LongArray
 
 
 def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswer:
@@ -81,17 +92,17 @@ def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswe
     num_ops = len(flow.waits)
     search = _Search(
         value=np.array([2**62, 0, 0], dtype=np.int64),
-        frame_done=np.zeros(num_ops + 1, dtype=np.int32),
+        frame_done=np.zeros(num_ops + 1, dtype=np.int64),
         frame_pool=np.zeros(num_ops + 2, dtype=np.int64),
         frame_key=np.zeros((num_ops + 1, 2), dtype=np.uint64),
-        pool=np.zeros(64 * num_ops + 4096, dtype=np.int32),
+        pool=np.zeros(64 * num_ops + 4096, dtype=np.int64),
         failed=np.zeros((_REMEMBERED, 2), dtype=np.uint64),
-        fresh=np.zeros(num_ops, dtype=np.int32),
+        fresh=np.zeros(num_ops, dtype=np.int64),
     )
     verdict = _search(flow, schedule, search, capacity, work_limit)
     work = int(schedule.tally[WORK])
     if verdict == _FOUND:
-        return CapacityAnswer(schedule.order[::-1].copy() if flow.backward else schedule.order, None, work)
+        return CapacityAnswer(finished_order(flow, schedule), None, work)
     return CapacityAnswer(None, int(search.value[_REFUSED]) if verdict == _NONE else None, work)
 
 

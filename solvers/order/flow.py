@@ -15,39 +15,41 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roamc.solvers.arrays import Csr, IntArray, LongArray, group_by
-from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, successors, writes
+from roamc.solvers.arrays import Csr, LongArray, group_by
+from roamc.solvers.order.problem import OrderProblem, consumers, donors, predecessors, successors, writes
 
 
 class Flow(NamedTuple):
     """n operators and b buffers of a problem with one stage; row r of a table is `x[x_start[r]:x_start[r + 1]]`.
 
-    after: operators that wait for an operator.  waits: int32[n], how many it waits for itself.
+    All numbers are int64 and all arrays writable, so that every engine is compiled once for both directions.
+
+    after: operators that wait for an operator.
     starter, ender: operators of a buffer. It is born with the first of its starters to run (none: live from the
         beginning) and dies with the last of its enders (none: never).  starts, ends: the same, buffers of an
         operator.
-    size: int64[b] bytes.  scratch: int64[n] bytes.
     written: buffers that an operator produces.  donor: buffers whose bytes a buffer may take over.
+    waits: int64[n], how many operators one waits for.  size: int64[b] bytes.  scratch: int64[n] bytes.
     backward: whether time runs from the last operator to the first.
     """
 
     after_start: LongArray
-    after: IntArray
-    waits: IntArray
+    after: LongArray
     starter_start: LongArray
-    starter: IntArray
+    starter: LongArray
     ender_start: LongArray
-    ender: IntArray
+    ender: LongArray
     starts_start: LongArray
-    starts: IntArray
+    starts: LongArray
     ends_start: LongArray
-    ends: IntArray
+    ends: LongArray
+    written_start: LongArray
+    written: LongArray
+    donor_start: LongArray
+    donor: LongArray
+    waits: LongArray
     size: LongArray
     scratch: LongArray
-    written_start: LongArray
-    written: IntArray
-    donor_start: LongArray
-    donor: IntArray
     backward: bool
 
 
@@ -84,12 +86,12 @@ def _invert(table: Csr, rows: int) -> Csr:
 def _flow(problem: OrderProblem, after: Csr, starter: Csr, ender: Csr, backward: bool) -> Flow:
     starts, ends = _invert(starter, problem.num_ops), _invert(ender, problem.num_ops)
     written = writes(problem)
+    tables = (after, starter, ender, starts, ends, written, donors(problem))
+    long = [array.astype(np.int64) for table in tables for array in (table.start, table.index)]
     return Flow(
-        *(after.start, after.index),
-        np.bincount(after.index, minlength=problem.num_ops).astype(np.int32),
-        *(starter.start, starter.index, ender.start, ender.index),
-        *(starts.start, starts.index, ends.start, ends.index),
-        *(problem.size, problem.scratch),
-        *(written.start, written.index, problem.donor_start, problem.donor),
-        backward,
+        *long,
+        waits=np.bincount(after.index, minlength=problem.num_ops).astype(np.int64),
+        size=problem.size.copy(),
+        scratch=problem.scratch.copy(),
+        backward=backward,
     )

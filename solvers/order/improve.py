@@ -6,7 +6,9 @@ and neither step comes to lie above the peak. One sweep moves an operator back a
 the end moves operators forward. What stays in memory for a shorter time leaves the layout more room.
 """
 
-from roamc.solvers.arrays import IntArray
+import numpy as np
+
+from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
@@ -22,7 +24,7 @@ def improve(problem: OrderProblem, order: IntArray, sweeps: int = SWEEPS) -> Int
     The problem must have one stage. Stops after `sweeps` sweeps each way, or when one changes nothing.
     """
     flows = (forward_flow(problem), backward_flow(problem))
-    improved = order.copy()
+    improved = order.astype(np.int64)
     peak = peak_bytes(problem, order)
     for _ in range(sweeps):
         swaps = _sweep(flows[0], new_schedule(flows[0]), improved, peak)
@@ -31,11 +33,11 @@ def improve(problem: OrderProblem, order: IntArray, sweeps: int = SWEEPS) -> Int
         improved = turned[::-1].copy()
         if swaps == 0:
             break
-    return improved
+    return improved.astype(np.int32)
 
 
 @compiled
-def _sweep(flow: Flow, schedule: Schedule, order: IntArray, peak: Bytes) -> int:
+def _sweep(flow: Flow, schedule: Schedule, order: LongArray, peak: Bytes) -> int:
     """Run the order and swap on the way; returns the number of swaps."""
     swaps = 0
     for step in range(len(order) - 1):

@@ -24,7 +24,7 @@ from roamc.solvers.arrays import IntArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
 from roamc.solvers.order.problem import Bytes, OrderProblem, renumber
-from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, new_schedule, run
+from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, finished_order, new_schedule, run
 
 _NO_LIMIT = 2**62
 
@@ -71,7 +71,7 @@ def polish(problem: OrderProblem, order: IntArray) -> IntArray:
 def _greedy(flow: Flow, floor_bytes: Bytes, only_freed: bool) -> IntArray:
     schedule = new_schedule(flow)
     _run_greedy(flow, schedule, floor_bytes, only_freed)
-    return schedule.order[::-1].copy() if flow.backward else schedule.order
+    return finished_order(flow, schedule)
 
 
 @compiled
@@ -80,7 +80,7 @@ def _run_greedy(flow: Flow, schedule: Schedule, peak: Bytes, only_freed: bool) -
     by number (backwards the greatest). In one function: a call for each look would cost more than the look.
     """
     while schedule.tally[DONE] < len(flow.waits):
-        best, best_excess, best_net = -1, np.int64(0), np.int64(0)
+        best, best_excess, best_net = np.int64(-1), np.int64(0), np.int64(0)
         for place in range(schedule.tally[READY]):
             op = schedule.ready[place]
             excess, net = np.int64(0), schedule.net[op]

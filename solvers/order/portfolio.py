@@ -156,7 +156,9 @@ class _Run:
         if pieces.polish and not self.closed:
             self.offer(f"{self.algorithm}+polish", polish(self.problem, self.order))
         if pieces.branches and not self.closed:
-            self.offer(f"{self.algorithm}+branches", place_branches(self.problem, self.order))
+            placed, work = place_branches(self.problem, self.order, self._left() // 4)
+            self.work += work
+            self.offer(f"{self.algorithm}+branches", placed)
         if pieces.min_cut and not self.closed:
             self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left() // 4)
             self.work += work

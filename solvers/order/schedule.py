@@ -30,12 +30,12 @@ class Schedule(NamedTuple):
     """
 
     tally: LongArray
-    order: IntArray
-    ready: IntArray
-    place: IntArray
-    waits: IntArray
-    born_by: IntArray
-    left: IntArray
+    order: LongArray
+    ready: LongArray
+    place: LongArray
+    waits: LongArray
+    born_by: LongArray
+    left: LongArray
     left_sum: LongArray
     need: LongArray
     net: LongArray
@@ -49,12 +49,12 @@ def new_schedule(flow: Flow) -> Schedule:
     num_ops, num_buffers = len(flow.waits), len(flow.size)
     schedule = Schedule(
         tally=np.zeros(5, dtype=np.int64),
-        order=np.zeros(num_ops, dtype=np.int32),
-        ready=np.zeros(num_ops, dtype=np.int32),
-        place=np.full(num_ops, -1, dtype=np.int32),
+        order=np.zeros(num_ops, dtype=np.int64),
+        ready=np.zeros(num_ops, dtype=np.int64),
+        place=np.full(num_ops, -1, dtype=np.int64),
         waits=flow.waits.copy(),
-        born_by=np.full(num_buffers, -1, dtype=np.int32),
-        left=np.diff(flow.ender_start).astype(np.int32),
+        born_by=np.full(num_buffers, -1, dtype=np.int64),
+        left=np.diff(flow.ender_start).astype(np.int64),
         left_sum=np.zeros(num_buffers, dtype=np.int64),
         need=flow.scratch.copy(),
         net=np.zeros(num_ops, dtype=np.int64),
@@ -64,6 +64,12 @@ def new_schedule(flow: Flow) -> Schedule:
     )
     _begin(flow, schedule)
     return schedule
+
+
+def finished_order(flow: Flow, schedule: Schedule) -> IntArray:
+    """The order that a complete schedule stands for, from the first operator to the last: int32[n]."""
+    order = schedule.order[::-1] if flow.backward else schedule.order
+    return order.astype(np.int32)
 
 
 @compiled

@@ -24,7 +24,7 @@ def test_improved_order_is_legal_and_has_no_higher_peak(problem: OrderProblem) -
 @given(problems(stages=1))
 def test_placed_branches_leave_a_legal_order_with_no_higher_peak(problem: OrderProblem) -> None:
     order = lescea(problem)
-    placed = place_branches(problem, order, largest=4)
+    placed, _ = place_branches(problem, order, largest=4)
     assert is_legal(problem, placed.tolist())
     assert peak_bytes(problem, placed) <= peak_bytes(problem, order)
 
@@ -53,9 +53,17 @@ def test_an_update_runs_where_its_gradient_is_freed_or_where_its_bytes_fit() -> 
     # gradient 0 may be freed by update 3 at once; 1 → 2 needs 20 bytes in between
     buffers = [(10, 0, [3], False), (20, 1, [2], False)]
     early = make_problem([0] * 4, [(0, 1)], buffers)
-    assert place_branches(early, np.array([0, 1, 2, 3], dtype=np.int32), largest=1).tolist() == [0, 3, 1, 2]
+    assert place_branches(early, np.array([0, 1, 2, 3], dtype=np.int32), largest=1)[0].tolist() == [0, 3, 1, 2]
     late = make_problem([0] * 4, [(0, 1)], [(1, 0, [3], False), (20, 1, [2], False), (10, 3, [], True)])
-    assert place_branches(late, np.array([0, 3, 1, 2], dtype=np.int32), largest=1).tolist() == [0, 1, 2, 3]
+    assert place_branches(late, np.array([0, 3, 1, 2], dtype=np.int32), largest=1)[0].tolist() == [0, 1, 2, 3]
+
+
+def test_placing_stops_at_its_limit() -> None:
+    problem = training_problem(10)
+    program = np.arange(problem.num_ops, dtype=np.int32)
+    untouched, work = place_branches(problem, program, work_limit=0)
+    assert (untouched.tolist(), work) == (program.tolist(), 0)
+    assert 0 < place_branches(problem, program, work_limit=1)[1] < place_branches(problem, program)[1]
 
 
 def test_branches_free_the_gradients_of_a_training_step() -> None:
@@ -72,4 +80,4 @@ def test_branches_free_the_gradients_of_a_training_step() -> None:
         ),
     )
     program = np.arange(flat.num_ops, dtype=np.int32)
-    assert peak_bytes(flat, place_branches(flat, program, largest=3)) < 0.8 * peak_bytes(flat, program)
+    assert peak_bytes(flat, place_branches(flat, program, largest=3)[0]) < 0.8 * peak_bytes(flat, program)
