@@ -88,10 +88,5 @@ def _flow(problem: OrderProblem, after: Csr, starter: Csr, ender: Csr, backward:
     written = writes(problem)
     tables = (after, starter, ender, starts, ends, written, donors(problem))
     long = [array.astype(np.int64) for table in tables for array in (table.start, table.index)]
-    return Flow(
-        *long,
-        waits=np.bincount(after.index, minlength=problem.num_ops).astype(np.int64),
-        size=problem.size.copy(),
-        scratch=problem.scratch.copy(),
-        backward=backward,
-    )
+    waits = np.bincount(after.index, minlength=problem.num_ops).astype(np.int64)
+    return Flow._make((*long, waits, problem.size.copy(), problem.scratch.copy(), backward))

@@ -18,12 +18,10 @@ it frees until its result is about to be read.
 All count with donation: an operator needs less once it is the last reader of what it may write over.
 """
 
-import numpy as np
-
 from roamc.solvers.arrays import IntArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
-from roamc.solvers.order.problem import Bytes, OrderProblem, renumber
+from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, renumber
 from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, finished_order, new_schedule, run
 
 _NO_LIMIT = 2**62
@@ -80,16 +78,19 @@ def _run_greedy(flow: Flow, schedule: Schedule, peak: Bytes, only_freed: bool) -
     by number (backwards the greatest). In one function: a call for each look would cost more than the look.
     """
     while schedule.tally[DONE] < len(flow.waits):
-        best, best_excess, best_net = np.int64(-1), np.int64(0), np.int64(0)
+        best: OpIndex = schedule.ready[0]
+        best_excess: Bytes = _NO_LIMIT + 1
+        best_net: Bytes = 0
         for place in range(schedule.tally[READY]):
-            op = schedule.ready[place]
-            excess, net = np.int64(0), schedule.net[op]
+            op: OpIndex = schedule.ready[place]
+            excess: Bytes = 0
+            net: Bytes = schedule.net[op]
             if only_freed:
-                net = min(net, np.int64(0))
+                net = min(net, 0)
             else:
                 live = cost(flow, schedule, op)
-                excess = np.int64(live) if live > peak else np.int64(0)
-            better = best < 0 or excess < best_excess
+                excess = live if live > peak else 0
+            better = excess < best_excess
             if not better and excess == best_excess:
                 better = net < best_net or (net == best_net and (op > best) == flow.backward)
             if better:
