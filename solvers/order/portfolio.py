@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 """Name of each algorithm, and the algorithm given a problem with one stage and a lower bound on its peak."""
 
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
-WORK_LIMIT = 20_000_000
+WORK_LIMIT = 10_000_000
 
 
 @dataclass(frozen=True)
