@@ -6,7 +6,8 @@
 
 each less the most bytes that v can take over from its inputs. (b) relaxes the bound of `min_cut.py`, where
 operators unrelated to v may have run or not, whichever is cheaper: here the buffers between such operators
-count as nothing. (a) is (b) seen from direct neighbours only, and costs O(n + reads).
+count as nothing. (a) is (b) seen from direct neighbours only, and costs O(n + reads). And at the end of every
+order all kept buffers are live.
 """
 
 import numpy as np
@@ -25,7 +26,7 @@ def lower_bound(problem: OrderProblem, order: IntArray) -> Bytes:
     Any legal `order` will do: no operator's bound lies above the live bytes at its step in any order, so only
     operators whose step has more than (a) are examined by (b), the EXAMINED with most.
     """
-    best = int(operator_bound(problem).max(initial=0))
+    best = max(int(operator_bound(problem).max(initial=0)), int(problem.size[problem.kept].sum()))
     hottest = hottest_ops(problem, order, best)[:EXAMINED]
     return max(best, int(reachability_bound(problem, hottest).max(initial=0)))
 

@@ -94,6 +94,11 @@ def test_operator_bound_counts_reads_results_and_scratch_less_what_can_be_taken_
     assert operator_bound(donating).tolist() == [1, 10, 1 + 10 + 100 + 5]
 
 
+def test_what_is_kept_is_live_at_the_end_together() -> None:
+    problem = make_problem([0] * 3, [], [(5, 0, [], True), (6, 1, [], True), (3, 2, [], False)])
+    assert lower_bound(problem, np.arange(3, dtype=np.int32)) == 11
+
+
 def test_hottest_operators_come_first() -> None:
     problem = make_problem([0] * 4, [], [(3, 0, [], False), (9, 1, [], False), (5, 2, [], False), (9, 3, [], False)])
     program = np.arange(4, dtype=np.int32)
