@@ -31,7 +31,7 @@ class Decision:
         order: names of all operators (views and picks left out), first to last.
         peak_bytes: live bytes at the worst step.
         bound_bytes: no order of this graph has a lower peak.
-        status: ``"optimal"`` if peak and bound meet, else ``"gap"``.
+        status: ``"optimal"`` if peak and bound meet, else ``"gap"``, or ``"limit"`` if the search reached its limit.
         algorithm: the member of the portfolio that found it.
         candidates: (algorithm, peak) of every member that ran.
     """

@@ -79,7 +79,7 @@ def test_program_of_a_random_graph_gives_the_bits_of_the_graph(seed: int, route:
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_shape_dtype_and_stride_is_derived_anew(name: str, route: str) -> None:
-    pipeline.run(model_graph(name, route)[0], Options(layout_nodes=0, order="list"), deep=True)
+    pipeline.run(model_graph(name, route)[0], Options(layout_nodes=0, order="lpmf"), deep=True)
 
 
 def test_numbers_of_a_plan_are_those_of_the_memory_model() -> None:

@@ -4,7 +4,7 @@ Read `problem.py` first (the question and the answer), then `portfolio.py` (the 
 """
 
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
-from roamc.solvers.order.portfolio import ALGORITHMS, solve
+from roamc.solvers.order.portfolio import ALGORITHMS, Pieces, solve
 from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_donors
 from roamc.solvers.order.validate import OrderReport, OrderVerdict, validate
 
@@ -14,6 +14,7 @@ __all__ = [
     "OrderReport",
     "OrderSolution",
     "OrderVerdict",
+    "Pieces",
     "live_bytes",
     "make_problem",
     "peak_bytes",

@@ -1,16 +1,13 @@
-"""A lower bound on the peak of every legal order. It is the largest of
+"""Cheap lower bounds on the peak of every legal order, for problems with one stage. While operator v runs,
 
-(a) each operator alone: what it reads and writes, its scratch, and every kept buffer of an earlier stage; (b)
-each stage boundary: what was produced up to it and is kept or still to be read (the same in every order); (c)
-reachability, for chosen operators v: while v runs, a buffer is surely live if its producer is v or must run
-before v
-    and it is kept, is produced by v, or has a reader that is v or must run after v.
+(a) alone: what v reads and writes, and its scratch, is live;
+(b) reachability: a buffer is surely live if its producer is v or must run before v and it is kept, is produced
+    by v, or has a reader that is v or must run after v;
 
-(a) and (c) are less by the most bytes that v can take over from its inputs.
-
-(c) relaxes the min-cut bound, where operators unrelated to v may have run or not, whichever is cheaper: here
-the buffers between such operators count as nothing. (a) is (c) seen from direct neighbours only, and costs
-O(n + reads).
+each less the most bytes that v can take over from its inputs. (b) relaxes the bound of `min_cut.py`, where
+operators unrelated to v may have run or not, whichever is cheaper: here the buffers between such operators
+count as nothing. (a) is (b) seen from direct neighbours only, and costs O(n + reads). And at the end of every
+order all kept buffers are live.
 """
 
 import numpy as np
@@ -19,43 +16,34 @@ from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OrderProblem, consumers, successors
 
-EXAMINE_ALL_UP_TO = 3000
-EXAMINED_BEYOND_THAT = 512
+EXAMINED = 512
 _BATCH = 1024
 
 
 def lower_bound(problem: OrderProblem, order: IntArray) -> Bytes:
     """Bytes that no legal order can stay below.
 
-    Any legal `order` will do; it only says where to look first: up to EXAMINE_ALL_UP_TO operators all are
-    examined by (c), in larger problems the EXAMINED_BEYOND_THAT with most live bytes in `order` and as many
-    of the largest by (a).
+    Any legal `order` will do: no operator's bound lies above the live bytes at its step in any order, so only
+    operators whose step has more than (a) are examined by (b), the EXAMINED with most.
     """
-    if problem.num_ops == 0:
-        return 0
-    alone = operator_bound(problem)
-    best = max(int(alone.max()), boundary_bound(problem))
-    if problem.num_ops <= EXAMINE_ALL_UP_TO:
-        chosen = np.arange(problem.num_ops)
-    else:
-        hottest = order[np.argsort(-live_bytes(problem, order), kind="stable")[:EXAMINED_BEYOND_THAT]]
-        largest = np.argsort(-alone, kind="stable")[:EXAMINED_BEYOND_THAT]
-        chosen = np.union1d(hottest, largest)
-    return max(best, int(reachability_bound(problem, chosen.astype(np.int32)).max()))
+    best = max(int(operator_bound(problem).max(initial=0)), int(problem.size[problem.kept].sum()))
+    hottest = hottest_ops(problem, order, best)[:EXAMINED]
+    return max(best, int(reachability_bound(problem, hottest).max(initial=0)))
+
+
+def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArray:
+    """The operators at whose step more than `above` bytes are live in `order`, the most first: int32."""
+    live = live_bytes(problem, order)
+    steps = np.argsort(-live, kind="stable")
+    return order[steps[live[steps] > above]]
 
 
 def operator_bound(problem: OrderProblem) -> LongArray:
     """Bound (a): int64[n], bytes that are live whenever each operator runs."""
     bound = problem.scratch - most_donated(problem)
-    stage = problem.stage
     np.add.at(bound, problem.producer, problem.size)
     per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
-    crosses = problem.kept[per_reader] & (stage[problem.producer[per_reader]] < stage[problem.consumer])
-    np.add.at(bound, problem.consumer, np.where(crosses, 0, problem.size[per_reader]))
-    kept = np.flatnonzero(problem.kept)
-    kept = kept[np.argsort(stage[problem.producer[kept]], kind="stable")]
-    kept_so_far = np.concatenate([[0], np.cumsum(problem.size[kept])])
-    bound += kept_so_far[np.searchsorted(stage[problem.producer[kept]], stage, side="left")]
+    np.add.at(bound, problem.consumer, problem.size[per_reader])
     return bound
 
 
@@ -71,22 +59,8 @@ def most_donated(problem: OrderProblem) -> LongArray:
     return np.minimum(takes, gives)
 
 
-def boundary_bound(problem: OrderProblem) -> Bytes:
-    """Bound (b): the most bytes that are live at the last step of a stage, whatever the order."""
-    stages, rank = np.unique(problem.stage, return_inverse=True)
-    first = rank[problem.producer].astype(np.int64)
-    past = first.copy()
-    per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
-    np.maximum.at(past, per_reader, rank[problem.consumer])
-    past[problem.kept] = len(stages)
-    change = np.zeros(len(stages) + 1, dtype=np.int64)
-    np.add.at(change, first, problem.size)
-    np.subtract.at(change, past, problem.size)
-    return int(np.cumsum(change).max(initial=0))
-
-
 def reachability_bound(problem: OrderProblem, chosen: IntArray) -> LongArray:
-    """Bound (c): bytes surely live while each of the `chosen` operators runs, int64[len(chosen)].
+    """Bound (b): bytes surely live while each of the `chosen` operators runs, int64[len(chosen)].
 
     Works on Python integers as sets of chosen operators (bit j is chosen[j]), _BATCH of them at a time:
     O((n + dependencies + reads) * len(chosen) / 64) word operations, and O(b * len(chosen)) to add up.
@@ -105,8 +79,8 @@ def _reachability_batch(
     self_bit = [0] * problem.num_ops
     for bit, op in enumerate(chosen.tolist()):
         self_bit[op] |= 1 << bit
-    not_after = _runs_no_later(problem, self_bit, after)
-    not_before = _runs_no_earlier(problem, self_bit, after)
+    not_after = _runs_no_later(self_bit, after)
+    not_before = _runs_no_earlier(self_bit, after)
     everything = (1 << len(chosen)) - 1
     width = (len(chosen) + 7) // 8
     masks = bytearray()
@@ -123,36 +97,19 @@ def _reachability_batch(
     return bound
 
 
-def _runs_no_later(problem: OrderProblem, self_bit: list[int], after: list[list[int]]) -> list[int]:
+def _runs_no_later(self_bit: list[int], after: list[list[int]]) -> list[int]:
     """For each operator u, the chosen v with u = v or u surely before v."""
-    result = [0] * problem.num_ops
-    stage = problem.stage.tolist()
-    later_stages = 0
-    this_stage = 0
-    for op in range(problem.num_ops - 1, -1, -1):
-        if op + 1 < problem.num_ops and stage[op + 1] != stage[op]:
-            later_stages |= this_stage
-            this_stage = 0
-        this_stage |= self_bit[op]
-        reached = self_bit[op] | later_stages
+    result = list(self_bit)
+    for op in range(len(result) - 1, -1, -1):
         for successor in after[op]:
-            reached |= result[successor]
-        result[op] = reached
+            result[op] |= result[successor]
     return result
 
 
-def _runs_no_earlier(problem: OrderProblem, self_bit: list[int], after: list[list[int]]) -> list[int]:
+def _runs_no_earlier(self_bit: list[int], after: list[list[int]]) -> list[int]:
     """For each operator u, the chosen v with u = v or u surely after v."""
     result = list(self_bit)
-    stage = problem.stage.tolist()
-    earlier_stages = 0
-    this_stage = 0
-    for op in range(problem.num_ops):
-        if op > 0 and stage[op - 1] != stage[op]:
-            earlier_stages |= this_stage
-            this_stage = 0
-        this_stage |= self_bit[op]
-        result[op] |= earlier_stages
-        for successor in after[op]:
+    for op, successors_of_op in enumerate(after):
+        for successor in successors_of_op:
             result[successor] |= result[op]
     return result

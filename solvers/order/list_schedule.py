@@ -1,31 +1,99 @@
 """Greedy list scheduling by memory, from the front and from the back.
 
 Keep the highest peak M so far. Among the ready operators whose bytes fit into M - live, run the one that
-leaves the least behind (allocated - freed); if none fits, run the one that allocates least. This is LPMF,
-"least peak memory first", of PyTorch's inductor (torch/_inductor/memory.py, `topological_sort_lpmf`), after
-the scheduler in "Buffer memory optimization for video codec application modeled in Simulink" (Han et al., DAC
-2006). Two additions: M may start at a lower bound on the peak, since bytes that some step needs anyway cost
-nothing at the others; and the same greedy runs backwards.
+leaves the least behind (allocated - freed); if none fits, run the one that allocates least, and of several the
+one that leaves least behind. The scheduler is that of "Buffer memory optimization for video codec application
+modeled in Simulink" (Han et al., DAC 2006). Its members here differ in where M starts:
+
+- `lpmf` (least peak memory first, torch/_inductor/memory.py): at the bytes that are kept to the end;
+- from a lower bound on the peak: bytes that some step needs anyway cost nothing at the others;
+- `lescea`, the list scheduling that ROAM (arXiv 2310.19295) compares with: without end, so that the operator
+  that leaves least behind always runs.
+
+`release_first` looks only at what an operator frees: program order, except that an operator that frees more
+than it allocates runs as soon as it can. A user does this by hand who runs each weight update as soon as its
+gradient exists (LOMO, Lv et al. 2023). Backwards the same rule puts off an operator that allocates more than
+it frees until its result is about to be read.
+
+All count with donation: an operator needs less once it is the last reader of what it may write over.
 """
 
 from roamc.solvers.arrays import IntArray
-from roamc.solvers.order.flow import backward_flow, forward_flow, from_backward, run_greedy
-from roamc.solvers.order.problem import Bytes, OrderProblem
+from roamc.solvers.compiled import compiled
+from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
+from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, renumber
+from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, finished_order, new_schedule, run
+
+_NO_LIMIT = 2**62
 
 
 def list_schedule(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
     """Order the operators greedily from the first to the last: int32[n].
 
-    floor_bytes: a peak that is taken as given from the start (a lower bound, or 0). About O((n + reads) log
-    n).
+    floor_bytes: a peak that is taken as given from the start (a lower bound, or 0). O(n * ready + reads).
     """
-    return run_greedy(forward_flow(problem), floor_bytes, _least_left_behind)
+    return _greedy(forward_flow(problem), floor_bytes, only_freed=False)
 
 
 def list_schedule_backward(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
     """Order the operators greedily from the last to the first: int32[n]. Otherwise as `list_schedule`."""
-    return from_backward(run_greedy(backward_flow(problem), floor_bytes, _least_left_behind))
+    return _greedy(backward_flow(problem), floor_bytes, only_freed=False)
 
 
-def _least_left_behind(need: Bytes, net: Bytes) -> tuple[Bytes, Bytes]:
-    return need, net
+def lpmf(problem: OrderProblem) -> IntArray:
+    """The order of torch's `topological_sort_lpmf`: int32[n]."""
+    return list_schedule(problem, int(problem.size[problem.kept].sum()))
+
+
+def lescea(problem: OrderProblem) -> IntArray:
+    """Always the ready operator that leaves least behind: int32[n]."""
+    return list_schedule(problem, _NO_LIMIT)
+
+
+def release_first(problem: OrderProblem) -> IntArray:
+    """The ready operator that frees most, or the first in program order if none frees: int32[n]."""
+    return _greedy(forward_flow(problem), _NO_LIMIT, only_freed=True)
+
+
+def allocate_last(problem: OrderProblem) -> IntArray:
+    """`release_first` from the last operator to the first: int32[n]."""
+    return _greedy(backward_flow(problem), _NO_LIMIT, only_freed=True)
+
+
+def polish(problem: OrderProblem, order: IntArray) -> IntArray:
+    """Put the allocations of a legal order off, then bring its releases forward: int32[n]."""
+    later = order[allocate_last(renumber(problem, order))]
+    return later[release_first(renumber(problem, later))]
+
+
+def _greedy(flow: Flow, floor_bytes: Bytes, only_freed: bool) -> IntArray:
+    schedule = new_schedule(flow)
+    _run_greedy(flow, schedule, floor_bytes, only_freed)
+    return finished_order(flow, schedule)
+
+
+@compiled
+def _run_greedy(flow: Flow, schedule: Schedule, peak: Bytes, only_freed: bool) -> None:
+    """Run ready operators one by one: the least by what does not fit (0 if it fits), by what is left behind, and
+    by number (backwards the greatest). In one function: a call for each look would cost more than the look.
+    """
+    while schedule.tally[DONE] < len(flow.waits):
+        best: OpIndex = schedule.ready[0]
+        best_excess: Bytes = _NO_LIMIT + 1
+        best_net: Bytes = 0
+        for place in range(schedule.tally[READY]):
+            op: OpIndex = schedule.ready[place]
+            excess: Bytes = 0
+            net: Bytes = schedule.net[op]
+            if only_freed:
+                net = min(net, 0)
+            else:
+                live = cost(flow, schedule, op)
+                excess = live if live > peak else 0
+            better = excess < best_excess
+            if not better and excess == best_excess:
+                better = net < best_net or (net == best_net and (op > best) == flow.backward)
+            if better:
+                best, best_excess, best_net = op, excess, net
+        peak = max(peak, cost(flow, schedule, best))
+        run(flow, schedule, best)

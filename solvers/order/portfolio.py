@@ -1,86 +1,199 @@
-"""Several simple orders, the best of them, and the bound beside it."""
+"""Several simple orders, the best of them, the bound beside it, and a search where the two do not meet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from roamc.solvers.arrays import IntArray, read_only
-from roamc.solvers.order.bound import EXAMINE_ALL_UP_TO, lower_bound
-from roamc.solvers.order.depth_first import last_ready_first, post_order
+from roamc.solvers.order.bound import lower_bound
+from roamc.solvers.order.branches import place_branches
+from roamc.solvers.order.contract import contract
 from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import peak_bytes
-from roamc.solvers.order.list_schedule import list_schedule, list_schedule_backward
+from roamc.solvers.order.exact import Bracket, narrow
+from roamc.solvers.order.improve import improve
+from roamc.solvers.order.list_schedule import (
+    allocate_last,
+    lescea,
+    list_schedule,
+    list_schedule_backward,
+    lpmf,
+    polish,
+    release_first,
+)
+from roamc.solvers.order.min_cut import min_cut_bound
 from roamc.solvers.order.problem import Bytes, OrderProblem, OrderSolution
 from roamc.solvers.order.program_order import program_order
-from roamc.solvers.order.release_first import allocate_last, polish, release_first
+from roamc.solvers.order.segments import narrow_by_segment
+from roamc.solvers.order.stages import one_stage
+from roamc.solvers.order.subgraphs import improve_by_subgraphs
+from roamc.solvers.order.torch_orders import breadth_first, depth_first
 from roamc.solvers.status import Status
+
+Progress = Callable[[Bytes, Bytes], None]
+"""Called with the best peak and the best bound so far, in bytes."""
 
 Algorithm = Callable[[OrderProblem, Bytes], IntArray]
 
 ALGORITHMS: dict[str, Algorithm] = {
     "program": lambda problem, bound: program_order(problem),
-    "list": lambda problem, bound: list_schedule(problem),
+    "lpmf": lambda problem, bound: lpmf(problem),
+    "lescea": lambda problem, bound: lescea(problem),
     "list_from_bound": list_schedule,
     "release_first": lambda problem, bound: release_first(problem),
     "allocate_last": lambda problem, bound: allocate_last(problem),
     "list_backward": lambda problem, bound: list_schedule_backward(problem),
-    "list_backward_from_bound": list_schedule_backward,
-    "post_order": lambda problem, bound: post_order(problem),
-    "last_ready_first": lambda problem, bound: last_ready_first(problem),
+    "bfs": lambda problem, bound: breadth_first(problem),
+    "dfs": lambda problem, bound: depth_first(problem),
 }
-"""Name of each algorithm, and the algorithm given the problem and a lower bound on its peak in bytes."""
+"""Name of each algorithm, and the algorithm given a problem with one stage and a lower bound on its peak."""
 
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
+WORK_LIMIT = 10_000_000
 
 
-def solve(problem: OrderProblem, algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS) -> OrderSolution:
-    """Run the named algorithms in turn, polish the best of several, and stop as soon as the peak meets the bound.
+@dataclass(frozen=True)
+class Pieces:
+    """What follows the algorithms while peak and bound differ, each piece a switch; the last one always follows.
 
-    Ties go to the earlier algorithm; program order comes first, so an order is changed only if that lowers
-    the peak. The status is OPTIMAL if peak == bound, else GAP. Raises ValueError for an unknown name, or if
-    there is none.
+    polish: put allocations off and bring releases forward. branches: place update branches where they cost least.
+    min_cut: the min-cut bound. contract: join memory-insensitive operators before the search. segments: search
+    between narrow points. search: the exact search. subgraphs: exact leaves, merged, where the search of the
+    whole ended at its limit. improve: swap neighbours for a lower peak and fewer bytes over time; it leaves
+    program order alone.
+    """
+
+    polish: bool = True
+    branches: bool = True
+    min_cut: bool = True
+    contract: bool = True
+    segments: bool = True
+    search: bool = True
+    subgraphs: bool = True
+    improve: bool = True
+
+
+NO_PIECES = Pieces(**{field.name: False for field in fields(Pieces)})
+
+
+def solve(
+    problem: OrderProblem,
+    algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS,
+    pieces: Pieces | None = None,
+    work_limit: int = WORK_LIMIT,
+    progress: Progress | None = None,
+) -> OrderSolution:
+    """Run the named algorithms in turn, then the pieces, and stop as soon as the peak meets the bound.
+
+    Ties go to the earlier algorithm; program order comes first, so an order is changed only if that lowers the
+    peak. pieces: all if left out and there are several algorithms, none if there is one. work_limit: operators
+    and arcs that the pieces may look at, kept within a factor of two; the algorithms always run. progress: called
+    with the best peak and the bound whenever there is news.
+
+    The status is OPTIMAL if peak == bound, LIMIT if the limit stopped a piece, else GAP. Raises ValueError for
+    an unknown name, or if there is none.
     """
     unknown = [name for name in algorithms if name not in ALGORITHMS]
     if unknown or not algorithms:
         raise ValueError(f"unknown order algorithms {unknown}; there are {', '.join(ALGORITHMS)}")
-    bound = lower_bound(problem, program_order(problem))
-    tried: list[_Candidate] = []
+    if pieces is None:
+        pieces = Pieces() if len(algorithms) > 1 else NO_PIECES
+    staged = one_stage(problem)
+    run = _Run(staged.problem, work_limit, progress)
     for name in algorithms:
-        order = ALGORITHMS[name](problem, bound)
-        bound = _add_candidate(problem, name, order, tried, bound)
-        if min(tried, key=_peak).peak_bytes == bound:
-            break
-    best = min(tried, key=_peak)
-    if best.peak_bytes > bound and len(algorithms) > 1:
-        bound = _add_candidate(problem, best.name + "+polish", polish(problem, best.order), tried, bound)
-        best = min(tried, key=_peak)
+        if not run.closed:
+            run.offer(name, ALGORITHMS[name](run.problem, run.bound))
+    run.close_gap(pieces)
+    order = staged.order_of(run.order)
     return OrderSolution(
-        order=read_only(best.order),
-        peak_bytes=best.peak_bytes,
-        bound_bytes=bound,
-        status=Status.OPTIMAL if best.peak_bytes == bound else Status.GAP,
-        algorithm=best.name,
-        work=problem.num_ops * len(tried),
-        candidates=tuple((candidate.name, candidate.peak_bytes) for candidate in tried),
-        donations=donations(problem, best.order),
+        order=read_only(order),
+        peak_bytes=run.peak,
+        bound_bytes=run.bound,
+        status=run.status,
+        algorithm=run.algorithm,
+        work=run.work,
+        candidates=tuple(run.candidates),
+        donations=donations(problem, order),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    name: str
-    peak_bytes: Bytes
-    order: IntArray
+class _Run:
+    """The best order and the best bound so far, and what was done to find them."""
 
+    def __init__(self, problem: OrderProblem, work_limit: int, progress: Progress | None) -> None:
+        self.problem = problem
+        self.order = program_order(problem)
+        self.peak: Bytes = 2**62
+        self.bound = lower_bound(problem, self.order)
+        self.algorithm = ""
+        self.candidates: list[tuple[str, Bytes]] = []
+        self.work = 0
+        self._work_limit = work_limit
+        self._stopped = False
+        self._progress = progress
 
-def _add_candidate(problem: OrderProblem, name: str, order: IntArray, tried: list[_Candidate], bound: Bytes) -> Bytes:
-    """Add an order to those tried and return the bound, raised where the new best order shows where to look."""
-    candidate = _Candidate(name, peak_bytes(problem, order), order)
-    is_best = all(candidate.peak_bytes < other.peak_bytes for other in tried)
-    tried.append(candidate)
-    if is_best and len(tried) > 1 and problem.num_ops > EXAMINE_ALL_UP_TO:
-        return max(bound, lower_bound(problem, order))
-    return bound
+    @property
+    def closed(self) -> bool:
+        """Whether nothing better exists."""
+        return self.peak <= self.bound
 
+    @property
+    def status(self) -> Status:
+        if self.closed:
+            return Status.OPTIMAL
+        return Status.LIMIT if self._stopped else Status.GAP
 
-def _peak(candidate: _Candidate) -> Bytes:
-    return candidate.peak_bytes
+    def offer(self, name: str, order: IntArray, even_if_equal: bool = False) -> None:
+        """Note an order; keep it if it is the best so far."""
+        peak = peak_bytes(self.problem, order)
+        self.candidates.append((name, peak))
+        self.work += self.problem.num_ops
+        if peak < self.peak or (even_if_equal and peak == self.peak):
+            self.peak, self.order, self.algorithm = peak, order, name
+        self._report()
+
+    def close_gap(self, pieces: Pieces) -> None:
+        """Lower the peak and raise the bound, piece by piece, until they meet."""
+        if pieces.polish and not self.closed:
+            self.offer(f"{self.algorithm}+polish", polish(self.problem, self.order))
+        if pieces.branches and not self.closed:
+            placed, work = place_branches(self.problem, self.order, self._left() // 4)
+            self.work += work
+            self.offer(f"{self.algorithm}+branches", placed)
+        if pieces.min_cut and not self.closed:
+            self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left() // 4)
+            self.work += work
+        if pieces.search and not self.closed:
+            self._search(pieces)
+        if pieces.subgraphs and not self.closed:
+            start = Bracket(self.order, self.peak, self.bound)
+            self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._left()))
+        if pieces.improve and self.algorithm != "program":
+            self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order), even_if_equal=True)
+
+    def _search(self, pieces: Pieces) -> None:
+        """The exact search, over groups instead of operators and segment by segment where that is asked for."""
+        contracted = contract(self.problem) if pieces.contract else None
+        problem = contracted.problem if contracted else self.problem
+        order = contracted.groups_in(self.order) if contracted else self.order
+        start = Bracket(order, peak_bytes(problem, order), self.bound)
+        limit = self._left() // 2 if pieces.subgraphs else self._left()
+        if pieces.segments:
+            found = narrow_by_segment(problem, start, limit)
+        else:
+            found = narrow(problem, start, limit)
+        expanded = contracted.order_of(found.order) if contracted else found.order
+        self._learn("search", Bracket(expanded, found.peak_bytes, found.bound_bytes, found.work))
+
+    def _learn(self, name: str, found: Bracket) -> None:
+        self._stopped = not found.closed
+        self.bound = max(self.bound, found.bound_bytes)
+        self.work += found.work
+        if found.peak_bytes < self.peak:
+            self.offer(name, found.order)
+
+    def _left(self) -> int:
+        return max(0, self._work_limit - self.work)
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress(self.peak, self.bound)

@@ -80,12 +80,14 @@ class OrderProblem:
 class OrderSolution:
     """An order and what is known about it.
 
-    order: int32[n]; order[t] is the operator that runs at step t. peak_bytes: the peak of live bytes in that
-    order.  bound_bytes: no legal order has a lower peak than this. status: OPTIMAL exactly when peak_bytes ==
-    bound_bytes (a proof raises the bound to the peak). algorithm: the name of the algorithm that found it.
-    work: operators scheduled, over all algorithms that ran. candidates: (name, peak bytes) of every algorithm
-    that ran, in the order in which they ran. donations: (giver, taker) for every buffer that takes over the bytes
-    of another in that order, sorted by taker.
+    order: int32[n]; order[t] is the operator that runs at step t.
+    peak_bytes: the peak of live bytes in that order.
+    bound_bytes: no legal order has a lower peak than this.
+    status: OPTIMAL exactly when peak_bytes == bound_bytes (a proof raises the bound to the peak).
+    algorithm: the name of the algorithm that found it, with the pieces that changed the order after it.
+    work: operators scheduled, and operators and arcs that searches and bounds looked at.
+    candidates: (name, peak bytes) of every algorithm and piece that ran, in the order in which they ran.
+    donations: (giver, taker) for every buffer that takes over the bytes of another in that order, sorted by taker.
     """
 
     order: IntArray

@@ -111,7 +111,7 @@ def test_order_option_runs_one_algorithm(name: str) -> None:
 
 
 def test_unknown_order_names_the_valid_ones() -> None:
-    with pytest.raises(OptionError, match="unknown order 'fastest'; valid: best, program, list"):
+    with pytest.raises(OptionError, match="unknown order 'fastest'; valid: best, program, lpmf"):
         reorder.decide(traced(two_branches, X), Options(order="fastest"))
 
 

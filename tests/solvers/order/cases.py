@@ -12,10 +12,10 @@ PROPERTY = settings(derandomize=True, max_examples=100, deadline=None)
 
 
 @st.composite
-def problems(draw: st.DrawFn, most_ops: int = 14) -> OrderProblem:
+def problems(draw: st.DrawFn, most_ops: int = 14, stages: int = 3) -> OrderProblem:
     """Small random problems: stages, edges, kept buffers, buffers nobody reads, scratch, sizes of zero, donors."""
     num_ops = draw(st.integers(1, most_ops))
-    stage = sorted(draw(st.lists(st.integers(0, 2), min_size=num_ops, max_size=num_ops)))
+    stage = sorted(draw(st.lists(st.integers(0, stages - 1), min_size=num_ops, max_size=num_ops)))
     size = st.sampled_from([0, 1, 2, 3, 5, 8, 100])
     scratch = draw(st.lists(st.sampled_from([0, 0, 0, 4]), min_size=num_ops, max_size=num_ops))
     buffers = []
@@ -167,3 +167,13 @@ def best_peak(problem: OrderProblem) -> int:
         return min((max(live(done, op), rest(done | 1 << op)) for op in ready), default=0)
 
     return rest(0)
+
+
+def random_layers(num_ops: int, width: int, seed: int = 0) -> OrderProblem:
+    """Operators that each read up to three of the `width` results before them: wide, and hard to order."""
+    dice = random.Random(seed)
+    buffers: list[tuple[int, int, list[int], bool]] = [(dice.randint(1, 100), op, [], False) for op in range(num_ops)]
+    for op in range(1, num_ops):
+        for _ in range(dice.randint(1, 3)):
+            buffers[dice.randrange(max(0, op - width), op)][2].append(op)
+    return make_problem([0] * num_ops, [], buffers)

@@ -1,15 +1,18 @@
 """The portfolio keeps the best, stops at the bound, and copes with size."""
 
+from dataclasses import fields, replace
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.solvers import Status
-from roamc.solvers.order import make_problem, solve, validate
-from roamc.solvers.order.portfolio import ALGORITHMS
-from roamc.solvers.order.problem import OrderProblem, consumers, donors
-from tests.solvers.order.cases import PROPERTY, problems, training_problem
+from roamc.solvers.order import Pieces, make_problem, solve, validate, without_donors
+from roamc.solvers.order.portfolio import ALGORITHMS, NO_PIECES
+from roamc.solvers.order.problem import OrderProblem, consumers, donors, predecessors, renumber
+from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem
 
 
 @PROPERTY
@@ -48,31 +51,112 @@ def test_tie_keeps_program_order() -> None:
     assert solution.order.tolist() == [0, 1, 2]
 
 
-def test_search_stops_when_the_peak_meets_the_bound() -> None:
+def test_portfolio_stops_when_the_peak_meets_the_bound() -> None:
     solution = solve(make_problem([0, 0], [], [(5, 0, [1], False)]))
     assert solution.status is Status.OPTIMAL
     assert solution.candidates == (("program", 5),)
     assert solution.work == 2
 
 
-def test_every_algorithm_is_reported_when_there_is_a_gap() -> None:
-    solution = solve(training_problem(5, seed=1))
+@PROPERTY
+@given(problems(most_ops=8))
+def test_small_problems_are_solved(problem: OrderProblem) -> None:
+    solution = solve(problem)
+    assert solution.peak_bytes == solution.bound_bytes == best_peak(problem)
+    assert solution.status is Status.OPTIMAL
+
+
+@PROPERTY
+@given(problems(most_ops=8), st.randoms(use_true_random=False))
+def test_another_numbering_has_the_same_best_peak(problem: OrderProblem, dice) -> None:
+    order: list[int] = []
+    before = predecessors(problem).lists()
+    while len(order) < problem.num_ops:
+        waiting = [op for op in range(problem.num_ops) if op not in order]
+        first = min(int(problem.stage[op]) for op in waiting)
+        ready = [op for op in waiting if problem.stage[op] == first and set(before[op]) <= set(order)]
+        order.append(dice.choice(ready))
+    again = renumber(problem, np.array(order, dtype=np.int32))
+    assert solve(again).peak_bytes == solve(problem).peak_bytes
+
+
+def test_every_algorithm_is_reported_while_the_gap_is_open() -> None:
+    solution = solve(training_problem(5, seed=1), pieces=NO_PIECES)
     assert solution.status is Status.GAP
-    assert [name for name, _ in solution.candidates][: len(ALGORITHMS)] == list(ALGORITHMS)
+    assert [name for name, _ in solution.candidates] == list(ALGORITHMS)
     assert (solution.algorithm, solution.peak_bytes) in solution.candidates
+
+
+def test_search_closes_the_gap_that_the_algorithms_leave() -> None:
+    problem = training_problem(5, seed=1)
+    alone = solve(problem, pieces=NO_PIECES)
+    solution = solve(problem)
+    assert solution.peak_bytes < alone.peak_bytes
+    assert solution.status is Status.OPTIMAL
+    assert ("search", solution.peak_bytes) in solution.candidates
+
+
+SWITCHES = [field.name for field in fields(Pieces)]
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(SWITCHES, 2)))
+def test_every_pair_of_switches(one: str, other: str) -> None:
+    cases = [training_problem(4, seed=1), training_problem(4, seed=1, donate=True), random_layers(40, 12)]
+    for problem in cases:
+        best = solve(problem).peak_bytes
+        for on, also in product((False, True), repeat=2):
+            solution = solve(problem, pieces=replace(Pieces(), **{one: on, other: also}), work_limit=100_000)
+            assert validate(problem, solution).good
+            assert solution.bound_bytes <= best <= solution.peak_bytes
+            alone = solve(problem, pieces=replace(NO_PIECES, **{one: on, other: also}), work_limit=100_000)
+            assert validate(problem, alone).good
+            assert alone.bound_bytes <= best <= alone.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["polish", "branches", "min_cut", "search", "subgraphs", "improve"])
+def test_a_switch_does_something(name: str) -> None:
+    problem = random_layers(60, 30)
+    without = solve(problem, pieces=NO_PIECES)
+    with_it = solve(problem, pieces=replace(NO_PIECES, **{name: True}))
+    assert (with_it.candidates, with_it.bound_bytes) != (without.candidates, without.bound_bytes)
+
+
+@pytest.mark.parametrize("limit", [2_000, 100_000, 400_000])
+def test_work_limit_is_kept_and_reported(limit: int) -> None:
+    problem = random_layers(150, 60)
+    solution = solve(problem, work_limit=limit)
+    assert validate(problem, solution).good
+    assert solution.status is Status.LIMIT
+    assert solution.work <= 2 * limit
+
+
+def test_progress_tells_of_a_falling_peak_and_a_rising_bound() -> None:
+    seen: list[tuple[int, int]] = []
+    solution = solve(training_problem(5, seed=1), progress=lambda peak, bound: seen.append((peak, bound)))
+    assert seen[-1] == (solution.peak_bytes, solution.bound_bytes)
+    assert [peak for peak, _ in seen] == sorted((peak for peak, _ in seen), reverse=True)
+    assert [bound for _, bound in seen] == sorted(bound for _, bound in seen)
+    assert len(set(seen)) > 1
 
 
 @pytest.mark.parametrize("names", [(), ("program", "no_such_order")])
 def test_unknown_algorithm_is_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="there are program, list"):
+    with pytest.raises(ValueError, match="there are program, lpmf"):
         solve(training_problem(1), names)
 
 
-def test_training_graph_ends_near_the_bound() -> None:
-    problem = training_problem(60)
-    solution = solve(problem)
+@pytest.mark.parametrize("donate", [False, True])
+def test_training_graph_is_solved(donate: bool) -> None:
+    solution = solve(training_problem(60, donate=donate))
     assert solution.peak_bytes < dict(solution.candidates)["program"]
-    assert solution.peak_bytes <= 1.02 * solution.bound_bytes
+    assert solution.status is Status.OPTIMAL
+
+
+def test_donation_lowers_the_peak() -> None:
+    problem = training_problem(60, seed=1, donate=True)
+    donating = solve(problem)
+    assert donating.donations
+    assert donating.peak_bytes < solve(without_donors(problem)).peak_bytes
 
 
 def test_twenty_thousand_operators() -> None:

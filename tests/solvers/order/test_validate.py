@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.order.portfolio import ALGORITHMS, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_donors
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, consumers, donors, make_problem, without_donors
 from roamc.solvers.order.validate import OrderVerdict, validate
 from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_donations, simulated_live
 
@@ -131,3 +131,56 @@ def test_an_undone_donation_counts_twice() -> None:
     apart = replace(good, donations=())
     report = validate(without_donors(DONATION), apart)
     assert (report.verdict, report.items) == (OrderVerdict.WRONG_PEAK, (16, 24))
+
+
+def swapped(order: np.ndarray, one: int, other: int) -> np.ndarray:
+    """The order with two operators exchanged."""
+    turned = order.copy()
+    positions = [order.tolist().index(one), order.tolist().index(other)]
+    turned[positions] = turned[positions[::-1]]
+    return turned
+
+
+def planted_faults(solution: OrderSolution) -> dict[OrderVerdict, OrderSolution]:
+    """Seven faults in a good solution of a problem that `with_everything` made: 0 →edge 1, 2 →data 3, 4 | 5 stages."""
+    order = solution.order
+    twice = order.copy()
+    twice[-1] = twice[0]
+    return {
+        OrderVerdict.NOT_A_PERMUTATION: replace(solution, order=twice),
+        OrderVerdict.EDGE_BROKEN: replace(solution, order=swapped(order, 0, 1)),
+        OrderVerdict.DATA_BROKEN: replace(solution, order=swapped(order, 2, 3)),
+        OrderVerdict.STAGE_BROKEN: replace(solution, order=swapped(order, 4, 5)),
+        OrderVerdict.WRONG_DONATION: replace(solution, donations=()),
+        OrderVerdict.WRONG_PEAK: replace(solution, peak_bytes=solution.peak_bytes - 1),
+        OrderVerdict.BOUND_ABOVE_PEAK: replace(solution, bound_bytes=solution.peak_bytes + 1),
+    }
+
+
+def with_everything(problem: OrderProblem) -> OrderProblem:
+    """The problem behind six operators that offer something to break, buffer 1 taking over the bytes of buffer 0."""
+    shifted = [
+        (size, producer + 6, [reader + 6 for reader in readers], kept)
+        for size, producer, readers, kept in zip(
+            problem.size.tolist(),
+            problem.producer.tolist(),
+            consumers(problem).lists(),
+            problem.kept.tolist(),
+            strict=True,
+        )
+    ]
+    buffers = [(8, 2, [3], False), (8, 3, [], False), *shifted]
+    givers = [[], [0], *([giver + 2 for giver in row] for row in donors(problem).lists())]
+    edges = [(0, 1), *((before + 6, after + 6) for before, after in problem.edges.tolist())]
+    stage = [0, 0, 0, 0, 0, 1, *(problem.stage + 1).tolist()]
+    return make_problem(stage, edges, buffers, [0] * 6 + problem.scratch.tolist(), givers)
+
+
+@PROPERTY
+@given(problems())
+def test_each_of_seven_planted_faults_is_found(problem: OrderProblem) -> None:
+    larger = with_everything(problem)
+    solution = solve(larger)
+    assert validate(larger, solution).good
+    for verdict, wrong in planted_faults(solution).items():
+        assert validate(larger, wrong).verdict is verdict

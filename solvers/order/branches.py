@@ -1,0 +1,110 @@
+"""Update branches: small groups of operators on which nothing else waits, each moved to where it costs least.
+
+Running a weight update as soon as its gradient exists frees the gradient early but may raise the peak; putting
+it off keeps the gradient (ROAM, arXiv 2310.19295, Fig. 7). A branch is a connected set of at most LARGEST
+operators whose successors all lie in it. It runs in one go:
+
+    order     . . . . . . . . . . .          inputs of the branch live until it has run,
+                    ^ branch                 what it leaves behind lives from there on
+
+so the best place follows from the greatest live bytes before and after each place, in one sweep.
+"""
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, IntArray, LongArray
+from roamc.solvers.order.donation import positions
+from roamc.solvers.order.evaluate import live_bytes
+from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, Step, predecessors, successors
+
+LARGEST = 16
+_AT_ONCE = 16
+
+
+def place_branches(
+    problem: OrderProblem, order: IntArray, work_limit: int = 2**62, largest: int = LARGEST
+) -> tuple[IntArray, int]:
+    """Move each branch of a legal order to the place with the lowest peak, then the lowest sum of live bytes.
+
+    The problem must have one stage. Branches move in the sequence of their first operators, and only where the
+    peak falls, or the sum at the same peak. O(branches * (n + b + reads)), vectorised: a branch counts as
+    n / _AT_ONCE operators of work. Returns the order and the work; stops at `work_limit`.
+    """
+    best, best_cost, work = order, _cost(problem, order), 0
+    before = predecessors(problem).lists()
+    for branch in branches(problem, largest):
+        if work >= work_limit:
+            break
+        work += 1 + problem.num_ops // _AT_ONCE
+        moved = _moved(problem, best, np.array(branch, dtype=np.int32), before)
+        cost = _cost(problem, moved)
+        if cost < best_cost:
+            best, best_cost = moved, cost
+    return best, work
+
+
+def branches(problem: OrderProblem, largest: int = LARGEST) -> list[list[OpIndex]]:
+    """The branches of a problem, each in program order, sorted by their first operators."""
+    after = successors(problem).lists()
+    of = list(range(problem.num_ops))
+    members: dict[int, list[OpIndex]] = {}
+    for op in range(problem.num_ops - 1, -1, -1):
+        joined = {of[other] for other in after[op]}
+        size = sum(len(members.get(branch, ())) for branch in joined)
+        if -1 in joined or size >= largest:
+            of[op] = -1
+            continue
+        members[op] = sorted([op, *(other for branch in joined for other in members.pop(branch))])
+        for other in members[op]:
+            of[other] = op
+    return sorted(members.values())
+
+
+def _cost(problem: OrderProblem, order: IntArray) -> tuple[Bytes, Bytes]:
+    live = live_bytes(problem, order)
+    return int(live.max(initial=0)), int(live.sum())
+
+
+def _moved(problem: OrderProblem, order: IntArray, branch: IntArray, before: list[list[OpIndex]]) -> IntArray:
+    """The order with the branch, in its own sequence, at the place that looks best."""
+    inside = np.zeros(problem.num_ops, dtype=np.bool_)
+    inside[branch] = True
+    rest, own = order[~inside[order]], order[inside[order]]
+    position = positions(np.concatenate([rest, own]))
+    waits_for = [int(position[other]) for op in branch.tolist() for other in before[op] if not inside[other]]
+    place = _best_place(problem, position, inside, len(rest), max(waits_for, default=-1) + 1)
+    return np.concatenate([rest[:place], own, rest[place:]])
+
+
+def _best_place(problem: OrderProblem, position: LongArray, inside: BoolArray, end: Step, first: Step) -> Step:
+    """Where in the rest, [first, end], to put the branch. Donation counts only in the caller's comparison.
+
+    With t < place the inputs of the branch live on, with t >= place what it leaves behind lives already.
+    """
+    buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
+    by_branch = inside[problem.consumer]
+    own = inside[problem.producer]
+    last = position[problem.producer].copy()
+    np.maximum.at(last, buffer_of[~by_branch], position[problem.consumer[~by_branch]])
+    last[problem.kept] = end
+    is_input = np.zeros(problem.num_buffers, dtype=np.bool_)
+    is_input[buffer_of[by_branch]] = True
+    is_input &= ~own & ~problem.kept
+    live = _timeline(position[problem.producer[~own]], last[~own] + 1, problem.size[~own], end)
+    held = _timeline(last[is_input] + 1, np.full(int(is_input.sum()), end), problem.size[is_input], end)
+    left_behind = int(problem.size[own & problem.kept].sum())
+    nothing = np.zeros(1, dtype=np.int64)
+    until = np.maximum.accumulate(np.concatenate([nothing, live + held]))
+    from_there = np.maximum.accumulate(np.concatenate([live + left_behind, nothing])[::-1])[::-1]
+    total = np.concatenate([nothing, np.cumsum(held)]) + left_behind * np.arange(end, -1, -1)
+    peak = np.maximum(until, from_there)[first:]
+    return first + int(np.lexsort((total[first:], peak))[0])
+
+
+def _timeline(born: LongArray, dead: LongArray, size: LongArray, steps: Step) -> LongArray:
+    """Bytes live at each of `steps` steps, for lives [born, dead)."""
+    change = np.zeros(steps + 2, dtype=np.int64)
+    np.add.at(change, np.minimum(born, steps), size)
+    np.subtract.at(change, np.clip(dead, born, steps + 1), size)
+    timeline: LongArray = np.cumsum(change)[:steps]
+    return timeline

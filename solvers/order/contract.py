@@ -1,0 +1,114 @@
+"""Memory-insensitive operators are taken out: each joins the one neighbour next to which it belongs.
+
+Two rules, each of which loses nothing (first rule: it is the first lossless extension of `capacity_search.py`;
+second rule: the same, read from the end):
+
+    after    needs no bytes of its own, waits for one group only   → runs right after that group
+    before   reads nothing, one group only waits for it            → runs right before that group
+
+In a training step the updates of optimizer state in place are of the first kind, constants of the second.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import IntArray, group_by, read_only
+from roamc.solvers.order.donation import positions
+from roamc.solvers.order.problem import OpIndex, OrderProblem, donors, predecessors, reads, successors
+
+
+@dataclass(frozen=True, eq=False)
+class Contracted:
+    """A problem with groups for operators. Buffers keep their numbers.
+
+    members[g]: the operators of group g, in the sequence in which they run.  anchor: int32[groups], the operator
+    that the others joined.
+    """
+
+    problem: OrderProblem
+    members: tuple[tuple[OpIndex, ...], ...]
+    anchor: IntArray
+
+    def order_of(self, order: IntArray) -> IntArray:
+        """An order of the groups as an order of the operators: int32[n]."""
+        return np.array([op for group in order.tolist() for op in self.members[group]], dtype=np.int32)
+
+    def groups_in(self, order: IntArray) -> IntArray:
+        """The groups in the sequence in which a legal order of the operators comes to their anchors: int32."""
+        return np.argsort(positions(order)[self.anchor], kind="stable").astype(np.int32)
+
+
+def contract(problem: OrderProblem) -> Contracted:
+    """Put memory-insensitive operators of a problem with one stage into the groups that they belong to."""
+    anchor = list(range(problem.num_ops))
+    _join_before(problem, anchor)
+    _join_after(problem, anchor)
+    anchors = np.unique(np.array(anchor, dtype=np.int32))
+    group = np.searchsorted(anchors, anchor).astype(np.int32)
+    members: list[list[OpIndex]] = [[] for _ in anchors]
+    for op, number in enumerate(group.tolist()):
+        members[number].append(op)
+    return Contracted(_grouped(problem, group, anchors), tuple(tuple(row) for row in members), anchors)
+
+
+def _join_before(problem: OrderProblem, anchor: list[OpIndex]) -> None:
+    """Second rule, from the last operator to the first. What may give its bytes away stays where it is."""
+    after = successors(problem).lists()
+    gives = np.zeros(problem.num_buffers, dtype=np.bool_)
+    gives[problem.donor] = True
+    stays = problem.scratch > 0
+    stays[problem.producer[gives]] = True
+    alone = np.flatnonzero((np.diff(problem.consumer_start) == 0) & ~problem.kept & (problem.size > 0))
+    stays[problem.producer[alone]] = True
+    reading = np.repeat(problem.size > 0, np.diff(problem.consumer_start))
+    stays[problem.consumer[reading]] = True
+    for op in np.flatnonzero(~stays)[::-1].tolist():
+        groups = {anchor[other] for other in after[op]}
+        if len(groups) == 1:
+            anchor[op] = groups.pop()
+
+
+def _join_after(problem: OrderProblem, anchor: list[OpIndex]) -> None:
+    """First rule, from the first operator to the last. Who reads what the group may take over stays apart."""
+    before, reads_of = predecessors(problem).lists(), reads(problem).lists()
+    needs = problem.scratch.copy()
+    np.add.at(needs, problem.producer, problem.size)
+    givers_to = _givers_to(problem)
+    for op in np.flatnonzero(needs == 0).tolist():
+        groups = {anchor[other] for other in before[op]}
+        if anchor[op] == op and len(groups) == 1:
+            group = groups.pop()
+            if not givers_to.get(group, set()).intersection(reads_of[op]):
+                anchor[op] = group
+
+
+def _givers_to(problem: OrderProblem) -> dict[OpIndex, set[int]]:
+    """Buffers whose bytes the results of an operator may take over."""
+    found: dict[OpIndex, set[int]] = {}
+    for taker, givers in enumerate(donors(problem).lists()):
+        if givers:
+            found.setdefault(int(problem.producer[taker]), set()).update(givers)
+    return found
+
+
+def _grouped(problem: OrderProblem, group: IntArray, anchors: IntArray) -> OrderProblem:
+    scratch = np.zeros(len(anchors), dtype=np.int64)
+    np.maximum.at(scratch, group, problem.scratch)
+    edges = group[problem.edges].reshape(-1, 2)
+    buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
+    pairs = np.stack([buffer_of, group[problem.consumer]], axis=1)
+    pairs = np.unique(pairs[pairs[:, 1] != group[problem.producer[buffer_of]]], axis=0)
+    readers = group_by(pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), problem.num_buffers)
+    return OrderProblem(
+        stage=read_only(np.zeros(len(anchors), dtype=np.int32)),
+        edges=read_only(edges[edges[:, 0] != edges[:, 1]]),
+        size=problem.size,
+        producer=read_only(group[problem.producer]),
+        consumer_start=read_only(readers.start),
+        consumer=read_only(readers.index),
+        kept=problem.kept,
+        scratch=read_only(scratch),
+        donor_start=problem.donor_start,
+        donor=problem.donor,
+    )

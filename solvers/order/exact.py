@@ -1,0 +1,74 @@
+"""The least peak of any order, by asking `capacity_search` for one capacity after the other.
+
+An order below the best known one lowers the peak, a proof that there is none raises the bound. First the
+question that may end it at once from below (is the bound reached?), then the one that may end it from above
+(is the peak the least?), then the middle between the two. A capacity that is too hard to decide is given up,
+and the middle moves up, where orders are easier to find.
+"""
+
+from dataclasses import dataclass
+
+from roamc.solvers.arrays import IntArray
+from roamc.solvers.order.capacity_search import CapacityAnswer, search_within
+from roamc.solvers.order.evaluate import peak_bytes
+from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
+from roamc.solvers.order.problem import Bytes, OrderProblem
+
+_QUESTIONS = 64
+_SHARES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Bracket:
+    """The best order known and its peak; no order has a peak below the bound. work: operators looked at."""
+
+    order: IntArray
+    peak_bytes: Bytes
+    bound_bytes: Bytes
+    work: int = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing better exists."""
+        return self.peak_bytes <= self.bound_bytes
+
+
+def narrow(problem: OrderProblem, start: Bracket, work_limit: int) -> Bracket:
+    """Close the gap between peak and bound, or narrow it until `work_limit` operators were looked at.
+
+    The problem must have one stage. The limit is kept but for one step of a search.
+    """
+    flows = (forward_flow(problem), backward_flow(problem))
+    best = start
+    given_up = start.bound_bytes - 1
+    for question in range(_QUESTIONS):
+        left = work_limit - (best.work - start.work)
+        floor = max(given_up, best.bound_bytes - 1)
+        if best.closed or left <= 0 or floor >= best.peak_bytes - 1:
+            break
+        capacity = (floor + 1, best.peak_bytes - 1, (floor + best.peak_bytes) // 2)[min(question, 2)]
+        answer = _ask(flows, capacity, max(1, left // _SHARES))
+        best = _learn(problem, best, answer)
+        if answer.order is None and answer.proved_bytes is None:
+            given_up = max(given_up, capacity)
+    return best
+
+
+def _ask(flows: tuple[Flow, Flow], capacity: Bytes, work_limit: int) -> CapacityAnswer:
+    """Search from the front and from the back with small limits, then from either with what is left."""
+    work = 0
+    for share, flow in ((16, flows[0]), (16, flows[1]), (2, flows[0]), (1, flows[1])):
+        answer = search_within(flow, capacity, (work_limit - work) // share)
+        work += answer.work
+        if answer.order is not None or answer.proved_bytes is not None:
+            break
+    return CapacityAnswer(answer.order, answer.proved_bytes, work)
+
+
+def _learn(problem: OrderProblem, best: Bracket, answer: CapacityAnswer) -> Bracket:
+    work = best.work + answer.work
+    if answer.order is not None:
+        return Bracket(answer.order, peak_bytes(problem, answer.order), best.bound_bytes, work)
+    if answer.proved_bytes is not None:
+        return Bracket(best.order, best.peak_bytes, min(best.peak_bytes, answer.proved_bytes), work)
+    return Bracket(best.order, best.peak_bytes, best.bound_bytes, work)

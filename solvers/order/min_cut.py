@@ -1,0 +1,160 @@
+"""The min-cut lower bound: for operator v, the least live bytes while v runs over all sets that may run before.
+
+Such a set is the source side of a cut, and its live bytes are the capacity of the cut, in this network:
+
+    operator --endless--> each operator that must run before it
+    producer --bytes--> buffer --endless--> each reader           (counts if produced and not yet read by all)
+    producer --bytes--> sink                                      (for a kept buffer)
+
+with all that must run before v merged into the source, and v and all that must run after it into the sink. The
+bound of v is the least cut plus what comes into being with v. Every order runs v at some point, so the greatest
+over all v bounds the peak of every order. (Minimum closures as minimum cuts: Picard, Management Science 1976.)
+
+Donation: results of v save an input if all its other readers have run. For each choice of givers that the
+results could take over together the input counts in the cut only if one of its other readers is still to run;
+the bound of v is the least over the choices. Where there are too many, all possible givers count like this.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from roamc.solvers.arrays import IntArray, LongArray
+from roamc.solvers.compiled import compiled
+from roamc.solvers.order.bound import EXAMINED, hottest_ops, reachability_bound
+from roamc.solvers.order.evaluate import live_bytes
+from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, dependencies, donors
+
+_SOURCE, _SINK = 0, 1
+_ENDLESS = 2**61
+_PATIENCE = 16
+_MOST_CHOICES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """What is the same for every operator.
+
+    closure: int64[m, 2], (operator, one that must run before it).  need: int64[n] bytes.
+    buffer, reader: int64[r], who reads which of the buffers that count.  takers: the donors of each result of
+    each operator that has some.
+    """
+
+    problem: OrderProblem
+    closure: LongArray
+    need: LongArray
+    buffer: LongArray
+    reader: LongArray
+    takers: dict[OpIndex, list[list[int]]]
+
+
+def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int) -> tuple[Bytes, int]:
+    """The greatest bound found, at least `bound`, and the work done in arcs.
+
+    The problem must have one stage. Looks at operators whose step in `order` has more bytes than the bound, the
+    hottest and the largest by reachability in turn, until the bound meets the peak of `order`, _PATIENCE
+    operators in a row raised nothing, or `work_limit` is reached (kept but for one operator).
+    """
+    hottest = hottest_ops(problem, order, bound)[:EXAMINED]
+    if len(hottest) == 0:
+        return bound, 0
+    network = _network(problem)
+    largest = hottest[np.argsort(-reachability_bound(problem, hottest), kind="stable")]
+    live_at = dict(zip(order.tolist(), live_bytes(problem, order).tolist(), strict=True))
+    work, in_vain = 0, 0
+    for op in dict.fromkeys(np.stack([hottest, largest], axis=1).reshape(-1).tolist()):
+        if work >= work_limit or in_vain >= _PATIENCE:
+            break
+        if live_at[op] > bound:
+            value, arcs = _operator_bound(network, op)
+            work += arcs
+            in_vain = 0 if value > bound else in_vain + 1
+            bound = max(bound, value)
+    return bound, work
+
+
+def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
+    """The least live bytes while `op` runs, over all sets of operators that may run before it."""
+    return _operator_bound(_network(problem), op)[0]
+
+
+def _network(problem: OrderProblem) -> _Network:
+    need = problem.scratch.copy()
+    np.add.at(need, problem.producer, problem.size)
+    buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
+    reader = problem.consumer.astype(np.int64)
+    counts = (problem.size > 0)[buffer] & ~problem.kept[buffer]
+    takers: dict[OpIndex, list[list[int]]] = {}
+    rows = donors(problem).lists()
+    for taker in np.flatnonzero(np.diff(problem.donor_start)).tolist():
+        takers.setdefault(int(problem.producer[taker]), []).append(rows[taker])
+    closure = dependencies(problem)[:, ::-1].astype(np.int64)
+    return _Network(problem, closure, need, buffer[counts], reader[counts], takers)
+
+
+def _operator_bound(network: _Network, op: OpIndex) -> tuple[Bytes, int]:
+    """The bound of one operator in bytes, and the arcs of the networks that it took."""
+    node = _contracted(network, op)
+    cuts = [_least_cut(network, node, op, givers) for givers in _choices(network.takers.get(op, []))]
+    return min(value for value, _ in cuts) + int(network.need[op]), sum(arcs for _, arcs in cuts)
+
+
+def _choices(takers: list[list[int]]) -> list[tuple[int, ...]]:
+    """Sets of inputs that the results of an operator could take over together, the largest such sets."""
+    everything = tuple(sorted({giver for row in takers for giver in row}))
+    if len(everything) <= len(takers) or len(takers) > 1 or len(everything) > _MOST_CHOICES:
+        return [everything]
+    return [(giver,) for giver in everything]
+
+
+def _contracted(network: _Network, op: OpIndex) -> LongArray:
+    """The node of each operator: _SOURCE if it must run before `op`, _SINK if it is `op` or must run after it."""
+    node = np.arange(2, network.problem.num_ops + 2)
+    _contract(node, op, network.closure)
+    return node
+
+
+@compiled
+def _contract(node: LongArray, op: OpIndex, closure: LongArray) -> None:
+    """`closure` is sorted by the operator that runs before, so one sweep each way reaches everything."""
+    node[op] = _SINK
+    for row in range(len(closure)):
+        if node[closure[row, 1]] == _SINK:
+            node[closure[row, 0]] = _SINK
+    is_before = np.zeros(len(node), dtype=np.bool_)
+    is_before[op] = True
+    for row in range(len(closure) - 1, -1, -1):
+        if is_before[closure[row, 0]]:
+            is_before[closure[row, 1]] = True
+            node[closure[row, 1]] = _SOURCE
+
+
+def _least_cut(network: _Network, node: LongArray, op: OpIndex, givers: tuple[int, ...]) -> tuple[Bytes, int]:
+    """The least bytes live just before `op` that stay while it runs, and the number of arcs.
+
+    givers: inputs of `op` that count only if another operator is still to read them.
+    """
+    problem = network.problem
+    without = np.isin(network.buffer, givers) & (network.reader == op)
+    buffer, reader = network.buffer[~without], network.reader[~without]
+    box = problem.num_ops + 2 + np.arange(problem.num_buffers)
+    kept = np.flatnonzero(problem.kept & (problem.size > 0))
+    read = np.unique(buffer)
+    endless = np.full(len(network.closure) + len(buffer), _ENDLESS)
+    tail = np.concatenate([node[network.closure[:, 0]], box[buffer], node[problem.producer[read]]])
+    head = np.concatenate([node[network.closure[:, 1]], node[reader], box[read]])
+    tail = np.concatenate([tail, node[problem.producer[kept]]])
+    head = np.concatenate([head, np.full(len(kept), _SINK)])
+    capacity = np.concatenate([endless, problem.size[read], problem.size[kept]])
+    useful = (tail != head) & (tail != _SINK) & (head != _SOURCE)
+    return _max_flow(tail[useful], head[useful], capacity[useful]), int(useful.sum())
+
+
+def _max_flow(tail: LongArray, head: LongArray, capacity: LongArray) -> Bytes:
+    flow = max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(tail, head, capacity)
+    if flow.num_nodes() <= _SINK:
+        return 0
+    flow.solve(_SOURCE, _SINK)
+    return int(flow.optimal_flow())

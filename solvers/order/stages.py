@@ -1,0 +1,70 @@
+"""Stages as operators: the same problem with one stage, so that algorithms need to know nothing of stages.
+
+Between two stages stands one operator more, the barrier: it runs after everything before it and before
+everything behind it, and needs no bytes.
+
+    stage   0 0 0   1 1        operator   0 1 2 (3) 4 5        with 3 the barrier
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import IntArray, read_only
+from roamc.solvers.order.problem import OrderProblem
+
+
+@dataclass(frozen=True, eq=False)
+class OneStage:
+    """A problem with one stage. number: int32[n of the staged problem], the operator's number in it."""
+
+    problem: OrderProblem
+    number: IntArray
+
+    def order_of(self, order: IntArray) -> IntArray:
+        """An order of `problem` as an order of the problem with stages: int32."""
+        name = np.full(self.problem.num_ops, -1, dtype=np.int32)
+        name[self.number] = np.arange(len(self.number), dtype=np.int32)
+        named = name[order]
+        return named[named >= 0]
+
+
+def one_stage(problem: OrderProblem) -> OneStage:
+    """Put a barrier between stages. A problem with one stage comes back as it is."""
+    cuts = np.flatnonzero(np.diff(problem.stage)) + 1
+    number = np.arange(problem.num_ops) + np.searchsorted(cuts, np.arange(problem.num_ops), side="right")
+    number = number.astype(np.int32)
+    if len(cuts) == 0:
+        return OneStage(problem, number)
+    num_ops = problem.num_ops + len(cuts)
+    scratch = np.zeros(num_ops, dtype=np.int64)
+    scratch[number] = problem.scratch
+    staged = OrderProblem(
+        stage=read_only(np.zeros(num_ops, dtype=np.int32)),
+        edges=read_only(np.concatenate([number[problem.edges], _barrier_edges(cuts + np.arange(len(cuts)), num_ops)])),
+        size=problem.size,
+        producer=read_only(number[problem.producer]),
+        consumer_start=problem.consumer_start,
+        consumer=read_only(number[problem.consumer]),
+        kept=problem.kept,
+        scratch=read_only(scratch),
+        donor_start=problem.donor_start,
+        donor=problem.donor,
+    )
+    return OneStage(staged, number)
+
+
+def _barrier_edges(barriers: IntArray, num_ops: int) -> IntArray:
+    """From every operator to the next barrier, and from every barrier to the operators up to the next one."""
+    ops = np.arange(num_ops)
+    following = np.searchsorted(barriers, ops, side="right")
+    into = following < len(barriers)
+    behind = np.searchsorted(barriers, ops, side="left")
+    out_of = behind > 0
+    pairs = np.concatenate(
+        [
+            np.stack([ops[into], barriers[following[into]]], axis=1),
+            np.stack([barriers[behind[out_of] - 1], ops[out_of]], axis=1),
+        ]
+    )
+    return np.unique(pairs, axis=0).astype(np.int32)

@@ -1,0 +1,90 @@
+"""Consecutive operators of an order as a problem of their own, for pieces that solve a part at a time.
+
+    order    ... | operators lo..hi-1 | ...        problem    source, operators, sink
+
+The source produces what the operators read from before, the sink reads what is read behind them. Bytes that are
+live throughout, whatever happens in between, are left out and counted in `offset_bytes`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, Csr, IntArray, LongArray, group_by, read_only
+from roamc.solvers.order.donation import positions
+from roamc.solvers.order.problem import Bytes, OrderProblem, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """problem: source 0, then the operators of `ops` in that order, then the sink; program order is the given one.
+
+    Live bytes at a step of the window plus `offset_bytes` are those of the whole order at that step.
+    """
+
+    problem: OrderProblem
+    ops: IntArray
+    offset_bytes: Bytes
+
+    def order_of(self, order: IntArray) -> IntArray:
+        """An order of `problem` as an order of the operators."""
+        return self.ops[order[1:-1] - 1]
+
+
+def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window:
+    """The operators at steps [lo, hi) of a legal order of a problem with one stage. O(n + b + reads)."""
+    position = positions(order)
+    number = np.clip(position - lo + 1, 0, hi - lo + 1).astype(np.int32)
+    sink = hi - lo + 1
+    born = number[problem.producer]
+    buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
+    last = born.copy()
+    np.maximum.at(last, buffer_of, number[problem.consumer])
+    last[problem.kept] = sink
+    throughout = (born == 0) & (last == sink)
+    chosen = (born < sink) & (last > 0) & ~throughout
+    readers = _readers(problem, number, sink, buffer_of, chosen)
+    givers = _donors(problem, chosen)
+    inner = OrderProblem(
+        stage=read_only(np.zeros(sink + 1, dtype=np.int32)),
+        edges=read_only(_edges(problem, number, sink)),
+        size=read_only(problem.size[chosen]),
+        producer=read_only(born[chosen]),
+        consumer_start=read_only(readers.start),
+        consumer=read_only(readers.index),
+        kept=read_only(np.zeros(int(chosen.sum()), dtype=np.bool_)),
+        scratch=read_only(np.concatenate([[0], problem.scratch[order[lo:hi]], [0]]).astype(np.int64)),
+        donor_start=read_only(givers.start),
+        donor=read_only(givers.index),
+    )
+    return Window(inner, order[lo:hi], int(problem.size[throughout].sum()))
+
+
+def _edges(problem: OrderProblem, number: IntArray, sink: int) -> IntArray:
+    """The edges between operators of the window, source before and sink after everything."""
+    edges = number[problem.edges].reshape(-1, 2)
+    inside = (edges[:, 0] > 0) & (edges[:, 1] < sink)
+    ops = np.arange(1, sink)
+    frame = np.concatenate(
+        [np.stack([np.zeros_like(ops), ops], axis=1), np.stack([ops, np.full_like(ops, sink)], axis=1), [[0, sink]]]
+    )
+    return np.unique(np.concatenate([edges[inside], frame]), axis=0).astype(np.int32)
+
+
+def _readers(problem: OrderProblem, number: IntArray, sink: int, buffer_of: LongArray, chosen: BoolArray) -> Csr:
+    """Readers in the window; all those behind it become the sink, and so does the end for a kept buffer."""
+    kept = np.flatnonzero(problem.kept)
+    buffer = np.concatenate([buffer_of, kept])
+    reader = np.concatenate([number[problem.consumer], np.full(len(kept), sink)])
+    useful = chosen[buffer] & (reader > number[problem.producer[buffer]])
+    renamed = np.cumsum(chosen) - 1
+    pairs = np.unique(np.stack([renamed[buffer[useful]], reader[useful]], axis=1), axis=0)
+    return group_by(pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), int(chosen.sum()))
+
+
+def _donors(problem: OrderProblem, chosen: BoolArray) -> Csr:
+    """The donors of results of the window; who is live throughout gives to nobody here."""
+    taker = np.repeat(np.arange(problem.num_buffers), np.diff(problem.donor_start))
+    useful = chosen[taker] & chosen[problem.donor]
+    renamed = (np.cumsum(chosen) - 1).astype(np.int32)
+    return group_by(renamed[taker[useful]], renamed[problem.donor[useful]], int(chosen.sum()))
