@@ -21,7 +21,7 @@ from roamc.memory import (
     live_bytes,
 )
 from roamc.options import Options
-from roamc.passes import reorder
+from roamc.passes import donate, reorder
 from roamc.verify import constraints
 from tests.graphs import assert_same, captured_step, clones, graph_and_inputs, model_graph, run_real, traced
 from tests.models import MODELS
@@ -83,14 +83,16 @@ def test_random_graph_live_bytes_are_real_in_program_order_and_any_other(seed: i
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_live_bytes_are_real_before_and_after_reorder(name: str, route: str) -> None:
+def test_model_live_bytes_are_real_in_program_order_reordered_and_donated(name: str, route: str) -> None:
     graph, inputs = model_graph(name, route)
-    assert_real_bytes_are_predicted(graph, inputs, f"{name}, {route}, program order")
+    assert_real_bytes_are_predicted(graph, clones(inputs), f"{name}, {route}, program order")
     before = int(live_bytes(build_memory(graph)).max())
     decision = reorder.decide(graph, Options())
     moved = reorder.apply(graph, decision)
-    assert_real_bytes_are_predicted(moved, inputs, f"{name}, {route}, reordered by {decision.algorithm}")
-    assert int(live_bytes(build_memory(moved)).max()) == decision.peak_bytes <= before
+    assert_real_bytes_are_predicted(moved, clones(inputs), f"{name}, {route}, reordered by {decision.algorithm}")
+    given = donate.apply(moved, donate.decide(moved, Options()))
+    assert_real_bytes_are_predicted(given, inputs, f"{name}, {route}, donated")
+    assert int(live_bytes(build_memory(given)).max()) == decision.peak_bytes <= before
 
 
 def names_and_lives(graph: TrainGraph) -> dict[str, tuple[int, int]]:
