@@ -49,6 +49,10 @@ REQUIRED = frozenset({layout.NAME})
 """Passes that no option leaves out: without them there is no program."""
 
 
+PADDING = 0.001
+"""A peak is still optimal above the bound of live bytes by this share: sizes are rounded up to the alignment."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A graph with every decision applied, and the plan that did it."""
@@ -130,15 +134,18 @@ def _check_disabled(options: Options) -> None:
 def _plan(graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]) -> Plan:
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
+    peak_bytes, bound_bytes = placed.arena_bytes + placed.outside_bytes, ordered.bound_bytes if ordered else 0
     statuses = {placed.status, ordered.status if ordered else "gap"}
+    if peak_bytes > bound_bytes * (1 + PADDING):
+        statuses.add("gap")
     return Plan(
         name=graph.name,
         fingerprint=mark,
         versions={"roamc": __version__, "torch": torch.__version__},
-        peak_bytes=placed.arena_bytes + placed.outside_bytes,
+        peak_bytes=peak_bytes,
         arena_bytes=placed.arena_bytes,
         live_bytes=placed.live_bytes,
-        bound_bytes=ordered.bound_bytes if ordered else 0,
+        bound_bytes=bound_bytes,
         baseline_bytes=baseline,
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
