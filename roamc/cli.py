@@ -27,6 +27,7 @@ from roamc.report.explain import Explanation
 from roamc.report.html import write
 from roamc.report.progress import Stages
 from roamc.report.request import Request, answer, picture
+from roamc.solvers.warm_up import warm_up
 from roamc.units import parse_bytes
 from roamc.version import __version__
 from roamc.zoo import MODELS
@@ -213,6 +214,8 @@ def demo(
         said = "training with and without roamc"
         with Stages(said, steps) as stages:
             task = Task("eager", steps, batch, seq, layers, width, heads)
+            stages.now("getting the solvers ready, for which a new installation compiles them")
+            warm_up()
             result = race(task, lambda done: stages.now(said, done))
         if as_json:
             _print_json(result.to_dict())

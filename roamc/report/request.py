@@ -14,6 +14,7 @@ from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
 from roamc.report.explain import Explanation, explain, find_peak
 from roamc.report.picture import Picture, draw, follow
+from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 from roamc.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
 
@@ -87,6 +88,8 @@ def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
 
 def _planned(graph: TrainGraph, options: Options, seconds: Seconds, say: Say) -> pipeline.Planned:
     """The plan, with the ``seconds`` of capture among its times."""
+    say("getting the solvers ready, for which a new installation compiles them")
+    warm_up()
     say(f"planning {graph.name}")
     planned = pipeline.run(graph, options)
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})

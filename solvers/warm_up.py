@@ -1,0 +1,43 @@
+"""Have every compiled loop ready: a first plan then takes no longer than the next.
+
+What numba has compiled stays on disk; only the first process of an installation takes seconds here.
+"""
+
+import random
+
+from roamc.solvers import layout, order
+from roamc.solvers.order.portfolio import Pieces
+from roamc.solvers.order.problem import BufferSpec
+from roamc.solvers.order.stages import one_stage
+
+_OPERATORS, _STORAGES, _NODES = 40, 40, 2_000
+
+
+def warm_up() -> None:
+    """Run every algorithm and every piece once, on small problems that none of them solves alone."""
+    problem = _operators(random.Random(0))
+    for algorithm in order.ALGORITHMS.values():
+        algorithm(one_stage(problem).problem, 0)
+    order.solve(problem, ("program",), Pieces())
+    layout.solve(_storages(random.Random(2)), node_limit=_NODES)
+
+
+def _operators(dice: random.Random) -> order.OrderProblem:
+    """Each operator reads two earlier results, of any size, and may write over one of its own size."""
+    readers: list[list[int]] = [[] for _ in range(_OPERATORS)]
+    for reader in range(2, _OPERATORS):
+        for producer in dice.sample(range(reader), 2):
+            readers[producer].append(reader)
+    size = [dice.choice((1, 2, 8, 64)) for _ in readers]
+    buffers: list[BufferSpec] = [(size[op], op, readers[op], op == _OPERATORS - 1) for op in range(_OPERATORS)]
+    donors = [
+        [giver for giver in range(taker) if taker in readers[giver] and size[giver] == size[taker]]
+        for taker in range(_OPERATORS)
+    ]
+    return order.make_problem([0] * _OPERATORS, [], buffers, None, donors)
+
+
+def _storages(dice: random.Random) -> layout.LayoutProblem:
+    born = [dice.randrange(12) for _ in range(_STORAGES)]
+    dead = [start + dice.randrange(1, 8) for start in born]
+    return layout.make_problem([dice.randrange(1, 1000) for _ in born], born, dead, alignment=1)

@@ -1,0 +1,31 @@
+"""After the warm-up nothing is left to compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+from numba.core import event
+from roamc.solvers import layout, order
+from roamc.solvers.warm_up import warm_up
+from tests.solvers.layout.cases import hard_problem
+from tests.solvers.layout.cases import training_problem as storages
+from tests.solvers.order.cases import random_layers, training_problem as operators
+with event.install_recorder("numba:compile") as warming:
+    warm_up()
+with event.install_recorder("numba:compile") as solving:
+    for problem in (operators(30), operators(5, seed=1, donate=True), random_layers(60, 30)):
+        order.solve(problem, work_limit=100_000)
+    for problem in (storages(40, seed=1), hard_problem()):
+        layout.solve(problem, node_limit=3000)
+print(len(warming.buffer) > 0, [event.data["dispatcher"] for _, event in solving.buffer])
+"""
+
+
+def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n"
