@@ -3,7 +3,7 @@
 Two neighbours u, v run on the same set D and leave the same set, so a swap changes the two steps and nothing
 else. It is made if it lowers the greater of the two steps where that lies at the peak, or if it lowers their sum
 and neither step comes to lie above the peak. One sweep moves an operator back as far as that pays; a sweep from
-the end moves operators forward. What stays in memory for a shorter time leaves the layout more room.
+the end moves operators forward.
 """
 
 import numpy as np
