@@ -6,8 +6,10 @@ What numba has compiled stays on disk; only the first process of an installation
 import random
 
 from roamc.solvers import layout, order
+from roamc.solvers.order.improve import improve
 from roamc.solvers.order.portfolio import Pieces
 from roamc.solvers.order.problem import BufferSpec
+from roamc.solvers.order.program_order import program_order
 from roamc.solvers.order.stages import one_stage
 
 _OPERATORS, _STORAGES, _NODES = 40, 40, 2_000
@@ -19,6 +21,7 @@ def warm_up() -> None:
     for algorithm in order.ALGORITHMS.values():
         algorithm(one_stage(problem).problem, 0)
     order.solve(problem, ("program",), Pieces())
+    improve(one_stage(problem).problem, program_order(problem))
     layout.solve(_storages(random.Random(2)), node_limit=_NODES)
 
 
