@@ -62,16 +62,21 @@ class Gift:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """In the graph's present order, every result that can take over an argument's bytes does."""
     memory = build_memory(graph)
-    found = []
-    for index, operator in enumerate(memory.operators):
-        last = (gift for gift in gifts(memory, operator) if memory.uses[gift.giver][-1] == index)
-        gift = next(last, None)
-        if gift is not None:
-            found.append((operator.node.name, gift))
+    found: dict[fx.Node, Gift] = {}
+    for node, gift in _due(memory):
+        found.setdefault(node, gift)
     return Decision(
-        overwrites=tuple((name, gift.position) for name, gift in found),
-        nbytes=sum(memory.storages[gift.taker].nbytes for _, gift in found),
+        overwrites=tuple((node.name, gift.position) for node, gift in found.items()),
+        nbytes=sum(memory.storages[gift.taker].nbytes for gift in found.values()),
     )
+
+
+def _due(memory: MemoryModel) -> Iterator[tuple[fx.Node, Gift]]:
+    """The gifts that can be made in the graph's present order: the argument's last use is here."""
+    for index, operator in enumerate(memory.operators):
+        for gift in gifts(memory, operator):
+            if memory.uses[gift.giver][-1] == index:
+                yield operator.node, gift
 
 
 def all_gifts(memory: MemoryModel) -> list[Gift]:
@@ -119,7 +124,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     Raises:
         PlanError: the graph has no such operators, or they cannot write over these arguments.
     """
-    allowed, sharing = _allowed(graph), _sharing(graph)
+    allowed = {(node.name, gift.position): node for node, gift in _due(build_memory(graph))}
+    sharing = _sharing(graph)
     mode = mode_of(graph.graph)
     for name, position in decision.overwrites:
         if (name, position) not in allowed or mode is None:
@@ -130,16 +136,6 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             for other, at in sharing[node]:
                 _move(other, at, storage)
     return graph.replace(donated=dict(decision.overwrites))
-
-
-def _allowed(graph: TrainGraph) -> dict[tuple[str, int], fx.Node]:
-    memory = build_memory(graph)
-    return {
-        (operator.node.name, gift.position): operator.node
-        for index, operator in enumerate(memory.operators)
-        for gift in gifts(memory, operator)
-        if memory.uses[gift.giver][-1] == index
-    }
 
 
 def _sharing(graph: TrainGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
