@@ -38,6 +38,7 @@ setup(
     packages=packages(),
     package_data={
         "roamc": ["py.typed"],  # covers roamc.passes and roamc.solvers too
+        "roamc.cost": ["profiles/*"],  # device profiles of machines that nobody has measured
         "roamc.report": ["page/*"],  # template, style and script of the HTML report
     },
     install_requires=[
@@ -52,6 +53,7 @@ setup(
         "ortools>=9.10",
         "typer",  # the command line; brings rich, which prints the reports' tables
         "jinja2",  # the HTML report; torch needs it too
+        "platformdirs",  # where a user's caches lie on each system: measured device profiles. MIT; 0.1 MB, no others
     ],
     extras_require={
         "test": [

@@ -33,6 +33,10 @@ class PlanError(RoamcError, ValueError):
     """A plan is malformed, or does not belong to the graph it is used with."""
 
 
+class ProfileError(RoamcError, ValueError):
+    """A device profile is malformed, or none has the name that was asked for."""
+
+
 class BackwardTwiceError(RoamcError, RuntimeError):
     """Backward was asked to run again through tensors that its first run has given back."""
 

@@ -29,6 +29,8 @@ class Options:
             lowers what a loop holds while other code runs, such as the optimizer, and costs time at every step.
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
+        profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
+            a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
 
     memory_limit: Bytes | None = None
@@ -39,6 +41,7 @@ class Options:
     idle_arena: str = "keep"
     strict: bool = False
     max_plans: int = 8
+    profile: str | None = None
 
     @property
     def keeps_arena(self) -> bool:
@@ -97,6 +100,8 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"strict must be True or False, not {options.strict!r}")
     if not isinstance(options.order, str):
         raise OptionError(f"order must be the name of an ordering algorithm or 'best', not {options.order!r}")
+    if options.profile is not None and not (isinstance(options.profile, str) and options.profile):
+        raise OptionError(f"profile must be a file or the name of a shipped profile, not {options.profile!r}")
 
 
 def _is_int(value: object) -> bool:

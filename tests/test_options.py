@@ -85,6 +85,8 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
         ("disable", 1, "pass names, not 1"),
         ("disable", [1], "pass names, not \\[1\\]"),
         ("disable", {"reorder": True}, "pass names, not"),
+        ("profile", 1, "shipped profile, not 1"),
+        ("profile", "", "shipped profile, not ''"),
         ("memory_limit", "lots", "'lots' is not a size"),
         ("memory_limit", -1, "negative"),
         ("memory_limit", True, "True is not a size"),
@@ -105,6 +107,7 @@ def test_key_is_hashable_and_tells_options_apart() -> None:
     changed = [
         *({"memory_limit": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
         *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"idle_arena": "free"}),
+        {"profile": "cpu"},
     ]
     keys = {Options(**one).key() for one in changed}
     assert len(keys | {Options().key()}) == len(changed) + 1

@@ -1,0 +1,27 @@
+"""Time, FLOPs and bytes of a node on a device profile; the only place that knows them.
+
+    flops(node), traffic(node)          counted off the fake tensors, the same on every device
+    seconds(node, profile)              what the node takes on the device that ``profile`` describes
+    load_profile("cpu")                 the profile that was measured here, or the shipped one
+
+:mod:`roamc.cost.kinds` holds the table of operators, :mod:`roamc.cost.measure` the micro-benchmarks.
+"""
+
+from roamc.cost.count import Traffic, flops, traffic
+from roamc.cost.kinds import kind_of
+from roamc.cost.predict import seconds, step_seconds
+from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
+
+__all__ = [
+    "DeviceProfile",
+    "Traffic",
+    "flops",
+    "kind_of",
+    "load_profile",
+    "read_profile",
+    "seconds",
+    "shipped_names",
+    "step_seconds",
+    "store_profile",
+    "traffic",
+]

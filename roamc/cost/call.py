@@ -1,0 +1,51 @@
+"""What a node calls: the operator itself, also where roamc runs it again with old random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.runtime.random import replay
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and its arguments; nodes stand for tensors."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """``"gelu"`` for every ATen overload of gelu, in-place ones included; ``"mine::op"`` for others."""
+        schema = getattr(self.target, "_schema", None)
+        if schema is None:
+            return str(getattr(self.target, "__name__", self.target))
+        name = str(schema.name)
+        return name.removeprefix("aten::").rstrip("_") if name.startswith("aten::") else name
+
+
+def call_of(node: fx.Node) -> Call:
+    """What ``node`` runs; a replayed random operator counts as the operator that it replays."""
+    if node.target is replay:
+        return Call(node.args[1], tuple(node.args[2:]), dict(node.kwargs))
+    return Call(node.target, tuple(node.args), dict(node.kwargs))
+
+
+def fakes(value: Any) -> Any:
+    """``value`` with the fake tensors that its nodes stand for."""
+    return fx.node.map_arg(value, lambda node: node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists and tuples of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,101 @@
+"""Seconds of a node on a device: a roofline by kind of operator (Williams, Waterman and Patterson 2009).
+
+    seconds = overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
+
+Convolutions add the two instead: libraries bring weights and images into another order before they multiply.
+An operator of which nothing is known is priced as if it went over its tensors ``UNKNOWN_PASSES`` times: dear enough
+that nobody recomputes it to save memory, and not so dear that it hides all others in a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from roamc.cost.call import call_of, fakes, tensors_in
+from roamc.cost.count import elements, flops, own_bytes, traffic
+from roamc.cost.kinds import FREE, PRODUCTS, UNKNOWN, VIEW, kind_of
+from roamc.cost.profile import DeviceProfile, Rates
+from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.units import Bytes, Seconds
+
+UNKNOWN_PASSES = 32
+
+NEXT = {
+    "batched_matmul": "matmul",
+    "attention": "batched_matmul",
+    "convolution": "matmul",
+    "convolution_1x1": "convolution",
+    "convolution_grouped": "convolution",
+    "safe_softmax": "softmax",
+}
+"""Where a profile has no rate for a kind, that of another."""
+
+
+def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
+    """What ``node`` takes on the device that ``profile`` describes; 0 for views and nodes that are no operators."""
+    if node.op != "call_function":
+        return 0.0
+    kind = kind_of(node)
+    if kind == VIEW:
+        return 0.0
+    if kind == FREE:
+        return profile.overhead
+    moved = _move_seconds(traffic(node).total, profile)
+    if kind == UNKNOWN:
+        return profile.overhead + UNKNOWN_PASSES * moved
+    if kind not in PRODUCTS:
+        return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))
+    products = _per(flops(node), profile.flops, kind, node)
+    if kind.startswith("convolution"):
+        return profile.overhead + products + moved + _reorder_seconds(node, profile)
+    return profile.overhead + max(products * _share(node), moved)
+
+
+def step_seconds(graph: TrainGraph, profile: DeviceProfile) -> Seconds:
+    """The sum over all operators: what a step takes that runs one operator after another."""
+    return sum(seconds(node, profile) for node in operators(graph.graph))
+
+
+def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:
+    return count / (profile.cache_bandwidth if count <= profile.cache_bytes else profile.bandwidth)
+
+
+def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
+    """Weights are brought into the order of the library's kernels at every call."""
+    call = call_of(node)
+    weights = [tensor for tensor in tensors_in(fakes(call.args[1:3])) if tensor.dim() > 2]
+    count = max((own_bytes(tensor) // tensor.itemsize for tensor in weights[-1:]), default=0)
+    return _per(count, profile.elements, "convolution_weights", node)
+
+
+def _share(node: fx.Node) -> float:
+    """Fused attention under a causal mask leaves out what the mask hides: half of the products."""
+    call = call_of(node)
+    named = getattr(getattr(call.target, "_schema", None), "arguments", ())
+    at = next((at for at, argument in enumerate(named) if argument.name == "is_causal"), len(call.args))
+    return 0.5 if (call.args[at] if at < len(call.args) else call.kwargs.get("is_causal")) is True else 1.0
+
+
+def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
+    """``count`` at the rate of ``kind`` for the dtype of ``node``; 0 where the profile has none."""
+    found = rates.get(kind)
+    while not found and kind in NEXT:
+        kind = NEXT[kind]
+        found = rates.get(kind)
+    if not found or not count:
+        return 0.0
+    dtype = _dtype(node)
+    name = str(dtype).removeprefix("torch.")
+    if name in found:
+        return count / found[name]
+    slower = 2 if dtype in (torch.float64, torch.complex64) else 1
+    return count * slower / found["float32"] if "float32" in found else 0.0
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """What the work is done in: the first floating result, else the first floating argument."""
+    made = [tensor for _, tensor in tensors_of(node)]
+    call = call_of(node)
+    both = [*made, *tensors_in(fakes([*call.args, *call.kwargs.values()]))]
+    return next((tensor.dtype for tensor in both if tensor.is_floating_point()), torch.float32)
