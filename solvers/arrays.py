@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

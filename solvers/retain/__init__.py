@@ -1,0 +1,20 @@
+"""Which buffers are dropped between two reads and made again, so that the peak fits a budget at few seconds more.
+
+Read `problem.py` first (the question and the answer), then `walk.py` (what a decision costs), then `portfolio.py`.
+"""
+
+from roamc.solvers.retain.portfolio import frontier, solve
+from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem
+from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
+
+__all__ = [
+    "Rerun",
+    "RetainProblem",
+    "RetainReport",
+    "RetainSolution",
+    "RetainVerdict",
+    "frontier",
+    "make_problem",
+    "solve",
+    "validate",
+]

@@ -1,0 +1,176 @@
+"""The retention problem and its answer, as data: which buffers are dropped between two reads and made again.
+
+A schedule is given: operators in a legal order, the reference order. A buffer may be dropped between two of its
+reads and rebuilt by running its operator once more, a rerun, right before the next read. What a rerun reads must
+itself be live or rebuilt, so chains are seen; an operator may run any number of times, and nothing distinguishes
+forward from backward. Asked for are reruns that bring the peak of live bytes under a budget and add the fewest
+seconds. This is rematerialisation on a fixed order with retention intervals (Moccasin, arXiv 2304.14463).
+
+What a list of reruns means. Walk the reference order, running the reruns in front of the steps they name. Each run
+makes a version of its results, and each read of a buffer reads its newest version:
+
+    buffer k   made    read                        rerun   read       without the rerun:  |==================|
+               |=======|                           |=======|
+               version 0                           version 1
+
+- A version is live from its run to its last read before the next version of the same buffer: one step if nobody
+  reads it, to the end if it is the last version of a kept buffer.
+- A rerun renews some of its results; the others are live during that step only, and nobody reads them.
+- Donation as in `solvers/order/problem.py`, for versions: those of a run, in the sequence of their buffers' numbers,
+  take over the bytes of the version of the first of their donors that this run reads last and that has not given
+  yet. Results that are not renewed take nothing over.
+- Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's scratch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray, read_only
+from roamc.solvers.order.problem import BufferIndex, Bytes, OpIndex, OrderProblem, Step
+from roamc.solvers.status import Status
+
+Seconds = float
+
+
+@dataclass(frozen=True, eq=False)
+class RetainProblem:
+    """A schedule of n operators over b buffers; build it with `make_problem`, which checks it.
+
+    order: the operators, buffers, edges and donors; its stages play no role, `sequence` is legal already.
+    sequence: int32[n], the reference order: sequence[t] is the operator at step t.
+    seconds: float64[n], what one more run of operator v takes, at least 0.
+    repeatable: bool[n], whether operator v may run again.
+    droppable: bool[b], whether buffer k may be dropped and rebuilt: not kept, and its producer is repeatable.
+    expires: int64[n], operator v must not run again in front of this step or a later one; n if it always may.
+    All arrays are read-only.
+    """
+
+    order: OrderProblem
+    sequence: IntArray
+    seconds: FloatArray
+    repeatable: BoolArray
+    droppable: BoolArray
+    expires: LongArray
+
+    @property
+    def num_ops(self) -> int:
+        """Number of operators, n."""
+        return self.order.num_ops
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of buffers, b."""
+        return self.order.num_buffers
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """One more run of an operator.
+
+    before: the step of the reference order that it runs right before; after the operator's own step.
+    operator: which one runs.
+    renews: its results that later reads find here, sorted; its other results die at once.
+    """
+
+    before: Step
+    operator: OpIndex
+    renews: tuple[BufferIndex, ...]
+
+
+@dataclass(frozen=True)
+class RetainSolution:
+    """Reruns and what is known about them.
+
+    reruns: sorted by `before`; those with the same `before` in the sequence in which they run.
+    peak_bytes: peak of live bytes of the schedule with the reruns, donation included.
+    seconds: what the reruns add.
+    bound_seconds: no reruns within the budget, in any order of the operators, add less; infinite if there are none.
+    least_peak_bytes: the lowest peak that the search has seen.
+    status: OPTIMAL if seconds meet the bound, or if all combinations of a small problem were tried (each gap between
+        two reads kept, dropped once, or dropped after every rerun; `exact.py`). INFEASIBLE if the search found no
+        reruns within the budget; the reruns are then those with the lowest peak seen.
+    work: operators that were run in thought, and arcs of the networks of the bound.
+    """
+
+    reruns: tuple[Rerun, ...]
+    peak_bytes: Bytes
+    seconds: Seconds
+    bound_seconds: Seconds
+    least_peak_bytes: Bytes
+    status: Status
+    work: int
+
+
+def make_problem(
+    order: OrderProblem,
+    sequence: Sequence[int] | IntArray,
+    seconds: Sequence[float] | FloatArray,
+    repeatable: Sequence[bool] | BoolArray,
+    droppable: Sequence[bool] | BoolArray,
+    expires: Sequence[int] | LongArray | None = None,
+) -> RetainProblem:
+    """Check the parts of a retention problem and pack them into arrays; the fields of `RetainProblem` say what they are.
+
+    Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
+    are negative or not finite, and a droppable buffer that is kept or whose producer is not repeatable.
+    """
+    num_ops, num_buffers = order.num_ops, order.num_buffers
+    latest = np.full(num_ops, num_ops) if expires is None else np.asarray(expires)
+    parts = {
+        "sequence": (np.asarray(sequence), num_ops),
+        "seconds": (np.asarray(seconds), num_ops),
+        "repeatable": (np.asarray(repeatable), num_ops),
+        "droppable": (np.asarray(droppable), num_buffers),
+        "expires": (latest, num_ops),
+    }
+    for name, (part, length) in parts.items():
+        if part.shape != (length,):
+            raise ValueError(f"{name} has shape {part.shape}, not ({length},)")
+    problem = RetainProblem(
+        order=order,
+        sequence=read_only(np.asarray(sequence).astype(np.int32)),
+        seconds=read_only(np.asarray(seconds).astype(np.float64)),
+        repeatable=read_only(np.asarray(repeatable).astype(np.bool_)),
+        droppable=read_only(np.asarray(droppable).astype(np.bool_)),
+        expires=read_only(np.minimum(latest, num_ops).astype(np.int64)),
+    )
+    _check_sequence(problem)
+    _check_seconds(problem)
+    _check_droppable(problem)
+    return problem
+
+
+def _check_sequence(problem: RetainProblem) -> None:
+    order, num_ops = problem.order, problem.num_ops
+    sorted_ops = np.sort(problem.sequence)
+    odd = np.flatnonzero(sorted_ops != np.arange(num_ops))
+    if len(odd):
+        raise ValueError(f"sequence is no permutation of 0..{num_ops - 1}: see op {sorted_ops[odd[0]]}")
+    position = np.empty(num_ops, dtype=np.int64)
+    position[problem.sequence] = np.arange(num_ops)
+    for before, after in order.edges[position[order.edges[:, 0]] >= position[order.edges[:, 1]]][:1].tolist():
+        raise ValueError(f"sequence runs op {after} before op {before}, against an edge")
+    buffer = np.repeat(np.arange(order.num_buffers), np.diff(order.consumer_start))
+    early = np.flatnonzero(position[order.producer[buffer]] >= position[order.consumer])
+    if len(early):
+        row = early[0]
+        raise ValueError(f"sequence runs op {order.consumer[row]} before buffer {buffer[row]}, which it reads, is made")
+
+
+def _check_seconds(problem: RetainProblem) -> None:
+    odd = np.flatnonzero(~(problem.seconds >= 0) | ~np.isfinite(problem.seconds))
+    if len(odd):
+        raise ValueError(f"seconds of op {odd[0]} are {problem.seconds[odd[0]]}")
+
+
+def _check_droppable(problem: RetainProblem) -> None:
+    kept = np.flatnonzero(problem.droppable & problem.order.kept)
+    if len(kept):
+        raise ValueError(f"buffer {kept[0]} is droppable and kept")
+    fixed = np.flatnonzero(problem.droppable & ~problem.repeatable[problem.order.producer])
+    if len(fixed):
+        raise ValueError(
+            f"buffer {fixed[0]} is droppable, but its op {problem.order.producer[fixed[0]]} is not repeatable"
+        )

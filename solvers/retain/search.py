@@ -1,0 +1,130 @@
+"""What every algorithm here works on: a state, moves on one gap, and a count of the work.
+
+A move sets `release` and `hold` of one gap. Many are tried in one compiled loop, each by a whole walk: a walk sees
+chains, donation and ties, which estimates do not, and takes about twenty nanoseconds per run.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roamc.solvers.arrays import FloatArray, LongArray
+from roamc.solvers.compiled import compiled
+from roamc.solvers.retain.problem import RetainProblem
+from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
+from roamc.solvers.retain.walk import Room, Score, evaluate, make_room, walk_and_measure
+
+_MOST_RUNS = 6
+_FEWEST_RUNS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Decisions for all gaps, and what they cost. release, hold: int64[gaps]; see `walk.py`."""
+
+    release: LongArray
+    hold: LongArray
+    score: Score
+
+    def copy(self) -> "State":
+        """The same decisions in arrays of their own."""
+        return State(self.release.copy(), self.hold.copy(), self.score)
+
+
+@dataclass(eq=False)
+class Search:
+    """One problem, laid out for the walk, the work done on it, and the lowest peak seen."""
+
+    problem: RetainProblem
+    tables: Tables = field(init=False)
+    gaps: Gaps = field(init=False)
+    room: Room = field(init=False)
+    work: int = 0
+    lowest: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tables = make_tables(self.problem)
+        self.gaps = make_gaps(self.problem)
+        self.room = make_room(self.tables, _MOST_RUNS * self.problem.num_ops + _FEWEST_RUNS)
+        self.lowest = self.keep_everything()
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the reference order."""
+        return self.problem.num_ops
+
+    def state(self, release: LongArray, hold: LongArray, budget: int) -> State:
+        """Walk: the room then holds the schedule of these decisions."""
+        made = State(release, hold, evaluate(self.tables, release, hold, budget, self.room))
+        self.work += made.score.runs
+        return made
+
+    def note(self, state: State) -> State:
+        """Remember the state if no other had so low a peak."""
+        if state.score.peak < self.lowest.score.peak:
+            self.lowest = state.copy()
+        return state
+
+    def keep_everything(self) -> State:
+        """Nothing is dropped between two reads; behind the last read a rerun that needs a buffer rebuilds it."""
+        release = np.full(len(self.gaps.begin), self.steps, dtype=np.int64)
+        release[self.gaps.last & self.gaps.free] = 0
+        return self.state(release, np.zeros_like(release), 0)
+
+    def try_moves(self, state: State, gap: LongArray, release: LongArray, hold: LongArray, budget: int) -> FloatArray:
+        """Seconds, peak and area after each of the moves alone: float64[moves, 3]."""
+        result = np.empty((len(gap), 3))
+        self.work += try_moves(self.tables, state.release, state.hold, gap, release, hold, budget, self.room, result)
+        return result
+
+
+@compiled
+def try_moves(
+    tables: Tables,
+    release: LongArray,
+    hold: LongArray,
+    gap: LongArray,
+    new_release: LongArray,
+    new_hold: LongArray,
+    budget: int,
+    room: Room,
+    result: FloatArray,
+) -> int:
+    """Fill `result`, rows of seconds, peak, area; returns the runs walked. The state is as before."""
+    work = 0
+    for move in range(len(gap)):
+        at = gap[move]
+        old_release, old_hold = release[at], hold[at]
+        release[at], hold[at] = new_release[move], new_hold[move]
+        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+        release[at], hold[at] = old_release, old_hold
+        result[move, 0], result[move, 1], result[move, 2] = seconds, peak, area
+        work += runs
+    return work
+
+
+@compiled
+def keep_more(
+    tables: Tables,
+    release: LongArray,
+    hold: LongArray,
+    gap: LongArray,
+    new_release: LongArray,
+    new_hold: LongArray,
+    budget: int,
+    room: Room,
+    seconds: float,
+) -> tuple[float, int]:
+    """Make each move in turn that stays within the budget and takes fewer seconds: (seconds, work)."""
+    work = 0
+    for move in range(len(gap)):
+        at = gap[move]
+        old_release, old_hold = release[at], hold[at]
+        release[at], hold[at] = new_release[move], new_hold[move]
+        now, peak, _, runs = walk_and_measure(tables, release, hold, budget, room)
+        work += runs
+        if peak <= budget and now < seconds:
+            seconds = now
+        else:
+            release[at], hold[at] = old_release, old_hold
+    return seconds, work

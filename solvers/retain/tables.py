@@ -1,0 +1,106 @@
+"""The problem as arrays by step, for the compiled walk: the operator at step t of the reference order is called t.
+
+A gap of a buffer is the time from its making or one of its reads (original reads, not those of reruns) to its next
+read, or to the end behind the last one. Gap `gap_start[k] + i` of buffer k lies behind its i-th read.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, Csr, FloatArray, IntArray, LongArray, read_only
+from roamc.solvers.order.problem import donors, reads, renumber, writes
+from roamc.solvers.retain.problem import RetainProblem
+
+
+class Tables(NamedTuple):
+    """What the compiled loops read, a tuple because numba takes those as they are.
+
+    Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
+    sorted.  slot: for each donor of each buffer, its place among the reads of the buffer's producer, in rows that begin
+    at donor_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes, producer (a step),
+    droppable, kept, gap_start (b + 1).  widest_read, widest_made: the most buffers that a step reads, makes.
+    """
+
+    read_start: LongArray
+    read: IntArray
+    made_start: LongArray
+    made: IntArray
+    donor_start: LongArray
+    slot: IntArray
+    scratch: LongArray
+    seconds: FloatArray
+    repeatable: BoolArray
+    expires: LongArray
+    size: LongArray
+    producer: IntArray
+    droppable: BoolArray
+    kept: BoolArray
+    gap_start: LongArray
+    widest_read: int
+    widest_made: int
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """All gaps of all buffers, by buffer and time.
+
+    buffer: int32[g].  begin, end: int64[g], the steps of the reads on either side; end is n behind the last read.
+    last: bool[g], whether it is that one.  free: bool[g], whether there is a choice: the buffer may be dropped, has
+    bytes, and there is a step in the gap.
+    """
+
+    buffer: IntArray
+    begin: LongArray
+    end: LongArray
+    last: BoolArray
+    free: BoolArray
+
+
+def make_tables(problem: RetainProblem) -> Tables:
+    """Renumber the operators by their steps and lay everything out in rows."""
+    order = renumber(problem.order, problem.sequence)
+    read, made = reads(order), writes(order)
+    return Tables(
+        read_start=read.start,
+        read=read.index,
+        made_start=made.start,
+        made=made.index,
+        donor_start=order.donor_start,
+        slot=_slots(read, donors(order), order.producer),
+        scratch=order.scratch,
+        seconds=read_only(problem.seconds[problem.sequence]),
+        repeatable=read_only(problem.repeatable[problem.sequence]),
+        expires=read_only(problem.expires[problem.sequence]),
+        size=order.size,
+        producer=order.producer,
+        droppable=problem.droppable,
+        kept=order.kept,
+        gap_start=read_only(order.consumer_start + np.arange(order.num_buffers + 1)),
+        widest_read=int(np.diff(read.start).max(initial=0)),
+        widest_made=int(np.diff(made.start).max(initial=0)),
+    )
+
+
+def make_gaps(problem: RetainProblem) -> Gaps:
+    """List the gaps in the numbering that `gap_start` gives them."""
+    order = renumber(problem.order, problem.sequence)
+    reads_of = np.diff(order.consumer_start)
+    buffer = np.repeat(np.arange(order.num_buffers, dtype=np.int32), reads_of + 1)
+    first = order.consumer_start[:-1] + np.arange(order.num_buffers)
+    final = first + reads_of
+    is_first, is_last = np.zeros(len(buffer), dtype=np.bool_), np.zeros(len(buffer), dtype=np.bool_)
+    is_first[first], is_last[final] = True, True
+    begin = np.empty(len(buffer), dtype=np.int64)
+    begin[is_first], begin[~is_first] = order.producer, order.consumer
+    end = np.full(len(buffer), order.num_ops, dtype=np.int64)
+    end[~is_last] = order.consumer
+    free = problem.droppable[buffer] & (order.size[buffer] > 0) & (end > begin + 1)
+    return Gaps(buffer, begin, end, is_last, free)
+
+
+def _slots(read: Csr, donor: Csr, producer: IntArray) -> IntArray:
+    rows = read.lists()
+    slots = [rows[producer[taker]].index(giver) for taker, givers in enumerate(donor.lists()) for giver in givers]
+    return np.array(slots, dtype=np.int32)

@@ -1,0 +1,203 @@
+"""The judge of reruns: runs the schedule again, in plain loops, and shares no code with any algorithm.
+
+O(n + b + reads + donors), of the schedule with its reruns. Everything follows from the list of reruns by the rules in
+`problem.py`. That `bound_seconds` is a true lower bound it cannot see, only that the bound does not contradict.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution
+from roamc.solvers.status import Status
+
+_SLACK = 1e-9
+
+
+class RetainVerdict(Enum):
+    """What the judge found; the first fault in this sequence is the one reported."""
+
+    GOOD = "good"
+    OUT_OF_RANGE = "no such step, operator or buffer"
+    NOT_SORTED = "reruns are not sorted"
+    NOT_REPEATABLE = "operator must not run again"
+    NOT_RUN_YET = "rerun before the operator's own step"
+    EXPIRED = "rerun after an input was overwritten"
+    INPUT_MISSING = "rerun reads what has not been made yet"
+    NOT_A_RESULT = "renews a buffer that is no result of the operator"
+    NOT_DROPPABLE = "renews a buffer that must not be dropped"
+    WRONG_PEAK = "wrong peak"
+    WRONG_SECONDS = "wrong seconds"
+    OVER_BUDGET = "peak above the budget"
+    BOUND_ABOVE_SECONDS = "bound above seconds"
+    LEAST_ABOVE_PEAK = "lowest peak seen is above the peak"
+    WRONG_STATUS = "wrong status"
+
+
+@dataclass(frozen=True)
+class RetainReport:
+    """A verdict, the numbers it is about (see `detail` for what they are), and one line for people."""
+
+    verdict: RetainVerdict
+    items: tuple[float, ...] = ()
+    detail: str = ""
+
+    @property
+    def good(self) -> bool:
+        """True if nothing is wrong."""
+        return self.verdict is RetainVerdict.GOOD
+
+
+def validate(problem: RetainProblem, budget: int, solution: RetainSolution) -> RetainReport:
+    """Judge a solution for a budget in bytes. Never raises for a bad one: the verdict names the first fault."""
+    fault = _list_fault(problem, solution) or _rerun_fault(problem, solution)
+    if fault is not None:
+        return fault
+    peak = _recount_peak(_all_runs(problem, solution), problem)
+    seconds = sum(float(problem.seconds[rerun.operator]) for rerun in solution.reruns)
+    return _claim_fault(solution, budget, peak, seconds) or RetainReport(RetainVerdict.GOOD)
+
+
+def _list_fault(problem: RetainProblem, solution: RetainSolution) -> RetainReport | None:
+    before = 0
+    for number, rerun in enumerate(solution.reruns):
+        known = all(0 <= buffer < problem.num_buffers for buffer in rerun.renews)
+        if not (0 <= rerun.before < problem.num_ops and 0 <= rerun.operator < problem.num_ops and known):
+            return RetainReport(RetainVerdict.OUT_OF_RANGE, (number,), f"rerun {number} is {rerun}")
+        if rerun.before < before or list(rerun.renews) != sorted(set(rerun.renews)):
+            return RetainReport(RetainVerdict.NOT_SORTED, (number,), f"rerun {number} is {rerun}, behind step {before}")
+        before = rerun.before
+    return None
+
+
+def _rerun_fault(problem: RetainProblem, solution: RetainSolution) -> RetainReport | None:
+    step_of = {op: step for step, op in enumerate(problem.sequence.tolist())}
+    reads, makes = _reads_and_makes(problem)
+    producer = problem.order.producer.tolist()
+    for number, rerun in enumerate(solution.reruns):
+        op, before = rerun.operator, rerun.before
+        here = f"rerun {number}, of op {op} before step {before}"
+        if not problem.repeatable[op]:
+            return RetainReport(RetainVerdict.NOT_REPEATABLE, (number, op), f"{here}: may run only once")
+        if before <= step_of[op]:
+            return RetainReport(RetainVerdict.NOT_RUN_YET, (number, op), f"{here}: its own step is {step_of[op]}")
+        if before >= int(problem.expires[op]):
+            return RetainReport(RetainVerdict.EXPIRED, (number, op), f"{here}: only before {problem.expires[op]}")
+        for buffer in reads[op]:
+            if step_of[producer[buffer]] >= before:
+                return RetainReport(RetainVerdict.INPUT_MISSING, (number, buffer), f"{here}: reads buffer {buffer}")
+        for buffer in rerun.renews:
+            if buffer not in makes[op]:
+                return RetainReport(RetainVerdict.NOT_A_RESULT, (number, buffer), f"{here}: renews buffer {buffer}")
+            if not problem.droppable[buffer]:
+                return RetainReport(RetainVerdict.NOT_DROPPABLE, (number, buffer), f"{here}: renews buffer {buffer}")
+    return None
+
+
+def _reads_and_makes(problem: RetainProblem) -> tuple[list[list[int]], list[list[int]]]:
+    order = problem.order
+    reads: list[list[int]] = [[] for _ in range(problem.num_ops)]
+    makes: list[list[int]] = [[] for _ in range(problem.num_ops)]
+    start, consumer = order.consumer_start.tolist(), order.consumer.tolist()
+    for buffer, producer in enumerate(order.producer.tolist()):
+        makes[producer].append(buffer)
+        for reader in consumer[start[buffer] : start[buffer + 1]]:
+            reads[reader].append(buffer)
+    return reads, makes
+
+
+@dataclass
+class _Run:
+    """One run of an operator, original (every result is a version) or again (what it renews is)."""
+
+    op: int
+    versions: list[int]
+    passing: list[int]
+    reads: list["_Version"] = field(default_factory=list)
+
+
+@dataclass
+class _Version:
+    """Live on the runs [born, last], both included."""
+
+    buffer: int
+    born: int
+    last: int
+    given: bool = False
+
+
+def _all_runs(problem: RetainProblem, solution: RetainSolution) -> list[_Run]:
+    _, makes = _reads_and_makes(problem)
+    waiting = list(reversed(solution.reruns))
+    runs: list[_Run] = []
+    for step, op in enumerate(problem.sequence.tolist()):
+        while waiting and waiting[-1].before == step:
+            rerun = waiting.pop()
+            passing = [buffer for buffer in makes[rerun.operator] if buffer not in rerun.renews]
+            runs.append(_Run(rerun.operator, list(rerun.renews), passing))
+        runs.append(_Run(op, makes[op], []))
+    return runs
+
+
+def _recount_peak(runs: list[_Run], problem: RetainProblem) -> int:
+    reads, _ = _reads_and_makes(problem)
+    newest: dict[int, _Version] = {}
+    versions: list[_Version] = []
+    made: list[list[_Version]] = []
+    for now, run in enumerate(runs):
+        for buffer in reads[run.op]:
+            newest[buffer].last = now
+            run.reads.append(newest[buffer])
+        fresh = [_Version(buffer, now, now) for buffer in run.versions]
+        newest.update({version.buffer: version for version in fresh})
+        versions += fresh
+        made.append(fresh)
+    for buffer, version in newest.items():
+        if problem.order.kept[buffer]:
+            version.last = len(runs)
+    _give(runs, made, problem)
+    born = [0] * (len(runs) + 2)
+    for version in versions:
+        size = int(problem.order.size[version.buffer])
+        born[version.born] += size
+        born[version.last if version.given else version.last + 1] -= size
+    live, peak = 0, 0
+    for now, run in enumerate(runs):
+        live += born[now]
+        passing = sum(int(problem.order.size[buffer]) for buffer in run.passing)
+        peak = max(peak, live + passing + int(problem.order.scratch[run.op]))
+    return peak
+
+
+def _give(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:
+    """Mark the versions that give their bytes to a result of the run that reads them last."""
+    start, donor = problem.order.donor_start.tolist(), problem.order.donor.tolist()
+    for now, run in enumerate(runs):
+        for taker in made[now]:
+            for giver in donor[start[taker.buffer] : start[taker.buffer + 1]]:
+                version = next((version for version in run.reads if version.buffer == giver), None)
+                if version is not None and version.last == now and not version.given:
+                    version.given = True
+                    break
+
+
+def _claim_fault(solution: RetainSolution, budget: int, peak: int, seconds: float) -> RetainReport | None:
+    if solution.peak_bytes != peak:
+        detail = f"claims a peak of {solution.peak_bytes} bytes, counted {peak}"
+        return RetainReport(RetainVerdict.WRONG_PEAK, (solution.peak_bytes, peak), detail)
+    if abs(solution.seconds - seconds) > _SLACK * seconds:
+        detail = f"claims {solution.seconds} seconds, counted {seconds}"
+        return RetainReport(RetainVerdict.WRONG_SECONDS, (solution.seconds, seconds), detail)
+    feasible = solution.status is not Status.INFEASIBLE
+    if feasible and peak > budget:
+        return RetainReport(RetainVerdict.OVER_BUDGET, (peak, budget), f"peak {peak} above the budget {budget}")
+    bound = solution.bound_seconds
+    if bound < 0 or bound != bound or (peak <= budget and bound > seconds * (1 + _SLACK)):
+        return RetainReport(RetainVerdict.BOUND_ABOVE_SECONDS, (bound, seconds), f"bound {bound}, seconds {seconds}")
+    if solution.least_peak_bytes > peak:
+        detail = f"lowest peak seen {solution.least_peak_bytes} above the peak {peak}"
+        return RetainReport(RetainVerdict.LEAST_ABOVE_PEAK, (solution.least_peak_bytes, peak), detail)
+    closed = peak <= budget and seconds <= bound
+    if (not feasible and peak <= budget) or (closed and solution.status is not Status.OPTIMAL):
+        detail = f"status {solution.status.value} with peak {peak} and budget {budget}"
+        return RetainReport(RetainVerdict.WRONG_STATUS, (peak, budget), detail)
+    return None

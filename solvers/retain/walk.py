@@ -1,0 +1,263 @@
+"""From decisions about gaps to a schedule with reruns, and its seconds and live bytes: the compiled evaluator.
+
+Each gap has two steps, `release` and `hold`:
+
+    made/read        release                  hold                    next read
+        |================|  dropped             |  a rerun is kept =====|
+    what is there is kept    each rerun is gone   from its step to the
+    for reruns before        behind the step that   next read
+    this step                asked for it
+
+so release = n keeps the buffer through the gap, (0, 0) drops it once, and (0, n) drops it after every rerun. In
+the gap behind the last read a buffer lives for as long as reruns read it, by the same rules.
+
+The walk goes through the steps. In front of each it collects what the step reads and is not there, and what the
+operators that make it read in turn, and runs those operators in the reference order.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from roamc.solvers.arrays import BoolArray, IntArray, LongArray
+from roamc.solvers.compiled import compiled
+from roamc.solvers.retain.tables import Tables
+
+
+class Room(NamedTuple):
+    """Arrays that the walk writes, used again and again; what lies behind the counts of a walk is stale.
+
+    By run: op, step (the run is at, or in front of, this step of the reference order), first_read, first_made (with
+    one entry more).  By read: seen, the version.  By version: buffer, born, last (runs, both included), again (made by
+    a rerun), passing (a result nobody reads from a rerun), gap that it was made in.  By buffer: version, gap, held,
+    wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
+    """
+
+    op: IntArray
+    step: IntArray
+    first_read: LongArray
+    first_made: LongArray
+    seen: IntArray
+    buffer: IntArray
+    born: IntArray
+    last: IntArray
+    dead: IntArray
+    again: BoolArray
+    at_gap: LongArray
+    version: IntArray
+    gap: LongArray
+    held: BoolArray
+    wanted: IntArray
+    called: IntArray
+    batch: LongArray
+    stack: IntArray
+    rebuilt: IntArray
+    live: LongArray
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a walk costs: seconds added, peak in bytes, area (bytes above the budget, summed over the runs), runs.
+
+    Seconds are infinite where the decisions ask for a rerun that is not allowed, or for too many.
+    """
+
+    seconds: float
+    peak: int
+    area: float
+    runs: int
+
+
+def make_room(tables: Tables, most_runs: int) -> Room:
+    """Arrays for up to `most_runs` runs, originals included."""
+    n, b = len(tables.scratch), len(tables.size)
+    factor = 2 * (most_runs // max(n, 1) + 1)
+    reads = factor * len(tables.read) + 2 * tables.widest_read + 1
+    made = factor * b + 2 * tables.widest_made + 1
+
+    def ints(size: int) -> IntArray:
+        return np.empty(size, dtype=np.int32)
+
+    def longs(size: int) -> LongArray:
+        return np.empty(size, dtype=np.int64)
+
+    return Room(
+        op=ints(most_runs + 1), step=ints(most_runs + 1),
+        first_read=longs(most_runs + 2), first_made=longs(most_runs + 2),
+        seen=ints(reads), buffer=ints(made), born=ints(made), last=ints(made), dead=ints(made),
+        again=np.empty(made, dtype=np.bool_), at_gap=longs(made),
+        version=ints(b), gap=longs(b), held=np.empty(b, dtype=np.bool_), wanted=ints(b),
+        called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(int(tables.gap_start[-1])),
+        live=longs(most_runs + 2),
+    )  # fmt: skip
+
+
+def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room) -> Score:
+    """Walk once; the room then holds the schedule. release, hold: int64[gaps]."""
+    seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+    return Score(seconds, int(peak), area, runs)
+
+
+@compiled
+def walk_and_measure(
+    tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
+) -> tuple[float, int, float, int]:
+    """Seconds, peak, area and runs of a walk; see `Score`."""
+    runs, seconds = walk(tables, release, hold, room)
+    if seconds == np.inf:
+        return np.inf, 2**62, np.inf, runs
+    donate(tables, runs, room)
+    peak = count_live(tables, runs, room)
+    area = 0.0
+    if peak > budget:
+        for run in range(runs):
+            area += max(room.live[run] - budget, 0)
+    return seconds, peak, area, runs
+
+
+@compiled
+def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
+    """Write the schedule into the room; the number of runs, and the seconds that the reruns add.
+
+    Arrays have names of their own, and tuples go only where something is rebuilt: handing one on costs a microsecond.
+    """
+    read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last
+    made_start, made, gap_start = tables.made_start, tables.made, tables.gap_start
+    version, seen, born, maker, again, at_gap = room.version, room.seen, room.born, room.buffer, room.again, room.at_gap
+    run_op, run_step, first_read, first_made = room.op, room.step, room.first_read, room.first_made
+    run, at, fresh, seconds = 0, 0, 0, 0.0
+    room.wanted[:] = -1
+    room.called[:] = -1
+    room.rebuilt[:] = 0
+    for step in range(len(tables.scratch)):
+        missing = False
+        for row in range(read_start[step], read_start[step + 1]):
+            missing = missing or not (held[read[row]] or step < release[gap[read[row]]])
+        if missing:
+            run, at, fresh, more = _rebuild(tables, release, hold, step, (run, at, fresh), room)
+            seconds += more
+            if more == np.inf:
+                return run, np.inf
+        run_op[run], run_step[run], first_read[run], first_made[run] = step, step, at, fresh
+        for row in range(read_start[step], read_start[step + 1]):
+            buffer = read[row]
+            last[version[buffer]] = run
+            seen[at] = version[buffer]
+            gap[buffer] += 1
+            held[buffer] = False
+            at += 1
+        for row in range(made_start[step], made_start[step + 1]):
+            buffer = made[row]
+            gap[buffer] = gap_start[buffer]
+            held[buffer] = False
+            version[buffer] = fresh
+            maker[fresh], born[fresh], last[fresh], again[fresh] = buffer, run, run, False
+            at_gap[fresh] = gap[buffer]
+            fresh += 1
+        run += 1
+    first_read[run], first_made[run] = at, fresh
+    for buffer in range(len(tables.size)):
+        if tables.kept[buffer]:
+            last[version[buffer]] = run - 1
+    return run, seconds
+
+
+@compiled
+def _rebuild(
+    tables: Tables, release: LongArray, hold: LongArray, step: int, now: tuple[int, int, int], room: Room
+) -> tuple[int, int, int, float]:
+    """Run again what must run in front of `step`: the next run, read and version, and the seconds (infinite if not)."""
+    run, at, fresh = now
+    called = _collect(tables, release, step, room)
+    steps = len(tables.scratch) - step  # that are still to come, and need their room
+    if called < 0 or run + called + steps >= len(room.op) - 1:
+        return run, at, fresh, np.inf
+    room_reads = len(room.seen) - len(tables.read) - tables.widest_read
+    room_made = len(room.born) - len(tables.made) - tables.widest_made
+    read, gap, held, wanted, last, version = tables.read, room.gap, room.held, room.wanted, room.last, room.version
+    seconds = 0.0
+    for number in range(called):
+        op = room.batch[number]
+        if at >= room_reads or fresh >= room_made:
+            return run, at, fresh, np.inf
+        room.op[run], room.step[run], room.first_read[run], room.first_made[run] = op, step, at, fresh
+        for row in range(tables.read_start[op], tables.read_start[op + 1]):
+            last[version[read[row]]] = run
+            room.seen[at] = version[read[row]]
+            at += 1
+        for row in range(tables.made_start[op], tables.made_start[op + 1]):
+            buffer = tables.made[row]
+            holds = tables.droppable[buffer] and step >= hold[gap[buffer]]
+            room.buffer[fresh], room.born[fresh], last[fresh] = buffer, run, run
+            room.again[fresh], room.at_gap[fresh] = True, gap[buffer]
+            if not (held[buffer] or step < release[gap[buffer]]) and (holds or wanted[buffer] == step):
+                version[buffer] = fresh
+                room.rebuilt[gap[buffer]] += 1
+                held[buffer] = holds
+            fresh += 1
+        seconds += tables.seconds[op]
+        run += 1
+    return run, at, fresh, seconds
+
+
+@compiled
+def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
+    """Put the operators to run again in front of `step` into the batch, sorted: how many, -1 if one must not run."""
+    read_start, read, gap, held = tables.read_start, tables.read, room.gap, room.held
+    wanted, stack, called, producer = room.wanted, room.stack, room.called, tables.producer
+    top, count, op = 0, 0, step
+    while True:
+        for row in range(read_start[op], read_start[op + 1]):
+            buffer = read[row]
+            if wanted[buffer] != step and not (held[buffer] or step < release[gap[buffer]]):
+                wanted[buffer] = step
+                stack[top] = buffer
+                top += 1
+        while top > 0 and called[producer[stack[top - 1]]] == step:
+            top -= 1
+        if top == 0:
+            break
+        top -= 1
+        op = producer[stack[top]]
+        if not (tables.droppable[stack[top]] and tables.repeatable[op] and step < tables.expires[op]):
+            return -1
+        called[op] = step
+        room.batch[count] = op
+        count += 1
+    if count > 1:
+        room.batch[:count].sort()
+    return count
+
+
+@compiled
+def donate(tables: Tables, runs: int, room: Room) -> None:
+    """Fill `dead`: the run at which the bytes of each version are free, or go to another."""
+    donor_start, slot, maker, last, dead = tables.donor_start, tables.slot, room.buffer, room.last, room.dead
+    for version in range(room.first_made[runs]):
+        dead[version] = last[version] + 1
+    for version in range(room.first_made[runs]):
+        buffer, run = maker[version], room.born[version]
+        if donor_start[buffer] == donor_start[buffer + 1] or (room.again[version] and last[version] == run):
+            continue
+        for row in range(donor_start[buffer], donor_start[buffer + 1]):
+            giver = room.seen[room.first_read[run] + slot[row]]
+            if last[giver] == run and dead[giver] > run:
+                dead[giver] = run
+                break
+
+
+@compiled
+def count_live(tables: Tables, runs: int, room: Room) -> int:
+    """Fill `live`, and return its greatest."""
+    live, size, maker, born, dead = room.live, tables.size, room.buffer, room.born, room.dead
+    live[: runs + 1] = 0
+    for version in range(room.first_made[runs]):
+        live[born[version]] += size[maker[version]]
+        live[dead[version]] -= size[maker[version]]
+    peak, now = 0, 0
+    for run in range(runs):
+        now += live[run]
+        live[run] = now + tables.scratch[room.op[run]]
+        peak = max(peak, live[run])
+    return peak

@@ -1,0 +1,116 @@
+"""Retention problems to test with, and slow, obvious answers to compare with."""
+
+import random
+
+from hypothesis import strategies as st
+
+from roamc.solvers.order import OrderProblem, make_problem
+from roamc.solvers.retain import RetainProblem
+from roamc.solvers.retain import make_problem as make_retain
+from tests.solvers.order.cases import possible_donors
+from tests.solvers.order.cases import problems as order_problems
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_ops: int = 14) -> RetainProblem:
+    """Small random problems: any graph of the order solver's tests, a legal sequence, seconds, what may run again."""
+    order = draw(order_problems(most_ops, stages=1))
+    dice = random.Random(draw(st.integers(0, 2**32)))
+    return random_retain(order, dice)
+
+
+def random_retain(order: OrderProblem, dice: random.Random) -> RetainProblem:
+    """Any legal sequence, seconds that tie now and then, one operator in six not repeatable, some that expire."""
+    n = order.num_ops
+    repeatable = [dice.random() < 0.85 for _ in range(n)]
+    droppable = [
+        bool(repeatable[producer] and not kept and dice.random() < 0.9)
+        for producer, kept in zip(order.producer.tolist(), order.kept.tolist(), strict=True)
+    ]
+    seconds = [dice.choice([0.0, 1.0, 1.0, 2.5, 7.0]) for _ in range(n)]
+    expires = [dice.randint(0, n) if dice.random() < 0.1 else n for _ in range(n)]
+    return make_retain(order, legal_sequence(order, dice), seconds, repeatable, droppable, expires)
+
+
+def legal_sequence(order: OrderProblem, dice: random.Random) -> list[int]:
+    """A random topological order."""
+    before: list[set[int]] = [set() for _ in range(order.num_ops)]
+    for first, second in order.edges.tolist():
+        before[second].add(first)
+    for buffer, producer in enumerate(order.producer.tolist()):
+        for reader in order.consumer[order.consumer_start[buffer] : order.consumer_start[buffer + 1]].tolist():
+            before[reader].add(producer)
+    sequence: list[int] = []
+    while len(sequence) < order.num_ops:
+        ready = [op for op in range(order.num_ops) if op not in sequence and before[op] <= set(sequence)]
+        sequence.append(dice.choice(ready))
+    return sequence
+
+
+def chain(blocks: int, inner: int = 3, large: int = 100, small: int = 10, donate: bool = False) -> RetainProblem:
+    """Training of equal blocks, in order: each reads a small input and keeps `inner` large results for its backward.
+
+    Forward of a block: small → large → … → large → small.  Backward mirrors it, reads every large result and the
+    block's input, and hands a small gradient on. An operator takes one second.
+    """
+    buffers: list[tuple[int, int, list[int], bool]] = []
+    ops = 0
+
+    def run(reads: list[int], size: int) -> int:
+        nonlocal ops
+        for buffer in reads:
+            buffers[buffer][2].append(ops)
+        buffers.append((size, ops, [], False))
+        ops += 1
+        return len(buffers) - 1
+
+    flow = run([], small)
+    saved = []
+    for _ in range(blocks):
+        row = [flow]
+        for _ in range(inner):
+            row.append(run([row[-1]], large))
+        flow = run([row[-1]], small)
+        saved.append(row)
+    gradient = run([flow], small)
+    for row in reversed(saved):
+        for buffer in reversed(row):
+            gradient = run([gradient, buffer], large if buffer != row[0] else small)
+    donors = possible_donors(buffers) if donate else None
+    order = make_problem([0] * ops, [], buffers, donors=donors)
+    return make_retain(order, range(ops), [1.0] * ops, [True] * ops, [True] * len(buffers))
+
+
+def layered(layers: int, seed: int, donate: bool = True) -> RetainProblem:
+    """Random training graphs: blocks with branches and skips, backward that reads saved buffers, one second or a few."""
+    dice = random.Random(seed)
+    buffers: list[tuple[int, int, list[int], bool]] = []
+    seconds: list[float] = []
+
+    def run(reads: list[int], size: int, cost: float) -> int:
+        for buffer in sorted(set(reads)):
+            buffers[buffer][2].append(len(seconds))
+        buffers.append((size, len(seconds), [], False))
+        seconds.append(cost)
+        return len(buffers) - 1
+
+    flow = run([], 8, 0.0)
+    saved: list[tuple[int, list[int]]] = []
+    for _ in range(layers):
+        row = [flow]
+        for _ in range(dice.randint(2, 5)):
+            reads = [row[-1], *dice.sample(row, dice.randint(0, 1))]
+            row.append(run(reads, dice.choice([4, 8, 8, 16, 32]), dice.choice([0.1, 0.2, 1.0, 3.0])))
+            saved.append((row[-1], [item for item in row if dice.random() < 0.6]))
+        flow = run([flow, row[-1]], 8, 0.1)
+        saved.append((flow, []))
+    gradient = run([flow], 8, 0.1)
+    for _, reads in reversed(saved):
+        gradient = run([gradient, *reads], dice.choice([8, 8, 16]), 2.0)
+        if dice.random() < 0.3:
+            run([gradient], 16, 0.5)
+    once = [dice.random() < 0.05 for _ in seconds]
+    donors = possible_donors(buffers) if donate else None
+    order = make_problem([0] * len(seconds), [], buffers, donors=donors)
+    droppable = [not once[producer] for producer in order.producer.tolist()]
+    return make_retain(order, range(len(seconds)), seconds, [not one for one in once], droppable)

@@ -1,0 +1,117 @@
+"""What holds for every answer of the retention solver."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roamc.solvers.order import peak_bytes
+from roamc.solvers.retain import RetainProblem, RetainSolution, frontier, make_problem, solve, validate
+from roamc.solvers.status import Status
+from tests.solvers.order.cases import PROPERTY
+from tests.solvers.retain.cases import chain, layered, problems
+
+
+def full_peak(problem: RetainProblem) -> int:
+    return peak_bytes(problem.order, problem.sequence)
+
+
+def check(problem: RetainProblem, budget: int, solution: RetainSolution) -> None:
+    report = validate(problem, budget, solution)
+    assert report.good, report
+
+
+@PROPERTY
+@given(problems(), st.floats(0, 1))
+def test_judge_accepts_every_answer(problem: RetainProblem, share: float) -> None:
+    budget = int(full_peak(problem) * share)
+    solution = solve(problem, budget, work_limit=200_000)
+    check(problem, budget, solution)
+    assert solution.status is Status.INFEASIBLE or solution.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_judge_accepts_answers_for_training_graphs(seed: int) -> None:
+    problem = layered(6, seed, donate=seed % 2 == 0)
+    for percent in (90, 70, 50, 40, 30):
+        budget = full_peak(problem) * percent // 100
+        check(problem, budget, solve(problem, budget, work_limit=2_000_000))
+
+
+@PROPERTY
+@given(problems())
+def test_a_budget_of_the_peak_needs_nothing(problem: RetainProblem) -> None:
+    solution = solve(problem, full_peak(problem))
+    assert (solution.reruns, solution.seconds, solution.status) == ((), 0.0, Status.OPTIMAL)
+    assert solution.peak_bytes == full_peak(problem)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
+    problem = layered(5, seed)
+    budgets = [full_peak(problem) * percent // 100 for percent in (35, 100, 80, 60, 50, 45, 10)]
+    found = frontier(problem, budgets, work_limit=1_000_000)
+    for budget, solution in zip(budgets, found, strict=True):
+        check(problem, budget, solution)
+    rows = sorted(zip(budgets, found, strict=True), key=lambda row: -row[0])
+    within = [row[1] for row in rows if row[1].status is not Status.INFEASIBLE]
+    assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in zip(rows, rows[1:], strict=False))
+    assert all(after.seconds >= before.seconds for before, after in zip(within, within[1:], strict=False))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_start_is_never_made_worse(seed: int) -> None:
+    problem = layered(5, seed)
+    budget = full_peak(problem) * 6 // 10
+    good = solve(problem, budget, work_limit=3_000_000)
+    again = solve(problem, budget, work_limit=1, start=good)
+    assert good.status is not Status.INFEASIBLE
+    assert again.seconds <= good.seconds
+
+
+def scaled(problem: RetainProblem, factor: int) -> RetainProblem:
+    order = replace(problem.order, size=problem.order.size * factor, scratch=problem.order.scratch * factor)
+    parts = problem.sequence, problem.seconds, problem.repeatable, problem.droppable, problem.expires
+    return make_problem(order, *parts)
+
+
+@PROPERTY
+@given(problems(), st.floats(0.3, 1), st.integers(2, 1000))
+def test_scaling_sizes_and_budget_changes_no_decision(problem: RetainProblem, share: float, factor: int) -> None:
+    budget = int(full_peak(problem) * share)
+    small = solve(problem, budget, work_limit=10**12)
+    large = solve(scaled(problem, factor), budget * factor, work_limit=10**12)
+    assert (small.reruns, small.status) == (large.reruns, large.status)
+    assert large.peak_bytes == factor * small.peak_bytes
+
+
+def test_blocks_are_rebuilt_whole_and_the_last_one_stays() -> None:
+    blocks, inner = 6, 3
+    problem = chain(blocks, inner)
+    solution = solve(problem, full_peak(problem) // 2)
+    check(problem, full_peak(problem) // 2, solution)
+    again = sorted({rerun.operator for rerun in solution.reruns})
+    block_of = [(op - 1) // (inner + 1) for op in again]
+    assert max(block_of) < blocks - 1
+    assert max(np.bincount([rerun.operator for rerun in solution.reruns])) == 1
+    whole = [block for block in set(block_of) if block_of.count(block) == inner]
+    assert len(set(block_of)) - len(whole) <= 1
+    assert whole
+
+
+def test_deep_chains_get_by_with_little() -> None:
+    problem = chain(40, inner=1, large=20, small=20)
+    solution = solve(problem, full_peak(problem) // 4)
+    check(problem, full_peak(problem) // 4, solution)
+    assert solution.status is not Status.INFEASIBLE
+
+
+def test_an_impossible_budget_is_said_to_be_so() -> None:
+    problem = layered(4, random.Random(1).randrange(100))
+    solution = solve(problem, 1)
+    check(problem, 1, solution)
+    assert solution.status is Status.INFEASIBLE
+    assert solution.peak_bytes == solution.least_peak_bytes
