@@ -7,20 +7,23 @@ Operators are nodes that do work; views and picks follow the operator that they 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
-from roamc.memory import MemoryModel, Place, build_memory
+from roamc.memory import MemoryModel, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate
-from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve, validate
+from roamc.solvers.order import ALGORITHMS, WORK_LIMIT, OrderProblem, make_problem, solve, validate
 from roamc.units import Bytes
 
 NAME = "reorder"
+
+TRIAL_WORK = 1_000_000
+"""The order solver's work limit under a budget: several plans are tried, and only those with reruns are hard."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, () if donate.NAME in options.disable else donate.all_gifts(memory))
-    solution = solve(problem, algorithms=chosen)
+    solution = solve(problem, algorithms=chosen, work_limit=WORK_LIMIT if options.limit_bytes is None else TRIAL_WORK)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")
@@ -87,30 +90,43 @@ def order_problem(
     edges = [(new[before], new[after]) for before, after in memory.edges]
     buffers: list[tuple[Bytes, int, list[int], bool]] = []
     number: dict[int, int] = {}
-    for storage in memory.counted:
+    for storage in buffers_of(memory):
         users = [new[user] for user in memory.uses[storage.index]]
         maker = new[storage.producer] if storage.producer >= 0 else at
-        if storage.producer >= 0 or users or storage.place is Place.OUTPUT:
-            number[storage.index] = len(buffers)
-            buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
+        number[storage.index] = len(buffers)
+        buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
     donors: list[list[int]] = [[] for _ in buffers]
     for gift in gifts:
         donors[number[gift.taker]].append(number[gift.giver])
     return make_problem(stage, edges, buffers, [0] * len(stage), donors), names
 
 
+def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:
+    """The storages behind the problem's buffers: all but tangents that nobody uses."""
+    return tuple(s for s in memory.counted if s.producer >= 0 or memory.uses[s.index] or s.place is Place.OUTPUT)
+
+
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Move the nodes: picks right behind their operator, views right before the first that reads them.
+    """Bring the operators into the decided order.
 
     Raises:
         PlanError: the decision names other operators than the graph has.
     """
+    return arrange(graph, decision.order)
+
+
+def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
+    """Move the nodes: picks right behind their operator, views right before the first that reads them.
+
+    Raises:
+        PlanError: ``order`` is not a legal order of the graph's operators.
+    """
     by_name = {node.name: node for node in graph.graph.nodes}
     wanted = {op.node.name for op in build_memory(graph).operators}
-    if set(decision.order) != wanted or len(decision.order) != len(wanted):
+    if set(order) != wanted or len(order) != len(wanted):
         raise PlanError("reorder: the plan's order is not a permutation of this graph's operators")
     placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
-    for name in decision.order:
+    for name in order:
         _place(by_name[name], wanted, placed)
         for user in by_name[name].users:
             if user.target is operator.getitem:

@@ -18,6 +18,7 @@ from torch import fx
 
 from roamc import compat, pipeline
 from roamc.capture import joint
+from roamc.codegen.halves import halves_of
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
@@ -41,7 +42,7 @@ def roamc(
 
     Raises:
         OptionError: an option is unknown or out of range.
-        BudgetError: no plan fits ``memory_limit``.
+        BudgetError: no plan fits ``memory_budget``.
     """
     if mode is not None:
         raise OptionError(f"roamc has no modes; got mode={mode!r}. Use options={{...}}")
@@ -134,12 +135,12 @@ class _Unit:
     def partition(
         self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """torch's split at full save; planned as one graph on the way."""
+        """torch's split at full save, planned as one graph; then split again, as what is saved may have changed."""
         halves = compat.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()
         outputs = how["num_fwd_outputs"]
         self.pair = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
-        return halves
+        return halves if self.pair is None else halves_of(self.pair.executable.planned.graph)
 
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """The forward half of the pair, or the graph itself."""

@@ -1,6 +1,6 @@
 """The command line: ``roamc plan``, ``explain``, ``layout``, ``models`` and ``demo``.
 
-Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-limit``, or the
+Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
 layout ``--capacity``.
 """
 
@@ -80,7 +80,7 @@ Meta = Annotated[
 ]
 Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="Clip the 2-norm of all gradients to this.")]
 Limit = Annotated[
-    str | None, typer.Option("--memory-limit", metavar="SIZE", help="End with 2 if the peak is above, e.g. 6GiB.")
+    str | None, typer.Option("--memory-budget", metavar="SIZE", help="End with 2 if the peak is above, e.g. 6GiB.")
 ]
 Others = Annotated[
     list[str] | None,
@@ -95,7 +95,7 @@ def start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and end.")] = False,
 ) -> None:
-    """roamc: a memory compiler for PyTorch training. Example: roamc plan gpt2 --batch 8 --memory-limit 16GiB"""
+    """roamc: a memory compiler for PyTorch training. Example: roamc plan gpt2 --batch 8 --memory-budget 16GiB"""
     if version:
         typer.echo(f"roamc {__version__}")
         raise typer.Exit()
@@ -107,18 +107,18 @@ def start(
 def plan(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
-    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_limit: Limit = None,
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, as_json: Json = False, debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak. No weight is allocated, nothing runs.
 
-    Example: roamc plan gpt2-xl --batch 4 --memory-limit 40GiB
+    Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
     """
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
         found = _answer(
-            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_limit,
+            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_budget,
                     tuple(option or ()))
         ).plan  # fmt: skip
         if save is not None:
@@ -133,7 +133,7 @@ def plan(
 def explain(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
-    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_limit: Limit = None,
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Also print the emitted program.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
@@ -146,7 +146,7 @@ def explain(
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          memory_limit, tuple(option or ()))  # fmt: skip
+                          memory_budget, tuple(option or ()))  # fmt: skip
         found = _answer(request, source) if html is None else _drawn(request, source, html)
         if as_json:
             _print_json(found.to_dict(top))

@@ -102,6 +102,17 @@ class TrainGraph:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def copied(graph: TrainGraph) -> TrainGraph:
+    """A copy whose nodes, with the same names, may be moved, erased and given other metadata."""
+    fresh = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        made[node] = fresh.node_copy(node, made.__getitem__)
+        if made[node].name != node.name:
+            raise ValueError(f"the copy of {node.name} would be called {made[node].name}")
+    return graph.replace(module=fx.GraphModule(graph.module, fresh))
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The input nodes in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]

@@ -112,8 +112,9 @@ def rule(target: Target) -> OpRule:
         return OpRule(view_of=(0,))
     if isinstance(target, OpOverload):
         return _from_schema(target)
-    known = target in (save_rng_state, replay)
-    return OpRule(random=known, ordered=not known, recomputable=False)
+    if target is replay:  # leaves the generator as it finds it
+        return OpRule(recomputable=False)
+    return OpRule(random=target is save_rng_state, ordered=target is not save_rng_state, recomputable=False)
 
 
 def _from_schema(target: OpOverload) -> OpRule:

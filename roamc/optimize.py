@@ -88,7 +88,7 @@ def plan(
 
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
-        BudgetError: the plan does not fit ``memory_limit``.
+        BudgetError: the plan does not fit ``memory_budget``.
     """
     if (loss_fn is None) != (optimizer is None):
         raise RoamcError("plan takes loss_fn and optimizer together, or neither")

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roamc.budget import Budget, parse_budget
 from roamc.errors import OptionError
 from roamc.solvers.layout import NODE_LIMIT
-from roamc.units import Bytes, parse_bytes
+from roamc.units import Bytes
 
 IDLE = ("keep", "free")
 
@@ -20,7 +21,9 @@ class Options:
     """What a user may set; the same names in ``options={...}``, keyword arguments and the command line.
 
     Attributes:
-        memory_limit: refuse, before anything runs, a plan whose peak is above this many bytes.
+        memory_budget: bytes that the step may allocate at its peak, such as "6GiB"; or "80%" of what eager holds, "min"
+            for as little as can be, "device" for what the device has free. Activations are dropped and made again
+            until the plan keeps it; one that cannot is refused before anything runs. None drops nothing.
         alignment: bytes; every tensor of the arena starts at a multiple. 0 takes the device's own.
         layout_nodes: node limit of the layout's tree search.
         order: name of one ordering algorithm, or "best" for all of them and the best kept.
@@ -33,7 +36,7 @@ class Options:
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
 
-    memory_limit: Bytes | None = None
+    memory_budget: Budget | None = None
     alignment: int = 0
     layout_nodes: int = NODE_LIMIT
     order: str = "best"
@@ -47,6 +50,11 @@ class Options:
     def keeps_arena(self) -> bool:
         """Whether idle arenas keep their memory."""
         return self.idle_arena == "keep"
+
+    @property
+    def limit_bytes(self) -> Bytes | None:
+        """The budget in bytes; None for none, or before the pipeline has made bytes of it."""
+        return self.memory_budget if isinstance(self.memory_budget, int) else None
 
     def key(self) -> tuple[object, ...]:
         """Everything that a plan depends on, hashable."""
@@ -64,8 +72,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     for name in given:
         if name not in known:
             raise OptionError(_unknown(name, known))
-    if given.get("memory_limit") is not None:
-        given["memory_limit"] = parse_bytes(given["memory_limit"])
+    if "memory_budget" in given:
+        given["memory_budget"] = parse_budget(given["memory_budget"])
     if "disable" in given:
         given["disable"] = _names(given["disable"])
     options = Options(**given)

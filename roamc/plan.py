@@ -16,7 +16,7 @@ from roamc import typed
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON form; raised when a reader of an older version could misread it."""
 
 
@@ -28,6 +28,7 @@ class Plan:
         name: name of the graph.
         fingerprint: hash of the graph that the plan was made for.
         versions: of roamc and torch.
+        budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
         peak_bytes: predicted peak of everything that the step allocates: the arena, and outside it
             outputs, held results and results on their way into the arena. Parameters, optimizer state
             and inputs are not in it, nor the workspace inside operators.
@@ -35,6 +36,8 @@ class Plan:
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
         baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
+        added_seconds: predicted time of all operators that run again, per step.
+        added_bound_seconds: no choice of reruns within the same peak adds less.
         status: "optimal" if no order and no layout can be better, else "gap" or "limit".
         fixed_bytes: bytes of parameters, optimizer state, buffers and inputs, by role.
         decisions: pass name to that pass's decision, as plain data.
@@ -45,11 +48,14 @@ class Plan:
     name: str
     fingerprint: str
     versions: Mapping[str, str]
+    budget_bytes: Bytes
     peak_bytes: Bytes
     arena_bytes: Bytes
     live_bytes: Bytes
     bound_bytes: Bytes
     baseline_bytes: Bytes
+    added_seconds: Seconds
+    added_bound_seconds: Seconds
     status: str
     fixed_bytes: Mapping[str, Bytes]
     decisions: Mapping[str, Mapping[str, Any]] = field(repr=False)

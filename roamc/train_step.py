@@ -69,7 +69,7 @@ class TrainStep:
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
-            BudgetError: the plan does not fit ``memory_limit``; nothing has run.
+            BudgetError: the plan does not fit ``memory_budget``; nothing has run.
         """
         leaves, spec = compat.flatten(batch)
         with self._lock:

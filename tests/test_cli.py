@@ -109,9 +109,9 @@ def test_settings_and_options_reach_the_plan() -> None:
 
 @pytest.mark.parametrize("command", ["plan", "explain"])
 def test_exit_code_is_two_where_it_does_not_fit(command: str) -> None:
-    result = run(command, "gpt", *SMALL, "--memory-limit", "1kB", "--json", code=2)
+    result = run(command, "gpt", *SMALL, "--memory-budget", "1kB", "--json", code=2)
     assert result.stderr.startswith("does not fit: gpt needs")
-    assert "memory_limit=1 kB" in result.stderr
+    assert "memory_budget=1 kB" in result.stderr
     assert "no order of its operators needs less than" in result.stderr
     assert json.loads(result.stdout)["fits"] is False
 
@@ -123,7 +123,7 @@ def test_exit_code_is_two_where_it_does_not_fit(command: str) -> None:
         (["plan", "gpt", "--set", "layer=2"], "did you mean 'layers'?"),
         (["plan", "gpt", "--optimizer", "adamv"], "did you mean 'adam'?"),
         (["plan", "gpt", "--option", "ordr=program"], "did you mean 'order'?"),
-        (["plan", "gpt", "--memory-limit", "lots"], "not a size"),
+        (["plan", "gpt", "--memory-budget", "lots"], "not a size"),
         (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
         (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "No such file"),
         (["explain", "nothing.py:make"], "nothing.py: no such file"),
@@ -196,7 +196,7 @@ def test_json_is_the_same_with_a_page(tmp_path: Path) -> None:
 
 
 def test_no_page_is_left_of_a_plan_that_does_not_fit(tmp_path: Path) -> None:
-    run("explain", "gpt", *SMALL, "--memory-limit", "1kB", "--html", str(tmp_path / "plan.html"), code=2)
+    run("explain", "gpt", *SMALL, "--memory-budget", "1kB", "--html", str(tmp_path / "plan.html"), code=2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,14 +21,14 @@ def test_every_default_is_accepted_when_given() -> None:
 
 
 def test_given_options_are_not_changed() -> None:
-    given = {"memory_limit": "6GiB", "disable": "reorder"}
+    given = {"memory_budget": "6GiB", "disable": "reorder"}
     parse_options(given)
-    assert given == {"memory_limit": "6GiB", "disable": "reorder"}
+    assert given == {"memory_budget": "6GiB", "disable": "reorder"}
 
 
 @pytest.mark.parametrize(("size", "count"), [("6GiB", 6 * 2**30), ("500 MB", 5 * 10**8), (1024, 1024), (None, None)])
-def test_memory_limit_is_read_as_a_size(size: object, count: int | None) -> None:
-    assert parse_options({"memory_limit": size}).memory_limit == count
+def test_memory_budget_is_read_as_a_size(size: object, count: int | None) -> None:
+    assert parse_options({"memory_budget": size}).memory_budget == count
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_disable_takes_a_text_or_a_list_of_names(disable: object, names: tuple[s
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("memory_limt", "memory_limit"), ("memorylimit", "memory_limit"), ("Order", "order"), ("alignement", "alignment")],
+    [("memory_limt", "memory_budget"), ("memorylimit", "memory_budget"), ("Order", "order"), ("alignement", "alignment")],
 )
 def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(OptionError, match=f"unknown option '{name}'.*did you mean '{nearest}'") as caught:
@@ -61,7 +61,7 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
     with pytest.raises(OptionError, match="unknown option 'zzz'") as caught:
         parse_options({"zzz": 1})
     assert "did you mean" not in str(caught.value)
-    assert "memory_limit" in str(caught.value)
+    assert "memory_budget" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
         ("disable", {"reorder": True}, "pass names, not"),
         ("profile", 1, "shipped profile, not 1"),
         ("profile", "", "shipped profile, not ''"),
-        ("memory_limit", "lots", "'lots' is not a size"),
-        ("memory_limit", -1, "negative"),
-        ("memory_limit", True, "True is not a size"),
+        ("memory_budget", "lots", "'lots' is not a size"),
+        ("memory_budget", -1, "negative"),
+        ("memory_budget", True, "True is not a size"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, says: str) -> None:
@@ -105,7 +105,7 @@ def test_error_is_a_value_error_too() -> None:
 def test_key_is_hashable_and_tells_options_apart() -> None:
     assert hash(Options().key()) == hash(Options().key())
     changed = [
-        *({"memory_limit": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
+        *({"memory_budget": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
         *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"idle_arena": "free"}),
         {"profile": "cpu"},
     ]

@@ -108,18 +108,18 @@ def test_pass_that_cannot_be_left_out_names_those_that_can(name: str) -> None:
 def test_limit_below_the_peak_names_need_and_bound() -> None:
     plan = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
     with pytest.raises(BudgetError) as caught:
-        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_limit=plan.bound_bytes - 1))
+        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=plan.bound_bytes - 1))
     said = str(caught.value)
     needed = caught.value.plan.peak_bytes
     assert plan.bound_bytes <= needed <= plan.peak_bytes
     assert f"({needed} bytes)" in said
-    assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_limit=[\d.]+ [kM]B", said)
+    assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=[\d.]+ [kM]B", said)
     assert re.search(r"no order of its operators needs less than [\d.]+ [kM]B\. Raise the limit", said)
 
 
 def test_limit_at_the_peak_is_kept() -> None:
     peak = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan.peak_bytes
-    assert pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_limit=peak)).plan.peak_bytes == peak
+    assert pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=peak)).plan.peak_bytes == peak
 
 
 def test_fingerprint_and_plan_are_the_same_in_another_process() -> None:

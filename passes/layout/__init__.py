@@ -81,11 +81,12 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 def _lowest(table: Table, ranked: Sequence[Split], alignment: Bytes, options: Options) -> tuple[Split, LayoutSolution]:
     """The first split, if its arena meets its lower bound and the budget; else the best of a few."""
+    limit = options.limit_bytes
     found: list[tuple[bool, Bytes, Split, LayoutSolution]] = []
     for split in (*ranked[:LAYOUTS], min(ranked, key=lambda split: split.peak_bytes)):
         solution = _solve(table, split.held, alignment, options)
         total = int(solution.arena_bytes) + peak(outside_live(table, split.held))
-        fits = options.memory_limit is None or total <= options.memory_limit
+        fits = limit is None or total <= limit
         found.append((not fits, cost(total, split) if fits else total, split, solution))
         if fits and solution.arena_bytes == solution.bound_bytes:
             break

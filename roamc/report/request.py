@@ -34,7 +34,7 @@ class Request:
         forward_backward: leave the update out.
         meta: call the function of a file with the meta device as torch's default.
         clip_grad_norm: as for :func:`roamc.train_step`.
-        memory_limit: a size such as "6GiB".
+        memory_budget: a size such as "6GiB".
         options: ``key=value`` of roamc's options.
     """
 
@@ -45,7 +45,7 @@ class Request:
     forward_backward: bool = False
     meta: bool = False
     clip_grad_norm: float | None = None
-    memory_limit: str | None = None
+    memory_budget: str | None = None
     options: tuple[str, ...] = ()
 
 
@@ -103,8 +103,8 @@ def options_of(request: Request) -> Options:
         OptionError: an option is unknown or out of range.
     """
     given = dict(parse_setting(text) for text in request.options)
-    if request.memory_limit is not None:
-        given["memory_limit"] = request.memory_limit
+    if request.memory_budget is not None:
+        given["memory_budget"] = request.memory_budget
     return parse_options(given)
 
 

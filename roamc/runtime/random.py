@@ -16,7 +16,8 @@ def save_rng_state(device: torch.device) -> torch.Tensor:
 
 def replay(state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
     """``operator(*args)`` with the numbers it drew when the generator was in ``state``; its state stays as it is."""
-    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+    given = kwargs.get("device")
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(given or "cpu"))
     now = save_rng_state(device)
     _set(device, state)
     try:

@@ -193,17 +193,17 @@ def test_buffer_that_changes_its_shape() -> None:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "unknown": ({"memroy_limit": 1}, ("'memroy_limit'", "did you mean 'memory_limit'", "strict")),
-    "unknown and unlike any": ({"qqq": 1}, ("'qqq'", "memory_limit")),
+    "unknown": ({"memroy_limit": 1}, ("'memroy_limit'", "did you mean 'memory_budget'", "strict")),
+    "unknown and unlike any": ({"qqq": 1}, ("'qqq'", "memory_budget")),
     "alignment not a power of two": ({"alignment": 48}, ("alignment", "power of two", "48")),
     "alignment negative": ({"alignment": -64}, ("alignment", "-64")),
     "alignment not a number": ({"alignment": "big"}, ("alignment", "big")),
     "layout_nodes negative": ({"layout_nodes": -1}, ("layout_nodes", "-1")),
     "max_plans zero": ({"max_plans": 0}, ("max_plans", "0")),
     "strict not a bool": ({"strict": "yes"}, ("strict", "True or False", "yes")),
-    "memory_limit without sense": ({"memory_limit": "6 apples"}, ("6 apples",)),
-    "memory_limit negative": ({"memory_limit": -5}, ("-5",)),
-    "memory_limit not a number": ({"memory_limit": [1]}, ("[1]",)),
+    "memory_budget without sense": ({"memory_budget": "6 apples"}, ("6 apples",)),
+    "memory_budget negative": ({"memory_budget": -5}, ("-5",)),
+    "memory_budget not a number": ({"memory_budget": [1]}, ("[1]",)),
     "order not a name": ({"order": 3}, ("order", "3")),
     "disable not names": ({"disable": 3}, ("disable", "3")),
 }

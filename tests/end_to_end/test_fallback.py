@@ -115,14 +115,14 @@ def test_strict_raises(monkeypatch: pytest.MonkeyPatch, use: Callable[[pytest.Mo
         run_backward(optimized(model_of_two_plans()), square, BATCHES[0])
 
 
-BUDGET = r"needs [\d.]+ \w+ \(\d+ bytes\) at its peak, above memory_limit=100 B; .*Raise the limit, or use a smaller"
+BUDGET = r"needs [\d.]+ \w+ \(\d+ bytes\) at its peak, above memory_budget=100 B; .*Raise the limit, or use a smaller"
 
 
 def test_budget_of_a_train_step_is_checked_before_anything_runs() -> None:
     model = model_of_two_plans()
     optimizer = sgd(model)
     before, random = tensors_of(model), torch.get_rng_state()
-    step = roamc.train_step(model, square, optimizer, memory_limit=100)
+    step = roamc.train_step(model, square, optimizer, memory_budget=100)
     for _ in range(2):
         with pytest.raises(roamc.BudgetError, match=BUDGET):
             step(*BATCHES[0])
@@ -136,7 +136,7 @@ def test_budget_of_a_train_step_is_checked_before_anything_runs() -> None:
 def test_budget_of_a_compiled_module_is_checked_before_anything_runs(strict: bool) -> None:
     model = SMALL["buffers"].build()
     before = tensors_of(model)
-    model = roamc.optimize(model, memory_limit="100 B", strict=strict)
+    model = roamc.optimize(model, memory_budget="100 B", strict=strict)
     with pytest.raises(Exception, match=BUDGET) as caught:
         model(*BATCHES[0])
     error = caught.value
@@ -147,17 +147,17 @@ def test_budget_of_a_compiled_module_is_checked_before_anything_runs(strict: boo
 def test_budget_that_is_met_changes_nothing() -> None:
     model = model_of_two_plans()
     peak = roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model)).peak_bytes
-    assert roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_limit=peak).peak_bytes == peak
+    assert roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_budget=peak).peak_bytes == peak
     with pytest.raises(roamc.BudgetError):
-        roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_limit=peak - 1)
-    roamc.train_step(model, square, sgd(model), memory_limit=peak)(*BATCHES[0])
+        roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_budget=peak - 1)
+    roamc.train_step(model, square, sgd(model), memory_budget=peak)(*BATCHES[0])
 
 
 def test_budget_error_names_a_bound_that_is_below_the_peak() -> None:
     model = model_of_two_plans()
     plan = roamc.plan(model, *BATCHES[0])
     with pytest.raises(roamc.BudgetError) as caught:
-        roamc.plan(model, *BATCHES[0], memory_limit=1)
+        roamc.plan(model, *BATCHES[0], memory_budget=1)
     needed = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])  # type: ignore[index]
     assert plan.bound_bytes <= needed <= plan.peak_bytes
-    assert roamc.plan(model, *BATCHES[0], memory_limit=needed).peak_bytes == needed
+    assert roamc.plan(model, *BATCHES[0], memory_budget=needed).peak_bytes == needed

@@ -1,0 +1,169 @@
+"""Choose what is dropped between two readers and made again: the graph as a problem for :mod:`roamc.solvers.retain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from roamc import cost
+from roamc.errors import VerifyError
+from roamc.graph import TrainGraph, main_device, tensors_of
+from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
+from roamc.options import Options
+from roamc.passes import donate, reorder
+from roamc.passes.retain.forms import rerun_form, results_of
+from roamc.passes.retain.recompute import Rerun, may_run_again
+from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, solve, validate
+from roamc.units import Bytes, Seconds
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs again, and in which order of the operators that was decided.
+
+    Attributes:
+        order: names of all operators, first to last; empty for the graph's own order.
+        reruns: (operator in front of which it runs, operator that runs again, storages that it renews), in the
+            order in which they run.
+        peak_bytes: live bytes at the worst step of that order; the passes behind may lower it.
+        added_seconds: predicted time of all reruns.
+        bound_seconds: no choice within the same peak adds less.
+        status: ``"optimal"``, ``"gap"``, ``"limit"``, or ``"infeasible"`` if the peak asked for was not reached.
+    """
+
+    order: tuple[str, ...]
+    reruns: tuple[tuple[str, str, tuple[str, ...]], ...]
+    peak_bytes: Bytes
+    added_seconds: Seconds
+    bound_seconds: Seconds
+    status: str
+
+
+NOTHING = Decision((), (), 0, 0.0, 0.0, "optimal")
+"""Everything is kept, as eager PyTorch does."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A graph as numbers, and the names behind them.
+
+    Attributes:
+        problem: for the solver.
+        operators: per operator its name; empty for the moment at which the caller hands in the tangents.
+        storages: per buffer its storage.
+    """
+
+    problem: RetainProblem
+    operators: tuple[str, ...]
+    storages: tuple[Storage, ...]
+
+
+def decide(
+    graph: TrainGraph, options: Options, target: Bytes | None = None, order: Sequence[str] | None = None
+) -> Decision:
+    """Choose reruns so that no step of ``order`` has more than ``target`` live bytes, at the least added time.
+
+    Args:
+        graph: not changed.
+        options: the profile of the device, and whether results may be written over arguments.
+        target: bytes; None keeps everything.
+        order: of all operators, by name; None takes the one that :mod:`roamc.passes.reorder` finds for the graph.
+    """
+    if target is None:
+        return NOTHING
+    chosen = tuple(order) if order is not None else reorder.decide(graph, options).order
+    asked = question(graph, options, chosen)
+    solution = solve(asked.problem, target)
+    report = validate(asked.problem, target, solution)
+    if not report.good:
+        raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")
+    return _decision(asked, solution, chosen)
+
+
+def _decision(asked: Question, solution: RetainSolution, order: tuple[str, ...]) -> Decision:
+    names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
+    return Decision(
+        order=order if solution.reruns else (),
+        reruns=tuple(
+            Rerun(names[r.before], asked.operators[r.operator], tuple(asked.storages[k].name for k in r.renews))
+            for r in solution.reruns
+        ),
+        peak_bytes=int(solution.peak_bytes),
+        added_seconds=float(solution.seconds),
+        bound_seconds=float(solution.bound_seconds),
+        status=str(solution.status.value),
+    )
+
+
+def question(graph: TrainGraph, options: Options, order: Sequence[str]) -> Question:
+    """The graph as a problem of reruns, for operators in ``order``."""
+    memory = build_memory(graph)
+    gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
+    problem, names = reorder.order_problem(graph, memory, gifts)
+    nodes = {op.node.name: op.node for op in memory.operators}
+    sequence = _sequence(names, order, memory.boundary)
+    profile = cost.load_profile(main_device(graph), options.profile)
+    storages = reorder.buffers_of(memory)
+    made = make_problem(
+        problem,
+        sequence,
+        seconds=[cost.seconds(nodes[name], profile) if name else 0.0 for name in names],
+        repeatable=[bool(name) and may_run_again(nodes[name]) for name in names],
+        droppable=droppable(memory, storages),
+        expires=expiries(memory, nodes, names, sequence),
+    )
+    return Question(made, tuple(names), storages)
+
+
+def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list[int]:
+    """The order as numbers; the caller hands in the tangents right behind forward."""
+    number = {name: index for index, name in enumerate(names)}
+    sequence = [number[name] for name in order]
+    if reorder.HANDOVER in number:
+        sequence.insert(boundary, number[reorder.HANDOVER])
+    return sequence
+
+
+def droppable(memory: MemoryModel, storages: Sequence[Storage]) -> list[bool]:
+    """Temporaries that another run of one operator makes again, and that nothing writes after the first."""
+    written = {storage for op in memory.operators for storage in op.writes}
+    made = {storage for op in memory.operators for storage in _made_again(memory, op)}
+    again = made - written
+    return [s.place is Place.TEMPORARY and s.nbytes > 0 and s.index in again for s in storages]
+
+
+def _made_again(memory: MemoryModel, operator: Operator) -> set[int]:
+    """The storages that another run of ``operator`` would make."""
+    if not operator.births or not may_run_again(operator.node):
+        return set()
+    target, _, _ = rerun_form(operator.node)
+    count = results_of(target, operator.node)
+    results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
+    return results.intersection(operator.births)
+
+
+def expiries(
+    memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int]
+) -> list[int]:
+    """Per operator the first step in front of which it must not run again: what it reads is written before that."""
+    steps = {names[index]: step for step, index in enumerate(sequence)}
+    writes: dict[int, list[int]] = {}
+    for op in memory.operators:
+        for storage in op.writes:
+            writes.setdefault(storage, []).append(steps[op.node.name])
+    found = []
+    for name in names:
+        read = _read_again(memory, nodes[name]) if name and writes else ()
+        later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
+        found.append(min(later, default=len(names) - 1) + 1)
+    return found
+
+
+def _read_again(memory: MemoryModel, node: fx.Node) -> set[int]:
+    """The storages that another run of ``node`` reads."""
+    _, args, kwargs = rerun_form(node)
+    read: set[int] = set()
+    fx.map_arg((args, kwargs), lambda given: read.update(memory.owner[given.name, at] for at, _ in tensors_of(given)))
+    return read

@@ -1,0 +1,45 @@
+"""How operators run again that cannot simply be called again: one row each.
+
+A batch norm in training also gives new running statistics, for which it reads the old ones. By the time of a rerun
+they have been replaced. What is normalised does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+aten = torch.ops.aten
+
+
+def rerun_form(node: fx.Node) -> Call:
+    """Target, arguments and keywords of another run of ``node``. Its results are the first of those of ``node``."""
+    form = FORMS.get(node.target)
+    return form(node) if form is not None else (node.target, node.args, dict(node.kwargs))
+
+
+def _without_statistics(node: fx.Node) -> Call:
+    x, weight, bias, _, _, training, momentum, epsilon = node.args
+    if not training:
+        return node.target, node.args, dict(node.kwargs)
+    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, epsilon), {}
+
+
+FORMS: dict[Any, Callable[[fx.Node], Call]] = {
+    aten._native_batch_norm_legit_functional.default: _without_statistics,
+}
+
+
+def results_of(target: Any, first: fx.Node) -> int:
+    """How many results of ``first`` another run as ``target`` gives."""
+    value = first.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return 1
+    return len(target._schema.returns) if isinstance(target, OpOverload) and target is not first.target else len(value)

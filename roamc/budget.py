@@ -1,0 +1,143 @@
+"""Budgets as users write them, and the search for the plan that keeps one.
+
+The passes decide one after the other, so what ``retain`` is asked for is not quite what comes out behind
+``layout``. The search asks, sees what came out, and asks again:
+
+    asked of retain    430        418         421
+    peak of the plan   441  too   416  fits   429.6  fits: taken
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from roamc.errors import OptionError
+from roamc.units import Bytes, Seconds, parse_bytes
+
+Budget = Bytes | str
+"""Bytes; or ``"80%"`` of what eager holds, ``"min"``, or ``"device"`` for what the device has free."""
+
+MARGIN = 0.9
+"""Of what a device has free, this share is planned with: operators need workspace, allocators lose some."""
+
+ROUNDS = 6
+"""How often ``retain`` is asked at most."""
+
+CLOSE = 0.01
+"""A plan this close below the budget is good enough: no further round."""
+
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+def parse_budget(given: object) -> Budget | None:
+    """Check a budget.
+
+    Raises:
+        OptionError: it is no size, no percentage and neither ``"min"`` nor ``"device"``.
+    """
+    if given is None or given in ("min", "device"):
+        return given  # type: ignore[return-value]
+    if isinstance(given, str) and _SHARE.fullmatch(given):
+        return given.strip()
+    try:
+        return parse_bytes(given)  # type: ignore[arg-type]
+    except OptionError as error:
+        raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, or device") from None
+
+
+def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
+    """A budget in bytes; 0 for ``"min"``.
+
+    Args:
+        budget: as :func:`parse_budget` returns it.
+        baseline: what eager holds at its worst step.
+        device: asked for its free bytes.
+        state: bytes of optimizer state, which may be allocated only after the plan was made.
+    """
+    if budget is None or isinstance(budget, int):
+        return budget
+    if budget == "min":
+        return 0
+    if budget == "device":
+        return max(1, int((_free(device) - state) * MARGIN))
+    return int(baseline * float(budget.rstrip(" %")) / 100)
+
+
+def _free(device: torch.device) -> Bytes:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Tried(Protocol):
+    """A plan that was tried."""
+
+    @property
+    def peak_bytes(self) -> Bytes:
+        """Its peak, layout and all."""
+
+    @property
+    def added_seconds(self) -> Seconds:
+        """What it takes longer than without a budget."""
+
+    @property
+    def order(self) -> Sequence[str]:
+        """Its operators but for reruns, first to last."""
+
+
+Attempt = Callable[[Bytes | None, Sequence[str] | None], Tried]
+
+
+@dataclass
+class _Search:
+    """What is known: the largest target whose plan fitted and the smallest whose plan did not."""
+
+    budget: Bytes
+    fitted: Bytes = 0
+    failed: Bytes = 1 << 62
+
+    def next(self, target: Bytes, peak: Bytes) -> Bytes | None:
+        """What to ask for after the plan for ``target`` came out at ``peak``; None if that is good enough."""
+        gap = self.budget - peak
+        if gap >= 0:
+            self.fitted = max(self.fitted, target)
+            if gap <= self.budget * CLOSE:
+                return None
+        else:
+            self.failed = min(self.failed, target)
+        wanted = target + gap
+        if not self.fitted < wanted < self.failed:
+            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed * 9 // 10
+        return wanted if self.fitted < wanted < self.failed else None
+
+
+def fit(attempt: Attempt, budget: Bytes | None) -> Tried:
+    """The plan that keeps ``budget`` at the least added time; the lowest one found if none does.
+
+    Args:
+        attempt: plans with this many live bytes asked of ``retain`` (None: nothing dropped), from this order on.
+        budget: bytes; None for no budget, 0 for the lowest peak.
+    """
+    first = attempt(None, None)
+    if budget is None or first.peak_bytes <= budget:
+        return first
+    search, target, order = _Search(budget), budget, first.order
+    found = [first]
+    for _ in range(ROUNDS if budget else 1):
+        now = attempt(target, order)
+        found.append(now)
+        wanted = search.next(target, now.peak_bytes)
+        if wanted is None:
+            break
+        target = wanted
+    fitting = [one for one in found if one.peak_bytes <= budget]
+    if fitting:
+        return min(fitting, key=lambda one: (one.added_seconds, one.peak_bytes))
+    return min(found, key=lambda one: one.peak_bytes)
