@@ -18,24 +18,27 @@ _PATIENCE = 3
 _INSTANT = 1e-12
 
 
-def lower(search: Search, state: State, budget: int, work_limit: int) -> State:
+def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
     """Drop until the peak is within the budget, nothing helps, or the search's work reaches `work_limit`.
 
     First against the budget itself; where that gets stuck, against targets that fall slowly from the peak, so that
-    only the highest steps count.
+    only the highest steps count. worth: for each gap what a drop in it was worth before, by a guess; see `_best_drop`.
+    A state that no walk gets through is returned as it is.
     """
-    state = _drop_until(search, state, budget, work_limit)
+    if state.score.seconds == np.inf:
+        return state
+    state = _drop_until(search, state, budget, work_limit, worth)
     in_vain = 0
     while state.score.peak > budget and search.work < work_limit and in_vain < _PATIENCE:
         peak = state.score.peak
-        state = _drop_until(search, state, max(budget, int(peak * _STAGE)), work_limit)
+        state = _drop_until(search, state, max(budget, int(peak * _STAGE)), work_limit, None)
         in_vain = 0 if state.score.peak < peak else in_vain + 1
     return search.note(search.state(state.release, state.hold, budget))
 
 
-def _drop_until(search: Search, state: State, budget: int, work_limit: int) -> State:
+def _drop_until(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None) -> State:
     state = search.note(search.state(state.release.copy(), state.hold.copy(), budget))
-    worth = np.full(len(search.gaps.begin), np.inf)
+    worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
     made = 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state)
@@ -43,7 +46,6 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int) -> S
         if best < 0:
             break
         search.work += make_drop(search, state, drops, best, alone)
-        worth[drops.gap[best]] = np.inf
         state = search.note(search.state(state.release, state.hold, budget))
         made += 1
         if made % max(_REFRESH, len(drops.gap) // _REFRESH) == 0:
