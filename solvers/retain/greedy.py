@@ -7,11 +7,10 @@ the area above the budget, not the peak: where several steps tie, a single drop 
 
 import numpy as np
 
-from roamc.solvers.arrays import FloatArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.arrays import FloatArray
+from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
 from roamc.solvers.retain.search import Search, State, keep_more
-from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, Score
+from roamc.solvers.retain.walk import Score
 
 _REFRESH = 8
 _STAGE = 0.98
@@ -19,58 +18,61 @@ _PATIENCE = 3
 _INSTANT = 1e-12
 
 
-def lower(search: Search, state: State, budget: int, work_limit: int) -> State:
+def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
     """Drop until the peak is within the budget, nothing helps, or the search's work reaches `work_limit`.
 
     First against the budget itself; where that gets stuck, against targets that fall slowly from the peak, so that
-    only the highest steps count.
+    only the highest steps count. worth: for each gap what a drop in it was worth before, by a guess; see `_best_drop`.
+    A state that no walk gets through is returned as it is.
     """
-    state = _drop_until(search, state, budget, work_limit)
+    if state.score.seconds == np.inf:
+        return state
+    state = _drop_until(search, state, budget, work_limit, worth)
     in_vain = 0
     while state.score.peak > budget and search.work < work_limit and in_vain < _PATIENCE:
         peak = state.score.peak
-        state = _drop_until(search, state, max(budget, int(peak * _STAGE)), work_limit)
+        state = _drop_until(search, state, max(budget, int(peak * _STAGE)), work_limit, None)
         in_vain = 0 if state.score.peak < peak else in_vain + 1
     return search.note(search.state(state.release, state.hold, budget))
 
 
-def _drop_until(search: Search, state: State, budget: int, work_limit: int) -> State:
+def _drop_until(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None) -> State:
     state = search.note(search.state(state.release.copy(), state.hold.copy(), budget))
-    worth = np.full(len(search.gaps.begin), np.inf)
+    worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
     made = 0
     while state.score.peak > budget and search.work < work_limit:
-        gap, release, hold = _drops(search, state)
-        best = _best_drop(search, state, gap, release, hold, budget, worth)
+        drops = list_drops(search, state)
+        best, alone = _best_drop(search, state, drops, budget, worth)
         if best < 0:
             break
-        state.release[gap[best]], state.hold[gap[best]] = release[best], hold[best]
-        worth[gap[best]] = np.inf
+        search.work += make_drop(search, state, drops, best, alone)
         state = search.note(search.state(state.release, state.hold, budget))
         made += 1
-        if made % max(_REFRESH, len(gap) // _REFRESH) == 0:
+        if made % max(_REFRESH, len(drops.gap) // _REFRESH) == 0:
             worth[:] = np.inf
     return state
 
 
-def _best_drop(
-    search: Search, state: State, gap: LongArray, release: LongArray, hold: LongArray, budget: int, worth: FloatArray
-) -> int:
-    """The move that frees most per second, -1 if none frees anything.
+def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: FloatArray) -> tuple[int, bool]:
+    """The drop that frees most per second, -1 if none frees anything, and whether it is best made alone.
 
     worth: of each gap, when it was last measured, infinite if never. What was worth less than the best is worth less
     now too, nearly always, and is not measured again (lazy evaluation: Minoux 1978).
     """
-    fresh = np.zeros(len(gap), dtype=np.bool_)
+    gap = drops.gap
+    fresh, alone = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.bool_)
     while len(gap):
         best = int(np.argmax(worth[gap]))
         if fresh[best]:
-            return best if worth[gap[best]] > 0 else -1
+            return (best if worth[gap[best]] > 0 else -1), bool(alone[best])
         unknown = np.flatnonzero(np.isinf(worth[gap]) & ~fresh)
         rows = unknown if len(unknown) else np.array([best])
-        result = search.try_moves(state, gap[rows], release[rows], hold[rows], budget)
-        worth[gap[rows]] = _worth(state.score, result)
+        result = try_drops(search, state, drops, rows, budget)
+        by_itself, with_chain = _worth(state.score, result[:, 0]), _worth(state.score, result[:, 1])
+        worth[gap[rows]] = np.maximum(by_itself, with_chain)
+        alone[rows] = by_itself >= with_chain
         fresh[rows] = True
-    return -1
+    return -1, True
 
 
 def _worth(score: Score, result: FloatArray) -> FloatArray:
@@ -80,35 +82,6 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     good = freed > 0
     worth[good] = freed[good] / (np.maximum(added[good], 0.0) + _INSTANT)
     return worth
-
-
-def _drops(search: Search, state: State) -> tuple[LongArray, LongArray, LongArray]:
-    """Gap, release and hold of the drops at the peak of the schedule in the room."""
-    at = np.empty((3, len(search.tables.size)), dtype=np.int64)
-    count = _list_drops(search.tables, state.score.runs, search.gaps.end, state.release, state.hold, search.room, at)
-    return at[0, :count], at[1, :count], at[2, :count]
-
-
-@compiled
-def _list_drops(
-    tables: Tables, runs: int, end: LongArray, release: LongArray, hold: LongArray, room: Room, at: LongArray
-) -> int:
-    peak = np.argmax(room.live[:runs])
-    step = room.step[peak]
-    count = 0
-    for version in range(room.first_made[peak]):
-        buffer = room.buffer[version]
-        later = room.last[version] > peak and room.step[room.last[version]] > step
-        if not (later and tables.droppable[buffer] and tables.size[buffer] > 0):
-            continue
-        gap = tables.gap_start[buffer]
-        while end[gap] < step:
-            gap += 1
-        if end[gap] == step:
-            continue
-        at[0, count], at[1, count], at[2, count] = gap, min(release[gap], step + 1), step + 1
-        count += 1
-    return count
 
 
 def keep(search: Search, state: State, budget: int) -> State:

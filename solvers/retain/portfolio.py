@@ -4,31 +4,39 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.greedy import keep, lower
+from roamc.solvers.retain.neighbours import improve
 from roamc.solvers.retain.problem import Bytes, RetainProblem, RetainSolution, Seconds
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
-WORK_LIMIT = 100_000_000
-"""Operators that may be run in thought, and arcs of networks, unless told otherwise: about two seconds."""
+WALKS = 25_000
+"""Unless told otherwise, the work is limited to that of so many walks through the schedule."""
+
+_OPERATORS = 3
+_MOST_STARTS = 6
 
 _CLOSE = 1e-9
 
 
 def solve(
-    problem: RetainProblem, budget: Bytes, *, work_limit: int = WORK_LIMIT, start: RetainSolution | None = None
+    problem: RetainProblem, budget: Bytes, *, work_limit: int | None = None, start: RetainSolution | None = None
 ) -> RetainSolution:
     """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
 
-    work_limit: kept but for one walk or network. start: a solution of this problem, for any budget, to improve on.
+    work_limit: operators run in thought and arcs of networks, kept but for one round of moves; None for that of WALKS
+    walks. start: a solution of this problem, for any budget, to improve on.
     The answer is never worse than a start within the budget. `RetainSolution` says what the status means.
     """
-    return _Run(Search(problem), budget, work_limit).solve(start)
+    search = Search(problem)
+    return _Run(search, _bounds(search), budget, _limit(problem, work_limit)).solve(start)
 
 
 def frontier(
-    problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int = WORK_LIMIT
+    problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None
 ) -> tuple[RetainSolution, ...]:
     """One solution for each budget, in their sequence; `work_limit` is for each of them.
 
@@ -36,11 +44,22 @@ def frontier(
     a lower budget never has a higher peak or fewer seconds.
     """
     search = Search(problem)
+    bounds = _bounds(search)
     found: dict[Bytes, RetainSolution] = {}
     start = None
     for budget in sorted(set(budgets), reverse=True):
-        start = found[budget] = _Run(search, budget, search.work + work_limit).solve(start)
+        start = found[budget] = _Run(search, bounds, budget, search.work + _limit(problem, work_limit)).solve(start)
     return tuple(_best_within(budget, found) for budget in budgets)
+
+
+def _limit(problem: RetainProblem, work_limit: int | None) -> int:
+    return WALKS * problem.num_ops if work_limit is None else work_limit
+
+
+def _bounds(search: Search) -> Bounds:
+    bounds = Bounds(search.problem)
+    bounds.look_at(_OPERATORS)
+    return bounds
 
 
 def _best_within(budget: Bytes, found: dict[Bytes, RetainSolution]) -> RetainSolution:
@@ -73,6 +92,7 @@ class _Run:
     """One call of `solve`: what has been found, and when to stop."""
 
     search: Search
+    bounds: Bounds
     budget: Bytes
     limit: int
     bound: Seconds = 0.0
@@ -88,16 +108,40 @@ class _Run:
         plain = search.keep_everything()
         self.offer(plain)
         if not self.closed():
+            arcs = self.bounds.work
+            self.bound = self.bounds.seconds(self.budget)
+            search.work += self.bounds.work - arcs
+            if start is not None:
+                state = search.state(*decisions(start.reruns, search.gaps, search.tables), self.budget)
+                self.greedy(possible(search, state, self.budget))
             self.greedy(plain)
-        if start is not None and not self.closed():
-            self.greedy(search.state(*decisions(start.reruns, search.gaps, search.tables), self.budget))
+            self.from_cuts()
+            self.improve()
         return self.answer()
 
     def greedy(self, state: State) -> None:
         """Lower the state, then keep what can stay."""
+        if self.closed() or self.late():
+            return
         state = lower(self.search, state, self.budget, self.limit)
         if state.score.peak <= self.budget:
             self.offer(keep(self.search, state, self.budget))
+
+    def from_cuts(self) -> None:
+        """Begin with what the cuts keep: those first whose peak is lowest above the budget, the cheapest of equals."""
+        starts: dict[bytes, State] = {}
+        for cut in self.bounds.cuts.values():
+            state = from_cut(self.search, cut, self.budget)
+            if state.score.seconds < math.inf:
+                starts.setdefault(state.release.tobytes(), state)
+        ranked = sorted(starts.values(), key=lambda state: (max(state.score.peak, self.budget), state.score.seconds))
+        for state in ranked[:_MOST_STARTS]:
+            self.greedy(state)
+
+    def improve(self) -> None:
+        """Search the neighbourhoods of the best."""
+        if self.best is not None and not self.closed() and not self.late():
+            self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
 
     def offer(self, state: State) -> None:
         """Take the state if it is within the budget and the best so far: fewer seconds, then a lower peak."""
@@ -107,6 +151,10 @@ class _Run:
         rank = state.score.seconds, state.score.peak
         if self.best is None or rank < (self.best.score.seconds, self.best.score.peak):
             self.best = state.copy()
+
+    def late(self) -> bool:
+        """Whether the work is done."""
+        return self.search.work >= self.limit
 
     def closed(self) -> bool:
         """Whether nothing better can be found."""
@@ -119,9 +167,8 @@ class _Run:
         state = search.state(state.release, state.hold, self.budget)
         reruns = list_reruns(search.problem, state.score.runs, search.room)
         seconds = math.fsum(float(search.problem.seconds[rerun.operator]) for rerun in reruns)
-        late = search.work >= self.limit and self.limit > 0
         found = RetainSolution(reruns, state.score.peak, seconds, 0.0, 0, Status.GAP, 0)
         return _solution(
-            found, self.bound, self.budget, search.lowest.score.peak, Status.LIMIT if late else Status.GAP,
+            found, self.bound, self.budget, search.lowest.score.peak, Status.LIMIT if self.late() else Status.GAP,
             search.work - self.began,
         )  # fmt: skip

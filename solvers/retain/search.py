@@ -1,14 +1,14 @@
 """What every algorithm here works on: a state, moves on one gap, and a count of the work.
 
-A move sets `release` and `hold` of one gap. Many are tried in one compiled loop, each by a whole walk: a walk sees
-chains, donation and ties, which estimates do not, and takes about twenty nanoseconds per run.
+A move sets `release` and `hold` of a gap, sometimes of others with it. Many are tried in one compiled loop, each by a
+whole walk: a walk sees chains, donation and ties, which estimates do not, and takes about twenty nanoseconds per run.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from roamc.solvers.arrays import FloatArray, LongArray
+from roamc.solvers.arrays import LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.retain.problem import RetainProblem
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
@@ -70,37 +70,6 @@ class Search:
         release = np.full(len(self.gaps.begin), self.steps, dtype=np.int64)
         release[self.gaps.last & self.gaps.free] = 0
         return self.state(release, np.zeros_like(release), 0)
-
-    def try_moves(self, state: State, gap: LongArray, release: LongArray, hold: LongArray, budget: int) -> FloatArray:
-        """Seconds, peak and area after each of the moves alone: float64[moves, 3]."""
-        result = np.empty((len(gap), 3))
-        self.work += try_moves(self.tables, state.release, state.hold, gap, release, hold, budget, self.room, result)
-        return result
-
-
-@compiled
-def try_moves(
-    tables: Tables,
-    release: LongArray,
-    hold: LongArray,
-    gap: LongArray,
-    new_release: LongArray,
-    new_hold: LongArray,
-    budget: int,
-    room: Room,
-    result: FloatArray,
-) -> int:
-    """Fill `result`, rows of seconds, peak, area; returns the runs walked. The state is as before."""
-    work = 0
-    for move in range(len(gap)):
-        at = gap[move]
-        old_release, old_hold = release[at], hold[at]
-        release[at], hold[at] = new_release[move], new_hold[move]
-        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
-        release[at], hold[at] = old_release, old_hold
-        result[move, 0], result[move, 1], result[move, 2] = seconds, peak, area
-        work += runs
-    return work
 
 
 @compiled

@@ -32,6 +32,7 @@ class Room(NamedTuple):
     one entry more).  By read: seen, the version.  By version: buffer, born, last (runs, both included), again (made by
     a rerun), passing (a result nobody reads from a rerun), gap that it was made in.  By buffer: version, gap, held,
     wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
+    stuck: the buffer that could not be rebuilt, -1 if the room was full; only where seconds are infinite.
     """
 
     op: IntArray
@@ -54,6 +55,7 @@ class Room(NamedTuple):
     stack: IntArray
     rebuilt: IntArray
     live: LongArray
+    stuck: IntArray
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def make_room(tables: Tables, most_runs: int) -> Room:
         again=np.empty(made, dtype=np.bool_), at_gap=longs(made),
         version=ints(b), gap=longs(b), held=np.empty(b, dtype=np.bool_), wanted=ints(b),
         called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(int(tables.gap_start[-1])),
-        live=longs(most_runs + 2),
+        live=longs(most_runs + 2), stuck=ints(1),
     )  # fmt: skip
 
 
@@ -171,7 +173,10 @@ def _rebuild(
     run, at, fresh = now
     called = _collect(tables, release, step, room)
     steps = len(tables.scratch) - step  # that are still to come, and need their room
-    if called < 0 or run + called + steps >= len(room.op) - 1:
+    if called < 0:
+        return run, at, fresh, np.inf
+    room.stuck[0] = -1
+    if run + called + steps >= len(room.op) - 1:
         return run, at, fresh, np.inf
     room_reads = len(room.seen) - len(tables.read) - tables.widest_read
     room_made = len(room.born) - len(tables.made) - tables.widest_made
@@ -221,6 +226,7 @@ def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
         top -= 1
         op = producer[stack[top]]
         if not (tables.droppable[stack[top]] and tables.repeatable[op] and step < tables.expires[op]):
+            room.stuck[0] = stack[top]
             return -1
         called[op] = step
         room.batch[count] = op

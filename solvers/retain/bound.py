@@ -1,0 +1,225 @@
+"""How many seconds any reruns must add, whatever the order: minimum cuts at one operator, priced by Lagrange.
+
+When operator v runs for the first time, all that must come before it has run and nothing that must come after it. Every
+buffer k that some operator behind v reads and one before v makes is then live (x_k = 1), or its producer runs again
+behind v (r = 1); and so is every buffer that an operator which runs again reads. So at least
+
+    min  sum seconds[u] r_u   subject to   fixed + sum size[k] x_k <= budget,
+         x_k or r_producer(k)  for k that is needed: read behind v, or by an operator that runs again,
+
+where fixed is what is live in any case: what v reads and makes, less what it may take over, its scratch, and kept
+buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum cut (a closure, Picard 1976):
+
+    source --endless--> needed k --rate * size--> operator that makes k --seconds--> sink        (side of the source: yes)
+                        needed k --rate * size--> sink           (k that must not be dropped)
+                        operator --endless--> each buffer that it reads
+
+and for every rate, cut(rate) - rate * (budget - fixed) is a lower bound (weak duality). The best rate is found by
+cutting planes, a handful of cuts. The sets of buffers that the cuts keep are good solutions to begin with.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.graph.python import max_flow
+
+from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray
+from roamc.solvers.compiled import compiled
+from roamc.solvers.order.bound import most_donated, operator_bound, reachability_bound
+from roamc.solvers.order.evaluate import live_bytes
+from roamc.solvers.order.problem import OrderProblem, dependencies, renumber
+from roamc.solvers.retain.problem import Bytes, RetainProblem, Seconds, Step
+
+_ENDLESS = 2**61
+_WHOLE = 2.0**50
+_MOST_CUTS = 12
+_EXAMINED = 64
+_ROUNDING = 1e-9
+_SOURCE, _SINK = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The least cut at one operator for one rate.
+
+    step: the operator, by its step.  rate: seconds per byte.  value: seconds, not above that of the least cut.
+    seconds, kept_bytes: of what the cut chose.  kept: bool[b], the buffers that it keeps, what is live anyway included.
+    """
+
+    step: Step
+    rate: float
+    value: Seconds
+    seconds: Seconds
+    kept_bytes: Bytes
+    kept: BoolArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """The network at one operator, but for the rate: arcs with endless, priced and timed capacities.
+
+    fixed: bytes that are live in any case.  free: bool[b], which of them are buffers before v.
+    priced: int64[p], the buffers with arcs of rate * size; timed: int64[t], the operators with arcs of seconds.
+    """
+
+    step: Step
+    fixed: Bytes
+    free: BoolArray
+    tail: LongArray
+    head: LongArray
+    priced: LongArray
+    timed: LongArray
+    needed: Bytes
+
+
+@dataclass(eq=False)
+class Bounds:
+    """Cuts of one problem, kept for further budgets, and the arcs that they took."""
+
+    problem: RetainProblem
+    order: OrderProblem = field(init=False)
+    pairs: IntArray = field(init=False)
+    alone: Bytes = field(init=False)
+    networks: list[_Network] = field(init=False)
+    cuts: dict[tuple[Step, float], Cut] = field(default_factory=dict)
+    work: int = 0
+
+    def __post_init__(self) -> None:
+        self.order = renumber(self.problem.order, self.problem.sequence)
+        self.pairs = dependencies(self.order)
+        self.alone = int(operator_bound(self.order).max(initial=0))
+        self.networks = []
+
+    def look_at(self, count: int) -> None:
+        """Take `count` operators with the most bytes live in any order, apart from each other."""
+        live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
+        hottest = np.argsort(-live, kind="stable")[: 8 * _EXAMINED : 8].astype(np.int32)
+        sure = reachability_bound(self.order, hottest)
+        chosen = hottest[np.argsort(-sure, kind="stable")[:count]]
+        self.networks = [self._network(int(step)) for step in chosen]
+
+    def seconds(self, budget: Bytes) -> Seconds:
+        """No reruns that keep to `budget` add less; infinite if there are none."""
+        if self.alone > budget:
+            return math.inf
+        return max((self._at(network, budget) for network in self.networks), default=0.0)
+
+    def _at(self, network: _Network, budget: Bytes) -> Seconds:
+        room = budget - network.fixed
+        if network.needed <= room:
+            return 0.0
+        least = self._cut(network, math.inf)
+        if room < 0 or least.kept_bytes > room:
+            return math.inf
+        above, below = (0.0, network.needed), (least.seconds, least.kept_bytes)
+        best = 0.0
+        for _ in range(_MOST_CUTS):
+            if above[1] <= below[1]:
+                break
+            rate = max(below[0] - above[0], 0.0) / (above[1] - below[1])
+            if rate <= 0:
+                break
+            cut = self._cut(network, rate)
+            best = max(best, cut.value - rate * room)
+            if cut.seconds + rate * cut.kept_bytes >= (above[0] + rate * above[1]) * (1 - _ROUNDING):
+                break
+            if cut.kept_bytes > room:
+                above = cut.seconds, cut.kept_bytes
+            else:
+                below = cut.seconds, cut.kept_bytes
+        return max(best * (1 - _ROUNDING), 0.0)
+
+    def _network(self, step: Step) -> _Network:
+        """Arcs from the operators before `step` and the buffers that they make; buffer k is node 2 + k."""
+        order, problem = self.order, self.problem
+        place = np.zeros(order.num_ops, dtype=np.int32)
+        place[order.stage < order.stage[step]] = -1
+        place[order.stage > order.stage[step]] = 1
+        _mark(place, step, self.pairs)
+        buffer = np.repeat(np.arange(order.num_buffers), np.diff(order.consumer_start))
+        before = place[order.producer] == -1
+        read_here, read_later = np.zeros_like(order.kept), np.zeros_like(order.kept)
+        read_here[buffer[order.consumer == step]] = True
+        read_later[buffer[place[order.consumer] == 1]] = True
+        free = before & (read_here | order.kept)
+        here = free | (order.producer == step)
+        fixed = int(order.size[here].sum() + order.scratch[step] - most_donated(order)[step])
+        again = problem.repeatable[problem.sequence] & (place == -1)
+        node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)
+        priced = np.flatnonzero(before & ~free)
+        dropped = self.problem.droppable[priced] & again[order.producer[priced]]
+        needed = np.flatnonzero(before & ~free & read_later)
+        reads = again[order.consumer] & before[buffer] & ~free[buffer]
+        timed = np.flatnonzero(again)
+        tail = [2 + priced, np.full(len(needed), _SOURCE), node_of_op[order.consumer[reads]], node_of_op[timed]]
+        head = [np.where(dropped, node_of_op[order.producer[priced]], _SINK), 2 + needed, 2 + buffer[reads]]
+        head.append(np.full(len(timed), _SINK))
+        return _Network(
+            step=step,
+            fixed=fixed,
+            free=free,
+            tail=np.concatenate(tail),
+            head=np.concatenate(head),
+            priced=priced,
+            timed=timed,
+            needed=int(order.size[needed].sum()),
+        )
+
+    def _cut(self, network: _Network, rate: float) -> Cut:
+        """The least cut for a rate, infinite for the fewest bytes whatever the seconds."""
+        key = network.step, rate
+        if key not in self.cuts:
+            self.cuts[key] = self._new_cut(network, rate)
+        return self.cuts[key]
+
+    def _new_cut(self, network: _Network, rate: float) -> Cut:
+        order = self.order
+        seconds = self.problem.seconds[self.problem.sequence]
+        per_byte, per_second = (1.0, _tiny(order, seconds)) if rate == math.inf else (rate, 1.0)
+        price, time = order.size[network.priced] * per_byte, seconds[network.timed] * per_second
+        scale = _WHOLE / max(float(price.sum() + time.sum()), 1e-300)
+        endless = np.full(len(network.tail) - len(price) - len(time), _ENDLESS)
+        capacity = np.concatenate([np.floor(price * scale).astype(np.int64), endless])
+        capacity = np.concatenate([capacity, np.floor(time * scale).astype(np.int64)])
+        flow = max_flow.SimpleMaxFlow()
+        flow.add_arcs_with_capacity(network.tail, network.head, capacity)
+        self.work += len(capacity)
+        yes = np.zeros(2 + order.num_buffers + order.num_ops, dtype=np.bool_)
+        value = 0.0
+        if flow.num_nodes() > _SINK and (network.tail == _SOURCE).any():
+            flow.solve(_SOURCE, _SINK)
+            value = flow.optimal_flow() / scale
+            yes[flow.get_source_side_min_cut()] = True
+        rerun = yes[2 + order.num_buffers :]
+        wanted = yes[2 : 2 + order.num_buffers] & ~network.free
+        kept = wanted & ~(rerun[order.producer] & self.problem.droppable)
+        return Cut(
+            network.step,
+            rate,
+            value,
+            float(seconds[network.timed][rerun[network.timed]].sum()),
+            int(order.size[kept].sum()),
+            kept | network.free,
+        )
+
+
+def _tiny(order: OrderProblem, seconds: FloatArray) -> float:
+    """A price of a second in bytes so low that all seconds together cost less than a byte."""
+    return 0.5 / max(float(seconds.sum()), 1e-300)
+
+
+@compiled
+def _mark(place: IntArray, step: int, pairs: IntArray) -> None:
+    """Set `place` of all that must run before `step` to -1 and of all that must run after it to 1.
+
+    `pairs` is sorted by the operator that runs before, so one sweep each way reaches everything.
+    """
+    place[step] = 2
+    for row in range(len(pairs)):
+        if place[pairs[row, 0]] > 0:
+            place[pairs[row, 1]] = 1
+    for row in range(len(pairs) - 1, -1, -1):
+        if place[pairs[row, 1]] == -1 or pairs[row, 1] == step:
+            place[pairs[row, 0]] = -1
+    place[step] = 0
