@@ -42,9 +42,44 @@ def render() -> str:
         "|---|---|---|---|---|---|---|",
         *(_speed_row(row) for row in speed["rows"]),
     ]
-    path = RESULTS / "order_layout.json"
-    planned = json.loads(path.read_text())["rows"] if path.exists() else []
-    return "\n".join([*lines, *_order_layout(planned)])
+    return "\n".join([*lines, *_cost(_rows_of("cost")), *_order_layout(_rows_of("order_layout"))])
+
+
+def _rows_of(name: str) -> list[dict[str, Any]]:
+    """What was measured; nothing where nobody has."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def _cost(rows: list[dict[str, Any]]) -> list[str]:
+    """Predicted step times and the errors of operators."""
+    if not rows:
+        return []
+    return [
+        "",
+        "Predicted step time of `train_step` after `roamc calibrate`, against the least of several steps; and the "
+        "error of single operators (all of one name and shape together, those above 1 % of the step):",
+        "",
+        "| model | threads | predicted s | measured s | predicted / measured | operators: median error | "
+        "operators compared | their share of the step |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_cost_row(row) for row in rows),
+    ]
+
+
+def _cost_row(row: dict[str, Any]) -> str:
+    step, compared = row["step"], row["compared"]
+    cells = [
+        row["model"],
+        str(row["threads"]),
+        f"{step['predicted']:.3f}",
+        f"{step['measured']:.3f}",
+        f"{row['predicted / measured']:.3f}",
+        f"{row['median operator error']:.1%}",
+        str(compared["operators"]),
+        f"{compared['share']:.0%}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _order_layout(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: ``roamc plan``, ``explain``, ``layout``, ``models`` and ``demo``.
+"""The command line: ``roamc plan``, ``explain``, ``layout``, ``calibrate``, ``models`` and ``demo``.
 
 Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
 layout ``--capacity``.
@@ -18,11 +18,14 @@ import typer
 from typer.core import TyperGroup
 
 from roamc import layout_file
+from roamc.cost import store_profile
+from roamc.cost.measure import ROUNDS, calibrate
 from roamc.demo.race import race
 from roamc.demo.show import show
 from roamc.demo.worker import Task
 from roamc.errors import BudgetError, RoamcError
 from roamc.report import text
+from roamc.report.device import rows as profile_rows
 from roamc.report.explain import Explanation
 from roamc.report.html import write
 from roamc.report.progress import Stages
@@ -186,6 +189,33 @@ def layout(
         if not found["fits"]:
             typer.echo(f"does not fit: {layout_file.shortfall(found)}", err=True)
             raise _DoesNotFit(DOES_NOT_FIT)
+
+
+@app.command(name="calibrate")
+def measure(
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or one of several such as cuda:1.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write there and not to where roamc looks.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how fast this machine runs each kind of operator, for predictions of time. Takes some ten seconds.
+
+    Later runs use the result by themselves; --output FILE makes one for --option profile=FILE.
+    """
+    with _reported(debug, as_json):
+        if output is not None:
+            _check_writable(output)
+        with Stages(f"measuring {device}", ROUNDS) as stages:
+            profile = calibrate(device, quick=quick, say=stages.now)
+        path = store_profile(profile, output)
+        if as_json:
+            typer.echo(profile.to_json(), nl=False)
+        else:
+            text.show_rows(text.console(), ("what", "speed", "remark"), profile_rows(profile))
+            typer.echo(f"\nthe profile is in {path}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import roamc
 from roamc.cli import app
+from roamc.cost import load_profile
 from roamc.demo import text
 from roamc.demo.race import Result, race
 from roamc.demo.worker import Task
@@ -203,6 +204,24 @@ def test_no_page_is_left_of_a_plan_that_does_not_fit(tmp_path: Path) -> None:
 def test_models_are_listed() -> None:
     assert "gpt2-xl" in run("models").stdout
     assert json.loads(run("models", "--json").stdout)["gpt"]["settings"]["layers"] == 6
+
+
+def test_calibrate_stores_prints_and_gives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roamc.cost.profile.folder", lambda: tmp_path / "cache")
+    result = run("calibrate", "--quick")
+    assert "matmul" in result.stdout
+    assert load_profile("cpu").name == "measured"
+    path = tmp_path / "mine.json"
+    printed = run("calibrate", "--quick", "--output", str(path), "--json").stdout
+    assert path.read_text("utf-8") == printed
+    assert load_profile(profile=str(path)).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--device", "gpu"], "no device is called"), (["--output", "no/such/x"], "No such file")]
+)
+def test_calibration_that_cannot_be_is_one_line(arguments: list[str], said: str) -> None:
+    assert said in run("calibrate", "--quick", *arguments, code=1).stderr
 
 
 DEMO = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4"]

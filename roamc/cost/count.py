@@ -157,8 +157,20 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
     return sum(places.values())
 
 
+BASE: dict[str, int | None] = {"embedding_dense_backward": None, "embedding_backward": None, "nll_loss_backward": 1}
+"""Of operators that write by index: position of what is written into and not worked through; 0 for all others."""
+
+
 def elements(node: fx.Node) -> int:
-    """The most elements that any argument or result of ``node`` has; expanded ones count, as each is worked on."""
+    """The most elements that any argument or result of ``node`` has; expanded ones count, as each is worked on.
+
+    Of what is read or written by index, only elements that are picked.
+    """
     call = call_of(node)
-    found = [*tensors_in(fakes([*call.args, *call.kwargs.values()])), *(tensor for _, tensor in tensors_of(node))]
+    results = [tensor for _, tensor in tensors_of(node)]
+    left_out: int | None = PICKED.get(call.name)
+    if kind_of(node) == "scatter":
+        left_out, results = BASE.get(call.name, 0), []
+    args = [value for at, value in enumerate(call.args) if at != left_out]
+    found = [*tensors_in(fakes([*args, *call.kwargs.values()])), *results]
     return max((tensor.numel() for tensor in found), default=0)

@@ -21,7 +21,8 @@ from roamc.runtime.random import save_rng_state
 VIEW = "view"
 FREE = "free"
 UNKNOWN = "unknown"
-PRODUCTS = ("matmul", "batched_matmul", "attention", "convolution", "convolution_1x1", "convolution_grouped")
+CONVOLUTIONS = tuple(f"convolution{what}{way}" for what in ("", "_1x1", "_grouped") for way in ("", "_backward"))
+PRODUCTS = ("matmul", "batched_matmul", "attention", "attention_backward", *CONVOLUTIONS)
 
 KINDS: dict[str, str] = {
     VIEW: "makes no tensor: takes no time",
@@ -29,14 +30,20 @@ KINDS: dict[str, str] = {
     "matmul": "one matrix product",
     "batched_matmul": "many small matrix products",
     "attention": "fused scaled dot-product attention",
+    "attention_backward": "of this",
     "convolution": "dense, with a window",
+    "convolution_backward": "of this",
     "convolution_1x1": "dense, without a window: a matrix product over pixels",
+    "convolution_1x1_backward": "of this",
     "convolution_grouped": "depthwise, or in many groups",
+    "convolution_grouped_backward": "of this",
     "pointwise": "arithmetic on elements, copies, fills: as fast as memory",
     "mixed": "pointwise over several dtypes, for which torch on a CPU has no vector code",
-    "strided": "moves elements: transposed copies, concatenation, padding",
+    "strided": "reads or writes elements in another order than memory's, as transposed copies do",
+    "concatenation": "puts tensors together, or into a larger one",
     "root": "square roots",
     "exponential": "exp, log, erf and what is made of one of them, such as gelu and sigmoid",
+    "exponential_backward": "of these",
     "tanh": "slow functions: tanh, sine, general powers",
     "random": "draws a number for every element",
     "softmax": "softmax and log-softmax",
@@ -62,12 +69,13 @@ _MEMBERS: dict[str, str] = {
     "sym_constrain_range_for_size _local_scalar_dense",
     "matmul": "mm addmm _scaled_mm _int_mm linear mv addmv dot vdot addr outer ger",
     "batched_matmul": "bmm baddbmm addbmm matmul _grouped_mm _scaled_grouped_mm",
-    "attention": "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
-    "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward "
-    "flex_attention flex_attention_backward",
+    "attention": "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
+    "_efficient_attention_forward flex_attention",
+    "attention_backward": "_scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward "
+    "_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward _efficient_attention_backward "
+    "flex_attention_backward",
     "convolution": "convolution convolution_backward _convolution cudnn_convolution convolution_overrideable "
     "mkldnn_convolution _slow_conv2d_forward miopen_convolution",
     "pointwise": "arange linspace scalar_tensor zeros ones full zeros_like ones_like full_like new_zeros new_ones "
@@ -78,14 +86,15 @@ _MEMBERS: dict[str, str] = {
     "slice_backward select_backward slice_scatter select_scatter diagonal_scatter as_strided_scatter diagonal_backward "
     "_fused_adam _fused_adamw _fused_sgd mse_loss mse_loss_backward l1_loss smooth_l1_loss smooth_l1_loss_backward "
     "huber_loss huber_loss_backward binary_cross_entropy_backward convert_element_type",
-    "strided": "cat stack constant_pad_nd repeat flip roll repeat_interleave pixel_shuffle pixel_unshuffle "
+    "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
+    "strided": "repeat flip roll repeat_interleave pixel_shuffle pixel_unshuffle "
     "channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d unfold_backward as_strided_copy permute_copy transpose_copy t_copy expand_copy view_copy "
-    "_unsafe_masked_index split_with_sizes_copy unfold_copy im2col",
+    "_unsafe_masked_index unfold_copy im2col",
     "root": "sqrt rsqrt hypot",
-    "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu silu_backward gelu gelu_backward "
-    "softplus softplus_backward elu elu_backward celu selu log_sigmoid_forward log_sigmoid_backward logaddexp "
-    "binary_cross_entropy binary_cross_entropy_with_logits logit logit_backward",
+    "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu "
+    "log_sigmoid_forward logaddexp binary_cross_entropy binary_cross_entropy_with_logits logit logit_backward",
+    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward",
     "tanh": "tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow mish mish_backward lgamma digamma "
     "erfinv igamma igammac polygamma xlogy special_erfcx special_i0 special_i1",
     "random": "native_dropout _fused_dropout bernoulli uniform normal rand randn rand_like randn_like randint "
@@ -188,14 +197,13 @@ def _power(call: Call, node: fx.Node) -> str:
 
 
 def _convolution(call: Call, node: fx.Node) -> str:
-    """By window and groups of the weight, which both directions have."""
-    weight = fakes(call.args[2 if call.name == "convolution_backward" else 1])
-    groups = call.args[8] if call.name in ("convolution", "_convolution") and len(call.args) > 8 else 1
-    if call.name == "convolution_backward":
-        groups = call.args[9]
+    """By window and groups, and the direction."""
+    backward = "_backward" if call.name == "convolution_backward" else ""
+    weight = fakes(call.args[2 if backward else 1])
+    groups = call.args[-2 if backward else 8] if len(call.args) > 8 else 1
     if isinstance(groups, int) and groups > 1:
-        return "convolution_grouped"
-    return "convolution_1x1" if all(size == 1 for size in weight.shape[2:]) else "convolution"
+        return f"convolution_grouped{backward}"
+    return f"{'convolution_1x1' if all(size == 1 for size in weight.shape[2:]) else 'convolution'}{backward}"
 
 
 _REFINE = {"pointwise": _pointwise, "tanh": _power, "convolution": _convolution}

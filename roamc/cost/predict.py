@@ -14,7 +14,7 @@ from torch import fx
 
 from roamc.cost.call import call_of, fakes, tensors_in
 from roamc.cost.count import elements, flops, own_bytes, traffic
-from roamc.cost.kinds import FREE, PRODUCTS, UNKNOWN, VIEW, kind_of
+from roamc.cost.kinds import CONVOLUTIONS, FREE, PRODUCTS, UNKNOWN, VIEW, kind_of
 from roamc.cost.profile import DeviceProfile, Rates
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.units import Bytes, Seconds
@@ -27,7 +27,10 @@ NEXT = {
     "convolution": "matmul",
     "convolution_1x1": "convolution",
     "convolution_grouped": "convolution",
+    **{f"{kind}_backward": kind for kind in ("attention", "convolution", "convolution_1x1", "convolution_grouped")},
     "safe_softmax": "softmax",
+    "exponential_backward": "exponential",
+    "concatenation": "strided",
 }
 """Where a profile has no rate for a kind, that of another."""
 
@@ -47,7 +50,7 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     if kind not in PRODUCTS:
         return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))
     products = _per(flops(node), profile.flops, kind, node)
-    if kind.startswith("convolution"):
+    if kind in CONVOLUTIONS:
         return profile.overhead + products + moved + _reorder_seconds(node, profile)
     return profile.overhead + max(products * _share(node), moved)
 
@@ -62,11 +65,12 @@ def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:
 
 
 def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
-    """Weights are brought into the order of the library's kernels at every call."""
+    """Weights are brought into the order of the library's kernels at every call; in backward their gradient as well."""
     call = call_of(node)
     weights = [tensor for tensor in tensors_in(fakes(call.args[1:3])) if tensor.dim() > 2]
     count = max((own_bytes(tensor) // tensor.itemsize for tensor in weights[-1:]), default=0)
-    return _per(count, profile.elements, "convolution_weights", node)
+    ways = 2 if call.name == "convolution_backward" else 1
+    return _per(ways * count, profile.elements, "convolution_weights", node)
 
 
 def _share(node: fx.Node) -> float:

@@ -1,0 +1,207 @@
+"""``roamc calibrate``: measures a device with small functions and makes its profile.
+
+Every round runs each probe, so that a slow moment of the machine hits all alike, and the least of the rounds is kept:
+whatever else runs on the machine only adds. (Medians, where three others shared two cores, were off by a factor of two
+in either direction.) On a CPU a probe runs twice in a round, and the mean counts: once after all others, its tensors
+out of the caches, and once more. In a training step an operator's arguments were written lately and the place of its
+result was not. Against a step of GPT the first of these two is 10 to 50 % slow for kinds that move much and compute
+little, the second as much too fast.
+
+What a kind's own time is, overhead and all, is divided into its FLOPs or elements: a profile speaks for tensors of the
+size of activations.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from roamc.cost import probes
+from roamc.cost.probes import Probe, Scale, Work
+from roamc.cost.profile import DeviceProfile, device_model
+from roamc.errors import ProfileError
+from roamc.units import Bytes, Seconds
+
+SCALES = {"cpu": (1024, 768, 8), "cuda": (16384, 4096, 256)}
+"""Device type to rows, width and images: activations beyond the nearest caches, a few milliseconds a probe."""
+QUICK = (32, 64, 1)
+ROUNDS, QUICK_ROUNDS = 9, 2
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+CALLS = {"cpu": 2, "cuda": 10}
+"""Calls between two readings of the clock: a GPU is only read when it is idle."""
+SWEEP = {"cpu": range(16, 27), "cuda": range(20, 30)}
+"""Powers of two: bytes of each of three tensors that the bandwidth is measured with."""
+
+Say = Callable[[str, int], None]
+
+
+def calibrate(device: str | torch.device = "cpu", *, quick: bool = False, say: Say | None = None) -> DeviceProfile:
+    """Measure ``device``, with torch's present number of threads; half a minute at most.
+
+    Args:
+        device: "cpu", "cuda" or one of several, such as "cuda:1".
+        quick: tiny tensors and two rounds: a readable profile whose numbers mean nothing, for tests.
+        say: is told what happens, and the rounds that are done.
+
+    Raises:
+        ProfileError: there is no such device here.
+    """
+    where = _device(device)
+    scale = Scale(where, *(QUICK if quick else SCALES[where.type]))
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    with torch.no_grad():
+        timed = _Timed(where)
+        for table in (probes.PRODUCTS, probes.ELEMENTS):
+            for kind, probe in table.items():
+                for dtype in DTYPES[where.type]:
+                    timed.add((kind, str(dtype).removeprefix("torch.")), probe, scale, dtype)
+        sweep = [1 << power for power in SWEEP[where.type]][:: 6 if quick else 1]
+        for size in sweep:
+            timed.add(("bytes", size), _triad(size), scale, torch.float32)
+        timed.add(("weights", 0), _weights, scale, torch.float32)
+        timed.add(("overhead", 0), _overhead, scale, torch.float32)
+        for done in range(rounds):
+            if say is not None:
+                say(f"measuring {where}", done)
+            timed.round()
+        return _profile(where, timed, sweep)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ProfileError(f"no device is called {device!r}; known are {' and '.join(SCALES)}") from None
+    if where.type not in SCALES:
+        raise ProfileError(f"devices of type {where.type} cannot be measured, only {' and '.join(SCALES)}")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ProfileError(f"there is no device {where} here; {torch.cuda.device_count()} GPUs are seen")
+    return where
+
+
+class _Timed:
+    """Probes by key, and the seconds that each took, round by round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.work: dict[tuple[str, Any], Work] = {}
+        self.seconds: dict[tuple[str, Any], list[Seconds]] = {}
+
+    def add(self, key: tuple[str, Any], probe: Probe, scale: Scale, dtype: torch.dtype) -> None:
+        """Set up a probe and run it once; leave it out where torch has no kernel for the dtype."""
+        try:
+            run, count = probe(scale, dtype)
+            run()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return
+        self.work[key], self.seconds[key] = (run, count), []
+
+    def round(self) -> None:
+        """Run every probe by the clock."""
+        calls = CALLS[self.device.type]
+        for key, (run, _) in self.work.items():
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            self._wait()
+            self.seconds[key].append((time.perf_counter() - start) / calls)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def least(self, key: tuple[str, Any]) -> Seconds:
+        """Of one run."""
+        return max(min(self.seconds[key]), 1e-9)
+
+    def rate(self, key: tuple[str, Any]) -> float:
+        """FLOPs, elements or bytes a second, to four digits."""
+        return _digits(self.work[key][1] / self.least(key))
+
+    def rates(self, table: dict[str, Probe]) -> dict[str, dict[str, float]]:
+        """Of all kinds of a table, by dtype."""
+        found: dict[str, dict[str, float]] = {}
+        for kind, dtype in self.work:
+            if kind in table:
+                found.setdefault(kind, {})[dtype] = self.rate((kind, dtype))
+        return found
+
+
+def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> DeviceProfile:
+    by_traffic = {3 * size: timed.rate(("bytes", size)) for size in sweep}
+    slow, fast = by_traffic[3 * sweep[-1]], max(by_traffic.values())
+    cached = [traffic for traffic, rate in by_traffic.items() if rate >= (slow + fast) / 2]
+    flops, elements = timed.rates(probes.PRODUCTS), timed.rates(probes.ELEMENTS)
+    elements["convolution_weights"] = {"float32": _weight_rate(timed, flops["convolution"]["float32"])}
+    model = device_model(device.type)
+    today = datetime.date.today().isoformat()
+    return DeviceProfile(
+        name="measured",
+        device=device.type,
+        model=model,
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        source=f"roamc calibrate, {today}, torch {torch.__version__}",
+        overhead=_digits(timed.least(("overhead", 0)) / timed.work["overhead", 0][1]),
+        bandwidth=slow,
+        cache_bandwidth=fast,
+        cache_bytes=max(cached, default=0),
+        flops=flops,
+        elements=elements,
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _triad(size: Bytes) -> Probe:
+    """An addition of two tensors of ``size`` bytes into a third, and a product in place: half of all pointwise work."""
+
+    def probe(scale: Scale, dtype: torch.dtype) -> Work:
+        a, b, out = (torch.ones(size // dtype.itemsize, dtype=dtype, device=scale.device) for _ in range(3))
+
+        def run() -> None:
+            torch.add(a, b, out=out)
+            a.mul_(1.0)
+
+        return run, 5 * size
+
+    return probe
+
+
+def _weights(scale: Scale, dtype: torch.dtype) -> Work:
+    """A convolution with large weights and one small image: most of its time goes into the weights."""
+    x, weight = scale.floats(dtype, 1, 512, 4, 4), scale.floats(dtype, 512, 512, 3, 3)
+    return lambda: F.conv2d(x, weight, padding=1), weight.numel()
+
+
+def _weight_rate(timed: _Timed, flop_rate: float) -> float:
+    """Elements of the weights a second, in what the products leave of the time."""
+    count = timed.work["weights", 0][1]
+    products = 2 * 16 * count / flop_rate
+    took = timed.least(("weights", 0))
+    return _digits(count / max(took - products, took / 10))
+
+
+def _overhead(scale: Scale, dtype: torch.dtype) -> Work:
+    """Small operators of several kinds, a hundred of each."""
+    x, weight = scale.floats(dtype, 8, 8), scale.floats(dtype, 8)
+    out = torch.empty_like(x)
+
+    def run() -> None:
+        for _ in range(100):
+            torch.add(x, x, out=out)
+            out.mul_(0.5)
+            torch.mm(x, x, out=out)
+            torch.sum(x, 0)
+            torch.native_layer_norm(x, [8], weight, weight, 1e-5)
+
+    return run, 500

@@ -1,0 +1,341 @@
+"""FLOPs are the textbook's, bytes exact, every operator of the models has a price; profiles are data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from roamc import ops
+from roamc.cost import (
+    DeviceProfile,
+    flops,
+    kind_of,
+    load_profile,
+    read_profile,
+    seconds,
+    shipped_names,
+    step_seconds,
+    store_profile,
+    traffic,
+)
+from roamc.cost.kinds import KINDS, OPERATORS, PRODUCTS, UNKNOWN, VIEW
+from roamc.cost.measure import calibrate
+from roamc.cost.probes import ELEMENTS
+from roamc.cost.probes import PRODUCTS as PRODUCT_PROBES
+from roamc.errors import ProfileError
+from roamc.graph import operators
+from roamc.runtime.random import replay, save_rng_state
+from tests.graphs import model_graph, traced
+from tests.models import MODELS, Block
+
+aten = torch.ops.aten
+CPU = load_profile(profile="cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setattr("roamc.cost.profile.folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def node_of(function: Callable[..., Any], *inputs: Tensor) -> fx.Node:
+    """The last operator of a trace that is no view."""
+    nodes = operators(traced(function, *inputs).graph)
+    return [node for node in nodes if not ops.is_view(node.target)][-1]
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+HEADS = [floats(2, 3, 16, 8)] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "count"),
+    [
+        (torch.mm, [floats(3, 5), floats(5, 7)], 2 * 3 * 5 * 7),
+        (torch.addmm, [floats(7), floats(3, 5), floats(5, 7)], 2 * 3 * 5 * 7),
+        (torch.bmm, [floats(4, 3, 5), floats(4, 5, 7)], 2 * 4 * 3 * 5 * 7),
+        (torch.baddbmm, [floats(4, 3, 7), floats(4, 3, 5), floats(4, 5, 7)], 2 * 4 * 3 * 5 * 7),
+        (aten.addbmm, [floats(3, 7), floats(4, 3, 5), floats(4, 5, 7)], 2 * 4 * 3 * 5 * 7),
+        (aten.mv, [floats(3, 5), floats(5)], 2 * 3 * 5),
+        (aten.dot, [floats(5), floats(5)], 2 * 5),
+        (lambda x, w: F.conv2d(x, w), [floats(2, 3, 8, 8), floats(5, 3, 3, 3)], 2 * 2 * 6 * 6 * 5 * 3 * 3 * 3),
+        (lambda x, w: F.conv2d(x, w, groups=4), [floats(2, 4, 8, 8), floats(4, 1, 3, 3)], 2 * 2 * 6 * 6 * 4 * 9),
+        (lambda x, w: F.conv1d(x, w, stride=2), [floats(2, 3, 9), floats(5, 3, 3)], 2 * 2 * 4 * 5 * 3 * 3),
+        (aten._scaled_dot_product_flash_attention_for_cpu, HEADS, 2 * (2 * 2 * 3 * 16 * 16 * 8)),
+        (torch.relu, [floats(3)], 0),
+    ],
+)
+def test_flops_are_the_textbooks(function: Callable[..., Any], inputs: list[Tensor], count: int) -> None:
+    node = node_of(function, *inputs)
+    assert flops(node) == count
+    assert (kind_of(node) in PRODUCTS) == (count > 0)
+
+
+def backward_of_convolution(mask: list[bool]) -> fx.Node:
+    grad, x, weight = floats(2, 5, 6, 6), floats(2, 3, 8, 8), floats(5, 3, 3, 3)
+    rest = ([5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask)
+    return node_of(lambda *t: [r for r in aten.convolution_backward(*t, *rest) if r is not None], grad, x, weight)
+
+
+@pytest.mark.parametrize(("mask", "products"), [([True, True, False], 2), ([False, True, True], 1)])
+def test_flops_of_convolution_backward_follow_its_mask(mask: list[bool], products: int) -> None:
+    node = backward_of_convolution(mask)
+    assert node.target is aten.convolution_backward.default
+    assert flops(node) == products * 2 * 2 * 6 * 6 * 5 * 3 * 3 * 3
+    assert kind_of(node) == "convolution_backward"
+
+
+def test_flops_of_attention_backward_are_five_products() -> None:
+    q, k, v = HEADS
+    saved = [floats(2, 3, 16, 8), floats(2, 3, 16)]
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    node = node_of(lambda g, q, k, v, o, s: backward(g, q, k, v, o, s, 0.0, False), q, q, k, v, *saved)
+    assert flops(node) == 5 * (2 * 2 * 3 * 16 * 16 * 8)
+
+
+def test_causal_attention_takes_half_the_time() -> None:
+    large = [floats(8, 16, 512, 64)] * 3
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    full = seconds(node_of(lambda q, k, v: attend(q, k, v, 0.0, False), *large), CPU)
+    half = seconds(node_of(lambda q, k, v: attend(q, k, v, 0.0, True), *large), CPU)
+    assert half == pytest.approx(full / 2, rel=0.01)
+
+
+def test_block_of_gpt2_has_the_flops_of_the_papers() -> None:
+    b, s, h = 2, 16, 32
+    block = Block(h, 4, 0.0).eval()
+    names, values = zip(*block.named_parameters(), strict=True)
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
+
+    graph = traced(run, floats(b, s, h), *(value.detach() for value in values)).graph
+    assert sum(flops(node) for node in operators(graph)) == 24 * b * s * h**2 + 4 * b * s**2 * h
+
+
+def replayed(node: fx.Node) -> fx.Node:
+    """``node`` as roamc runs it again."""
+    with node.graph.inserting_before(node):
+        state = node.graph.call_function(save_rng_state, (torch.device("cpu"),))
+        again = node.graph.call_function(replay, (state, node.target, *node.args), dict(node.kwargs))
+    state.meta["val"], again.meta = floats(5056, dtype=torch.uint8), node.meta
+    return again
+
+
+def test_replayed_operator_costs_what_it_replays() -> None:
+    node = node_of(lambda x: aten.native_dropout(x, 0.5, True), floats(64, 64))
+    again = replayed(node)
+    assert (kind_of(again), traffic(again)) == (kind_of(node), traffic(node)) == ("random", traffic(node))
+    assert seconds(again, CPU) == seconds(node, CPU)
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "read", "written"),
+    [
+        (torch.add, [floats(3, 5), floats(3, 5)], 120, 60),
+        (lambda x: x * x, [floats(3, 5)], 60, 60),
+        (torch.add, [floats(3, 5), floats(5)], 80, 60),
+        (lambda x, y: x + y.expand(3, 5), [floats(3, 5), floats(1, 5)], 80, 60),
+        (torch.mm, [floats(3, 5), floats(5, 7)], 200, 84),
+        (lambda x: x.to(torch.bfloat16), [floats(4, 4)], 64, 32),
+        (lambda x: aten.mul_(x, 2.0), [floats(3, 5)], 60, 60),
+        (lambda x, y: aten.copy_(x, y), [floats(3, 5), floats(3, 5)], 60, 60),
+        (torch.zeros_like, [floats(3, 5)], 0, 60),
+        (lambda x: torch.empty_like(x) + x, [floats(3, 5)], 120, 60),
+        (lambda t, i: aten.embedding(t, i), [floats(100, 4), torch.zeros(3, dtype=torch.int64)], 48 + 24, 48),
+        (lambda x: aten.native_dropout(x, 0.5, True), [floats(3, 5)], 60, 60 + 15),
+        (lambda x: x.t().clone(memory_format=torch.contiguous_format), [floats(3, 5)], 60, 60),
+    ],
+)  # fmt: skip
+def test_bytes_are_exact(function: Callable[..., Any], inputs: list[Tensor], read: int, written: int) -> None:
+    moved = traffic(node_of(function, *inputs))
+    assert (moved.read, moved.written, moved.total) == (read, written, read + written)
+
+
+def test_views_and_empty_tensors_move_nothing() -> None:
+    nodes = operators(traced(lambda x: (x.t(), torch.empty_like(x)), floats(3, 5)).graph)
+    assert [traffic(node).total for node in nodes] == [0, 0]
+    assert seconds(nodes[0], CPU) == 0
+    assert seconds(nodes[1], CPU) == CPU.overhead
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "kind"),
+    [
+        (torch.add, [floats(4, 4), floats(4, 4)], "pointwise"),
+        (torch.mul, [floats(4, 4), torch.zeros(4, 4, dtype=torch.bool)], "mixed"),
+        (lambda x, y: x.t() + y, [floats(4, 4), floats(4, 4)], "strided"),
+        (lambda x: x.to(torch.float64), [floats(4, 4)], "pointwise"),
+        (lambda x: x**2, [floats(4)], "pointwise"),
+        (lambda x: x**0.5, [floats(4)], "root"),
+        (lambda x: x**3.7, [floats(4)], "tanh"),
+        (F.gelu, [floats(4)], "exponential"),
+        (lambda x: x.sum(0), [floats(4, 4)], "reduction"),
+        (torch.rand_like, [floats(4)], "random"),
+        (lambda x, w: F.conv2d(x, w), [floats(1, 4, 4, 4), floats(4, 4, 1, 1)], "convolution_1x1"),
+        (lambda x, w: F.conv2d(x, w, groups=4), [floats(1, 4, 4, 4), floats(4, 1, 3, 3)], "convolution_grouped"),
+    ],
+)
+def test_kind_of(function: Callable[..., Any], inputs: list[Tensor], kind: str) -> None:
+    assert kind_of(node_of(function, *inputs)) == kind
+
+
+def test_table_names_operators_that_torch_has() -> None:
+    missing = [name for name in OPERATORS if not hasattr(aten, name) and not hasattr(aten, f"{name}_")]
+    assert len(missing) < 30, missing  # some come and go with torch's versions, or are no ATen operators
+    assert set(OPERATORS.values()) <= set(KINDS)
+
+
+def test_everything_that_is_measured_is_a_kind() -> None:
+    assert set(PRODUCT_PROBES) == set(PRODUCTS)
+    assert set(ELEMENTS) < set(KINDS)
+
+
+def test_unknown_operator_is_expensive() -> None:
+    with torch.library._scoped_library("roamc_test_cost", "FRAGMENT") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+        x = floats(256, 256)
+        strange, plain = node_of(torch.ops.roamc_test_cost.mystery, x), node_of(torch.neg, x)
+    assert kind_of(strange) == UNKNOWN
+    assert flops(strange) == 0
+    assert seconds(strange, CPU) > 10 * (seconds(plain, CPU) - CPU.overhead)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_of_the_models_has_a_price(name: str) -> None:
+    graph, _ = model_graph(name, "step")
+    nodes = operators(graph.graph)
+    assert {str(node.target) for node in nodes if kind_of(node) == UNKNOWN} == set()
+    for profile in (CPU, load_profile(profile="h100")):
+        prices = [seconds(node, profile) for node in nodes]
+        assert all(
+            price == 0 if kind_of(node) == VIEW else 0 < price < 1 for node, price in zip(nodes, prices, strict=True)
+        )
+        assert step_seconds(graph, profile) == pytest.approx(sum(prices))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [F.gelu, torch.add, torch.sqrt, torch.tanh, torch.cumsum, aten._softmax, aten.native_dropout, torch.mm, torch.sum],
+)
+def test_larger_takes_longer(function: Callable[..., Any]) -> None:
+    rest: dict[Any, tuple[Any, ...]] = {
+        torch.cumsum: (0,), aten._softmax: (0, False), aten.native_dropout: (0.5, True), torch.sum: (0,)
+    }  # fmt: skip
+    more = (torch.add, torch.mm)
+    sizes = (8, 64, 512, 1024, 2048, 4096)
+    nodes = [
+        node_of(lambda x: function(x, x) if function in more else function(x, *rest.get(function, ())), floats(n, n))
+        for n in sizes
+    ]
+    for profile in (CPU, load_profile(profile="a100")):
+        prices = [seconds(node, profile) for node in nodes]
+        assert prices == sorted(prices)
+        assert prices[0] < prices[-1]
+
+
+# -- profiles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_profile_survives_json(name: str) -> None:
+    profile = load_profile(profile=name)
+    assert profile.name == name
+    assert profile.source
+    assert DeviceProfile.from_json(profile.to_json()) == profile
+
+
+def refused() -> Iterator[tuple[str, str]]:
+    data = json.loads(CPU.to_json())
+    yield "", "not JSON"
+    yield "[" * 100_000, "not JSON"
+    yield "[]", "format is 'list'"
+    yield json.dumps({**data, "format": 99}), "format is 99, this roamc reads"
+    yield json.dumps({key: value for key, value in data.items() if key != "bandwidth"}), "must have the fields"
+    yield json.dumps({**data, "more": 1}), "must have the fields"
+    yield json.dumps({**data, "bandwidth": "fast"}), "bandwidth must be float"
+    yield json.dumps({**data, "bandwidth": 0}), "bandwidth must be a number above zero"
+    yield json.dumps({**data, "overhead": float("inf")}), "overhead must be a number above zero"
+    yield json.dumps({**data, "overhead": float("nan")}), "overhead must be float"
+    yield json.dumps({**data, "flops": {}}), "a rate for matmul"
+    yield json.dumps({**data, "elements": {"random": {"float32": 0}}}), "elements of random in float32 must be"
+    yield json.dumps({**data, "elements": {"random": 1e9}}), "elements must be"
+
+
+@pytest.mark.parametrize(("text", "says"), list(refused()))
+def test_bad_profile_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=says) as caught:
+        load_profile(profile=str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_unknown_name_of_a_profile_lists_the_shipped_ones() -> None:
+    with pytest.raises(ProfileError, match=r"neither a file nor a shipped profile \(a100, cpu, h100\)"):
+        load_profile(profile="tpu")
+
+
+def test_named_profile_comes_before_the_stored_one_and_that_before_the_shipped_one() -> None:
+    assert load_profile("cpu") == CPU
+    stored = dataclasses.replace(CPU, name="measured", threads=torch.get_num_threads())
+    store_profile(stored)
+    assert load_profile("cpu") == stored
+    assert load_profile("cpu", "cpu") == CPU
+
+
+def test_stored_profile_of_the_nearest_number_of_threads_is_taken() -> None:
+    now = torch.get_num_threads()
+    for threads in (now + 1, now + 7):
+        store_profile(dataclasses.replace(CPU, threads=threads))
+    assert load_profile("cpu").threads == now + 1
+
+
+def test_stored_profile_that_cannot_be_read_says_what_to_do(cache: Path) -> None:
+    store_profile(CPU).write_text("{}")
+    with pytest.raises(ProfileError, match="measure again with: roamc calibrate --device cpu"):
+        load_profile("cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_devices_without_a_profile_of_their_own_get_one(device: str) -> None:
+    assert load_profile(device).device == "cuda"
+
+
+@pytest.mark.parametrize(("device", "says"), [("gpu", "no device is called"), ("meta", "cannot be measured")])
+def test_device_that_cannot_be_measured_is_refused(device: str, says: str) -> None:
+    with pytest.raises(ProfileError, match=says):
+        calibrate(device, quick=True)
+
+
+def test_calibration_makes_a_readable_profile() -> None:
+    said = []
+    profile = calibrate("cpu", quick=True, say=lambda text, done: said.append((text, done)))
+    path = store_profile(profile)
+    assert read_profile(path) == load_profile("cpu") == profile
+    assert set(profile.flops) == set(PRODUCTS)
+    assert set(profile.elements) == {*ELEMENTS, "convolution_weights"}
+    assert {"float32", "bfloat16"} <= set(profile.flops["matmul"])
+    assert [done for _, done in said] == [0, 1]
+    assert torch.is_grad_enabled()
