@@ -30,7 +30,7 @@ ROUNDS = 6
 """How often ``retain`` is asked at most."""
 
 CLOSE = 0.01
-"""A plan this close below the budget is good enough: no further round."""
+"""Nothing is asked again for so small a share of the budget."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -88,6 +88,10 @@ class Tried(Protocol):
         """What it takes longer than without a budget."""
 
     @property
+    def asked_bytes(self) -> Bytes:
+        """The peak of live bytes that ``retain`` foresaw."""
+
+    @property
     def order(self) -> Sequence[str]:
         """Its operators but for reruns, first to last."""
 
@@ -103,19 +107,19 @@ class _Search:
     fitted: Bytes = 0
     failed: Bytes = 1 << 62
 
-    def next(self, target: Bytes, peak: Bytes) -> Bytes | None:
-        """What to ask for after the plan for ``target`` came out at ``peak``; None if that is good enough."""
-        gap = self.budget - peak
-        if gap >= 0:
+    def next(self, target: Bytes, tried: Tried) -> Bytes | None:
+        """What to ask for after the plan for ``target``; None if another would hardly be better."""
+        fits = tried.peak_bytes <= self.budget
+        if fits:
             self.fitted = max(self.fitted, target)
-            if gap <= self.budget * CLOSE:
-                return None
         else:
             self.failed = min(self.failed, target)
-        wanted = target + gap
+        wanted = self.budget - (tried.peak_bytes - tried.asked_bytes)
         if not self.fitted < wanted < self.failed:
-            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed * 9 // 10
-        return wanted if self.fitted < wanted < self.failed else None
+            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
+        if fits and wanted <= target + self.budget * CLOSE:
+            return None
+        return wanted if 0 < wanted < self.failed else None
 
 
 def fit(attempt: Attempt, budget: Bytes | None) -> Tried:
@@ -133,7 +137,7 @@ def fit(attempt: Attempt, budget: Bytes | None) -> Tried:
     for _ in range(ROUNDS if budget else 1):
         now = attempt(target, order)
         found.append(now)
-        wanted = search.next(target, now.peak_bytes)
+        wanted = search.next(target, now)
         if wanted is None:
             break
         target = wanted

@@ -139,6 +139,11 @@ class _Attempt:
         return self.planned.plan.added_seconds
 
     @property
+    def asked_bytes(self) -> Bytes:
+        decision = self.planned.plan.decisions[retain.NAME]
+        return int(decision["peak_bytes"])
+
+    @property
     def order(self) -> tuple[str, ...]:
         return tuple(op.node.name for op in build_memory(self.planned.graph).operators)
 

@@ -49,7 +49,12 @@ def test_disable_takes_a_text_or_a_list_of_names(disable: object, names: tuple[s
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("memory_limt", "memory_budget"), ("memorylimit", "memory_budget"), ("Order", "order"), ("alignement", "alignment")],
+    [
+        ("memory_limt", "memory_budget"),
+        ("memorylimit", "memory_budget"),
+        ("Order", "order"),
+        ("alignement", "alignment"),
+    ],
 )
 def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(OptionError, match=f"unknown option '{name}'.*did you mean '{nearest}'") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Decision:
             order in which they run.
         peak_bytes: live bytes at the worst step of that order; the passes behind may lower it.
         added_seconds: predicted time of all reruns.
-        bound_seconds: no choice within the same peak adds less.
+        bound_seconds: no choice within the same peak adds less; 0 where that is not known.
         status: ``"optimal"``, ``"gap"``, ``"limit"``, or ``"infeasible"`` if the peak asked for was not reached.
     """
 
@@ -92,7 +93,7 @@ def _decision(asked: Question, solution: RetainSolution, order: tuple[str, ...])
         ),
         peak_bytes=int(solution.peak_bytes),
         added_seconds=float(solution.seconds),
-        bound_seconds=float(solution.bound_seconds),
+        bound_seconds=float(solution.bound_seconds) if math.isfinite(solution.bound_seconds) else 0.0,
         status=str(solution.status.value),
     )
 

@@ -206,10 +206,14 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
 
 def _saved(graph: TrainGraph) -> tuple[str, ...]:
     """What passes from forward to backward now, first what did before: AOTAutograd has an order of its own."""
-    late = {n for n, port in zip(output_values(graph.graph), graph.outputs, strict=True) if port.phase is not Phase.FORWARD}
+    late = {
+        n for n, port in zip(output_values(graph.graph), graph.outputs, strict=True) if port.phase is not Phase.FORWARD
+    }
     readers = [n for n in operators(graph.graph) if graph.phase[n.name] is not Phase.FORWARD]
     early = {n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is Phase.FORWARD}
     early |= {n for n in operators(graph.graph) if graph.phase[n.name] is Phase.FORWARD}
-    crossing = dict.fromkeys(argument.name for reader in readers for argument in reader.all_input_nodes if argument in early)
+    crossing = dict.fromkeys(
+        argument.name for reader in readers for argument in reader.all_input_nodes if argument in early
+    )
     crossing |= dict.fromkeys(node.name for node in output_node(graph.graph).all_input_nodes if node in late & early)
     return (*(name for name in graph.saved if name in crossing), *(n for n in crossing if n not in set(graph.saved)))

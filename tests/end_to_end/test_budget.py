@@ -45,4 +45,11 @@ def test_budget_leaves_every_bit(name: str, route: str) -> None:
         assert torch.equal(torch.get_rng_state(), state), budget
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, {budget}")
         plan = found.plan
-        print(name, route, budget, plan.budget_bytes, plan.peak_bytes / plan.baseline_bytes, len(plan.decisions["retain"]["reruns"]))
+        print(
+            name,
+            route,
+            budget,
+            plan.budget_bytes,
+            plan.peak_bytes / plan.baseline_bytes,
+            len(plan.decisions["retain"]["reruns"]),
+        )
