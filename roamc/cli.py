@@ -23,13 +23,13 @@ from roamc.cost.measure import ROUNDS, calibrate
 from roamc.demo.race import race
 from roamc.demo.show import show
 from roamc.demo.worker import Task
-from roamc.errors import BudgetError, RoamcError
+from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.report import text
 from roamc.report.device import rows as profile_rows
 from roamc.report.explain import Explanation
 from roamc.report.html import write
 from roamc.report.progress import Stages
-from roamc.report.request import Request, answer, picture
+from roamc.report.request import Request, answer, picture, points
 from roamc.solvers.warm_up import warm_up
 from roamc.units import parse_bytes
 from roamc.version import __version__
@@ -83,7 +83,13 @@ Meta = Annotated[
 ]
 Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="Clip the 2-norm of all gradients to this.")]
 Limit = Annotated[
-    str | None, typer.Option("--memory-budget", metavar="SIZE", help="End with 2 if the peak is above, e.g. 6GiB.")
+    list[str] | None,
+    typer.Option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, or device. End with 2 if "
+        "no plan keeps it. Repeated, one row for each.",
+    ),
 ]
 Others = Annotated[
     list[str] | None,
@@ -119,11 +125,14 @@ def plan(
     Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
     """
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    budgets = memory_budget or []
     with _reported(debug, as_json):
-        found = _answer(
-            Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm, memory_budget,
-                    tuple(option or ()))
-        ).plan  # fmt: skip
+        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
+                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()))  # fmt: skip
+        if len(budgets) > 1:
+            _several(request, budgets, save, as_json)
+            return
+        found = _answer(request).plan
         if save is not None:
             save.write_text(found.to_json() + "\n", encoding="utf-8")
         if as_json:
@@ -149,7 +158,7 @@ def explain(
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          memory_budget, tuple(option or ()))  # fmt: skip
+                          _only(memory_budget), tuple(option or ()))  # fmt: skip
         found = _answer(request, source) if html is None else _drawn(request, source, html)
         if as_json:
             _print_json(found.to_dict(top))
@@ -256,6 +265,26 @@ def demo(
 def main() -> None:
     """The console entry point."""
     app(prog_name="roamc")
+
+
+def _several(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
+    """One row for each budget; ends with 2 if one cannot be kept."""
+    if save is not None:
+        raise OptionError("--save writes one plan: give one --memory-budget")
+    with Stages(f"building {request.target}") as stages:
+        found = points(request, budgets, say=stages.now)
+    if as_json:
+        _print_json([point.to_dict() for point in found])
+    else:
+        text.show_points(text.console(), found[0].plan.name, found)
+    if not all(point.fits for point in found):
+        raise _DoesNotFit(DOES_NOT_FIT)
+
+
+def _only(budgets: list[str] | None) -> str | None:
+    if budgets and len(budgets) > 1:
+        raise OptionError("one --memory-budget is explained at a time; roamc plan compares several")
+    return budgets[0] if budgets else None
 
 
 def _answer(request: Request, source: bool = False) -> Explanation:

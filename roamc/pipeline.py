@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from roamc import budget, typed, verify
+from roamc import budget, cost, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes
@@ -107,11 +107,13 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     options = dataclasses.replace(options, memory_budget=limit)
     start = Stop(graph.replace(eager_bytes=baseline), {}, {})
     clean = _travel(start, PIPELINE[:SHARED], options, plan, deep)
+    device = main_device(graph)
+    alone = 0.0 if limit is None else cost.step_seconds(clean.graph, cost.load_profile(device, options.profile))
 
     def attempt(target: Bytes | None, order: Sequence[str] | None) -> _Attempt:
         road = [_aimed(step, target, order) if step.name == retain.NAME else step for step in PIPELINE[SHARED:]]
         begin = clean if target is None and limit is None else dataclasses.replace(clean, graph=copied(clean.graph))
-        return _Attempt(_finish(_travel(begin, road, options, plan, deep), mark, limit))
+        return _Attempt(_finish(_travel(begin, road, options, plan, deep), mark, limit, alone))
 
     tried = attempt(None, None) if plan is not None or retain.NAME in options.disable else budget.fit(attempt, limit)
     _check_budget(tried.planned.plan, limit)
@@ -164,11 +166,11 @@ def _travel(start: Stop, road: Sequence[Pass], options: Options, plan: Plan | No
     return Stop(graph, decisions, seconds)
 
 
-def _finish(end: Stop, mark: str, limit: Bytes | None) -> Planned:
+def _finish(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Planned:
     """Check the layout and write the plan."""
     begun = time.perf_counter()
     verify.check_layout(end.graph)
-    made = _plan(end, mark, limit)
+    made = _plan(end, mark, limit, alone)
     made.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
     return Planned(end.graph, made)
 
@@ -206,7 +208,7 @@ def _check_disabled(options: Options) -> None:
             raise PlanError(f"cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
 
 
-def _plan(end: Stop, mark: str, limit: Bytes | None) -> Plan:
+def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
     graph, decisions = end.graph, end.decisions
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
@@ -225,6 +227,7 @@ def _plan(end: Stop, mark: str, limit: Bytes | None) -> Plan:
         live_bytes=placed.live_bytes,
         bound_bytes=bound_bytes,
         baseline_bytes=graph.eager_bytes or 0,
+        step_seconds=alone,
         added_seconds=kept.added_seconds,
         added_bound_seconds=kept.bound_seconds,
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",

@@ -36,6 +36,7 @@ class Plan:
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
         baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
+        step_seconds: predicted time of a step in which nothing runs again; 0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again, per step.
         added_bound_seconds: no choice of reruns within the same peak adds less.
         status: "optimal" if no order and no layout can be better, else "gap" or "limit".
@@ -54,6 +55,7 @@ class Plan:
     live_bytes: Bytes
     bound_bytes: Bytes
     baseline_bytes: Bytes
+    step_seconds: Seconds
     added_seconds: Seconds
     added_bound_seconds: Seconds
     status: str
@@ -95,12 +97,27 @@ class Plan:
         """The numbers as they are shown: (label, value, remark)."""
         return (
             ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
+            *self._budget_rows(),
             ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
             ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
             ("status", self.status, ""),
         )
+
+    def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
+        if not self.step_seconds:
+            return ()
+        again = len(self.decisions.get("retain", {}).get("reruns", ()))
+        added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark(again))
+        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else "min", "")
+        return (asked, added)
+
+    def _added_remark(self, again: int) -> str:
+        if not again:
+            return "nothing has to run again"
+        least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
+        return f"predicted: {again} operators run again{least}"
 
     def __str__(self) -> str:
         lines = [f"plan of {self.name}"]

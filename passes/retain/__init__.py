@@ -20,4 +20,4 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """
     if not decision.reruns:
         return graph
-    return rerun(reorder.arrange(graph, decision.order), [Rerun(*again) for again in decision.reruns])
+    return rerun(reorder.arrange(graph, decision.order), [Rerun(*again[:3]) for again in decision.reruns])

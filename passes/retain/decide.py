@@ -15,7 +15,7 @@ from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate, reorder
 from roamc.passes.retain.forms import rerun_form, results_of
-from roamc.passes.retain.recompute import Rerun, may_run_again
+from roamc.passes.retain.recompute import may_run_again
 from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, solve, validate
 from roamc.units import Bytes, Seconds
 
@@ -26,8 +26,8 @@ class Decision:
 
     Attributes:
         order: names of all operators, first to last; empty for the graph's own order.
-        reruns: (operator in front of which it runs, operator that runs again, storages that it renews), in the
-            order in which they run.
+        reruns: (operator in front of which it runs, operator that runs again, storages that it renews, predicted
+            seconds), in the order in which they run.
         peak_bytes: live bytes at the worst step of that order; the passes behind may lower it.
         added_seconds: predicted time of all reruns.
         bound_seconds: no choice within the same peak adds less; 0 where that is not known.
@@ -35,7 +35,7 @@ class Decision:
     """
 
     order: tuple[str, ...]
-    reruns: tuple[tuple[str, str, tuple[str, ...]], ...]
+    reruns: tuple[tuple[str, str, tuple[str, ...], Seconds], ...]
     peak_bytes: Bytes
     added_seconds: Seconds
     bound_seconds: Seconds
@@ -88,8 +88,13 @@ def _decision(asked: Question, solution: RetainSolution, order: tuple[str, ...])
     return Decision(
         order=order if solution.reruns else (),
         reruns=tuple(
-            Rerun(names[r.before], asked.operators[r.operator], tuple(asked.storages[k].name for k in r.renews))
-            for r in solution.reruns
+            (
+                names[again.before],
+                asked.operators[again.operator],
+                tuple(asked.storages[k].name for k in again.renews),
+                float(asked.problem.seconds[again.operator]),
+            )
+            for again in solution.reruns
         ),
         peak_bytes=int(solution.peak_bytes),
         added_seconds=float(solution.seconds),

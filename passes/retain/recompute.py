@@ -23,7 +23,7 @@ from torch import fx
 from roamc import ops
 from roamc.compat import FakeTensorMode, with_bits
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_node, output_values, placeholders, tensors_of
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.memory import MemoryModel, build_memory, identity
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.rewrite import mode_of
@@ -118,6 +118,7 @@ class _Writer:
         if ops.rule(first.target).random:
             target, args = replay, (self._state(first), first.target, *args)
         fresh = self._call(target, args, kwargs, first, at)
+        fresh.meta["again"], fresh.meta["again_target"] = first.name, str(first.target)  # for reports
         moved = self._moved(first, {})
         fresh.meta["val"] = moved if isinstance(moved, torch.Tensor) else moved[:count]
         renewed = [node for node in self._results(first) if self.memory.storage_of(node).name in again.renews]
@@ -206,14 +207,13 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
 
 def _saved(graph: TrainGraph) -> tuple[str, ...]:
     """What passes from forward to backward now, first what did before: AOTAutograd has an order of its own."""
-    late = {
-        n for n, port in zip(output_values(graph.graph), graph.outputs, strict=True) if port.phase is not Phase.FORWARD
-    }
-    readers = [n for n in operators(graph.graph) if graph.phase[n.name] is not Phase.FORWARD]
-    early = {n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is Phase.FORWARD}
-    early |= {n for n in operators(graph.graph) if graph.phase[n.name] is Phase.FORWARD}
-    crossing = dict.fromkeys(
-        argument.name for reader in readers for argument in reader.all_input_nodes if argument in early
-    )
-    crossing |= dict.fromkeys(node.name for node in output_node(graph.graph).all_input_nodes if node in late & early)
-    return (*(name for name in graph.saved if name in crossing), *(n for n in crossing if n not in set(graph.saved)))
+    given = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    early = {node for node, port in given if port.phase is Phase.FORWARD}
+    early |= {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD}
+    readers = [node for node in operators(graph.graph) if node not in early]
+    returned = zip(output_values(graph.graph), graph.outputs, strict=True)
+    read = [argument for reader in readers for argument in reader.all_input_nodes]
+    read += [node for node, port in returned if node is not None and port.phase is not Phase.FORWARD]
+    crossing = dict.fromkeys(node.name for node in read if node in early)
+    known = set(graph.saved)
+    return (*(name for name in graph.saved if name in crossing), *(name for name in crossing if name not in known))

@@ -7,20 +7,19 @@ ready for JSON, and are rendered by :mod:`roamc.report.text`.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import fx
-
 from roamc.forms import FormKind, form_of
-from roamc.graph import Phase, Role, TrainGraph, placeholders, source_line
+from roamc.graph import Phase, TrainGraph
 from roamc.layout import Layout
 from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eager_lifetimes, lifetimes, sizes, timeline
 from roamc.pipeline import Planned
 from roamc.plan import Plan
+from roamc.report.origin import origin, parameter_names
+from roamc.report.rerun import Dropped, dropped
 from roamc.units import Bytes
 
 KINDS = ("saved", "gradient", "output", "tangent", "temporary")
@@ -123,6 +122,7 @@ class Explanation:
         eager: the peak in program order, gradients kept to the end, as eager PyTorch runs it.
         planned: the peak in the chosen order.
         allocating: operators without an ``out=`` form, most bytes first.
+        dropped: what is made again to keep the budget, most bytes first.
         candidates: every order that was tried and its peak, lowest first.
         order: the candidate that was taken.
         source: the emitted program, if it was asked for.
@@ -132,6 +132,7 @@ class Explanation:
     eager: Peak
     planned: Peak
     allocating: tuple[Allocating, ...]
+    dropped: tuple[Dropped, ...] = ()
     candidates: tuple[tuple[str, Bytes], ...] = ()
     order: str = ""
     source: str = field(default="", repr=False)
@@ -144,7 +145,8 @@ class Explanation:
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
             data[key]["storages"] = data[key]["storages"][:top]
-        data["allocating"] = [dataclasses.asdict(item) for item in self.allocating]
+        for key in ("allocating", "dropped"):
+            data[key] = [dataclasses.asdict(item) for item in data[key]]
         if not self.source:
             del data["source"]
         return data
@@ -159,6 +161,7 @@ def explain(eager: Peak, planned: Planned, source: str = "") -> Explanation:
         eager=eager,
         planned=find_peak(planned.graph),
         allocating=allocating(planned.graph),
+        dropped=dropped(planned.graph, planned.plan),
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),
         source=source,
@@ -220,35 +223,6 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
         copied = sum(storage.nbytes for storage in made) - kept
         found[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.held_bytes + kept)
     return tuple(sorted(found.values(), key=lambda item: (-item.copied_bytes - item.held_bytes, item.operator)))
-
-
-def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> str:
-    """Where ``node`` comes from in the user's terms.
-
-    Its own line of the model; for an update the parameter; else, with a leading "<", the line of the
-    nearest operator in front of it that has one.
-    """
-    line = source_line(node)
-    if line:
-        return line
-    queue, seen = deque(node.all_input_nodes), set(node.all_input_nodes)
-    while queue:
-        current = queue.popleft()
-        if phase is Phase.UPDATE and current.name in parameter_names:
-            return parameter_names[current.name]
-        if phase is not Phase.UPDATE and source_line(current):
-            return f"< {source_line(current)}"
-        fresh = [item for item in current.all_input_nodes if item not in seen]
-        seen.update(fresh)
-        queue.extend(fresh)
-    return ""
-
-
-def parameter_names(graph: TrainGraph) -> dict[str, str]:
-    """Placeholder of a parameter, or of its state, to the parameter's name."""
-    roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
-    pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}
 
 
 def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from roamc.graph import TrainGraph
 from roamc.memory import Int64s, MemoryModel, Step, build_memory, eager_lifetimes, lifetimes, sizes, timeline
-from roamc.report.explain import KINDS, Explanation, Live, describe, origin, parameter_names
+from roamc.report.explain import KINDS, Explanation, Live, describe
+from roamc.report.origin import origin, parameter_names
 from roamc.solvers.layout import make_problem, solve
 from roamc.units import Bytes
 

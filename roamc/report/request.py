@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roamc import pipeline, zoo
+from roamc.budget import parse_budget
 from roamc.codegen.source import emit
 from roamc.errors import OptionError
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
 from roamc.report.explain import Explanation, explain, find_peak
+from roamc.report.frontier import Point, frontier
 from roamc.report.picture import Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
@@ -34,7 +36,7 @@ class Request:
         forward_backward: leave the update out.
         meta: call the function of a file with the meta device as torch's default.
         clip_grad_norm: as for :func:`roamc.train_step`.
-        memory_budget: a size such as "6GiB".
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", or "device".
         options: ``key=value`` of roamc's options.
     """
 
@@ -67,6 +69,17 @@ def answer(request: Request, *, source: bool = False, say: Say = lambda stage: N
     eager = find_peak(graph, eager=True)
     planned = _planned(graph, options, seconds, say)
     return explain(eager, planned, emit(planned.graph).source if source else "")
+
+
+def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
+    """One plan for each budget; the errors of :func:`answer`, but for budgets that nothing keeps."""
+    options = options_of(request)
+    asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
+    graph, _ = _captured(request, say)
+    say("getting the solvers ready, for which a new installation compiles them")
+    warm_up()
+    say(f"planning {graph.name}, {len(asked)} budgets")
+    return frontier(graph, options, asked)
 
 
 def picture(request: Request, *, source: bool = False, say: Say = lambda stage: None) -> Picture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,12 +12,13 @@ from rich.table import Table
 
 from roamc.plan import Plan
 from roamc.report.explain import Allocating, Explanation, Peak, groups
+from roamc.report.frontier import Point
 from roamc.units import Bytes, Seconds, format_bytes
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
 
-STAGES = ("capture", "normalize", "reorder", "donate", "layout", "verify", "emit")
+STAGES = ("capture", "normalize", "retain", "reorder", "donate", "layout", "verify", "emit")
 """The order in which times are shown; any other stage comes last."""
 
 
@@ -42,6 +43,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
     show_plan(out, found.plan)
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
     _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
+    _show_dropped(out, found, top)
     _show_allocating(out, found.allocating, top)
     _show_orders(out, found)
     _show_layout(out, found.plan)
@@ -51,6 +53,26 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
             out.print(Syntax(found.source, "python", word_wrap=True))
         else:
             out.print(found.source, markup=False, soft_wrap=True)
+
+
+def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
+    """Several budgets, one row each."""
+    eager = points[0].plan.baseline_bytes
+    out.print(f"plans of {name}, where eager holds {format_bytes(eager)}", markup=False, soft_wrap=True)
+    rows = [
+        (
+            str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
+            format_bytes(point.plan.peak_bytes),
+            f"{point.plan.peak_bytes / eager:.3f}",
+            f"{point.plan.added_seconds / point.plan.step_seconds:.1%}",
+            f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
+            str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
+            "" if point.fits else "does not fit",
+        )
+        for point in points
+    ]
+    headings = ("budget", "peak", "of eager's", "added time", "at least", "reruns", "")
+    show_rows(out, headings, rows, right=(0, 1, 2, 3, 4, 5))
 
 
 def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
@@ -164,6 +186,25 @@ def _show_storages(out: Console, peak: Peak, top: int) -> None:
 def _show_rest(out: Console, sizes: list[Bytes]) -> None:
     if sizes:
         out.print(f"and {len(sizes)} more, {format_bytes(sum(sizes))}", markup=False)
+
+
+def _show_dropped(out: Console, found: Explanation, top: int) -> None:
+    if not found.dropped:
+        return
+    _heading(out, "dropped after its last reader and made again for the next, to keep the budget")
+    rows = [
+        (
+            format_bytes(d.nbytes),
+            str(d.count),
+            str(d.runs),
+            f"{d.seconds / found.plan.step_seconds:.2%}",
+            short(d.operator),
+            d.source,
+        )
+        for d in found.dropped[:top]
+    ]
+    show_rows(out, ("bytes", "storages", "runs", "of the step's time", "operator", "line"), rows, right=(0, 1, 2, 3))
+    _show_rest(out, [d.nbytes for d in found.dropped[top:]])
 
 
 def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:
