@@ -1,12 +1,13 @@
 """Predicted against measured seconds of a planned training step, whole and by operator, with a fresh calibration.
 
-    python -m benchmarks.cost [MODEL ...] [--steps N]
+    python -m benchmarks.cost [MODEL ...] [--steps N] [--threads N ...]
 
 One process per model and number of threads: it calibrates, plans the step with ``train_step`` and AdamW, runs it for
 the whole time, and runs it again with the clock read before every operator. What an operator takes reaches to the start
 of the next one, copies into the arena included. Everywhere the least of the rounds counts, as in the calibration:
-whatever else runs on the machine only adds. Operators of the same name and shapes are one row; those above 1 % of the
-step are compared.
+whatever else runs on the machine only adds; one thread is measured by the time that it had a processor. Operators of
+the same name and shapes are one row; those above 1 % of the step are compared. ``load`` is that of the
+machine: above the number of its cores, times of several threads mean little.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ MODELS = ("nanogpt-dropout", "gpt2-124m", "gpt2", "bert", "resnet50")
 THREADS = (1, 2)
 SHARE = 0.01
 
+Clock = Callable[[], float]
+
 
 def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
     """Calibrate, measure and compare one model."""
@@ -34,17 +37,18 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
 
     import roamc
     from roamc.cost import step_seconds
-    from roamc.cost.measure import calibrate
+    from roamc.cost.measure import calibrate, clock
 
     torch.set_num_threads(threads)
+    now = clock(torch.device("cpu"))
     profile = calibrate("cpu")
     work = make(name)
     step = roamc.train_step(work.model, work.loss, torch.optim.AdamW(work.model.parameters(), lr=1e-4), strict=True)
     step(*work.batch)
     graph = step.latest.executable.planned.graph
-    whole = min(_run(step, work.batch) for _ in range(rounds))
-    stamps = _stamped(step.latest.executable)
-    taken = [_operator_seconds(step, work.batch, stamps) for _ in range(rounds)][1:]
+    whole = min(_run(step, work.batch, now) for _ in range(rounds))
+    stamps = _stamped(step.latest.executable, now)
+    taken = [_operator_seconds(step, work.batch, stamps, now) for _ in range(rounds)][1:]
     measured = [min(times) for times in zip(*taken, strict=True)]
     rows = _rows(graph, measured, profile)
     predicted = step_seconds(graph, profile)
@@ -54,6 +58,7 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
         "kind": f"{threads} threads",
         "threads": threads,
         "rounds": rounds,
+        "load": round(os.getloadavg()[0], 1),
         "step": {"predicted": predicted, "measured": whole, "operators": sum(measured)},
         "predicted / measured": round(predicted / whole, 4),
         "median operator error": round(statistics.median(errors), 4),
@@ -63,10 +68,10 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _run(step: Any, batch: Any) -> float:
-    start = time.perf_counter()
+def _run(step: Any, batch: Any, now: Clock) -> float:
+    start = now()
     step(*batch)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _operators(graph: Any) -> list[Any]:
@@ -77,7 +82,7 @@ def _operators(graph: Any) -> list[Any]:
     return [node for node in operators(graph.graph) if not ops.is_view(node.target)]
 
 
-def _stamped(executable: Any) -> list[float]:
+def _stamped(executable: Any, now: Clock) -> list[float]:
     """Make the program read the clock before every operator, into the list that is returned."""
     from roamc import compat, ops
     from roamc.runtime.program import load
@@ -86,7 +91,7 @@ def _stamped(executable: Any) -> list[float]:
 
     def stamp(function: Callable[..., Any]) -> Callable[..., Any]:
         def stamped(*args: Any, **kwargs: Any) -> Any:
-            stamps.append(time.perf_counter())
+            stamps.append(now())
             return function(*args, **kwargs)
 
         return stamped
@@ -100,10 +105,10 @@ def _stamped(executable: Any) -> list[float]:
     return stamps
 
 
-def _operator_seconds(step: Any, batch: Any, stamps: list[float]) -> list[float]:
+def _operator_seconds(step: Any, batch: Any, stamps: list[float], now: Clock) -> list[float]:
     stamps.clear()
     step(*batch)
-    stamps.append(time.perf_counter())
+    stamps.append(now())
     return [after - before for before, after in itertools.pairwise(stamps)]
 
 
@@ -141,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=7, help="rounds per model")
+    parser.add_argument("--threads", type=int, nargs="*", default=list(THREADS))
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "THREADS", "ROUNDS"))
     given = parser.parse_args()
     if given.worker:
@@ -148,7 +154,7 @@ def main() -> None:
         return
     rows = []
     for name in given.models:
-        for threads in THREADS:
+        for threads in given.threads:
             rows.append(fresh(__file__, name, str(threads), str(given.steps), threads=threads))
             print({key: value for key, value in rows[-1].items() if key not in ("operators", "kinds")}, flush=True)
     print(save("cost", rows, __doc__ or ""))

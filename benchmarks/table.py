@@ -57,8 +57,9 @@ def _cost(rows: list[dict[str, Any]]) -> list[str]:
         return []
     return [
         "",
-        "Predicted step time of `train_step` after `roamc calibrate`, against the least of several steps; and the "
-        "error of single operators (all of one name and shape together, those above 1 % of the step):",
+        "Predicted step time of `train_step` after `roamc calibrate`, against the least of several steps, one "
+        "thread by processor time; and the error of single operators (all of one name and shapes together, those above "
+        "1 % of the step):",
         "",
         "| model | threads | predicted s | measured s | predicted / measured | operators: median error | "
         "operators compared | their share of the step |",

@@ -46,6 +46,7 @@ KINDS: dict[str, str] = {
     "exponential_backward": "of these",
     "tanh": "slow functions: tanh, sine, general powers",
     "random": "draws a number for every element",
+    "random_backward": "of dropout: a gradient by its mask",
     "softmax": "softmax and log-softmax",
     "safe_softmax": "softmax that looks for rows without a finite element",
     "softmax_backward": "of either",
@@ -100,6 +101,7 @@ _MEMBERS: dict[str, str] = {
     "random": "native_dropout _fused_dropout bernoulli uniform normal rand randn rand_like randn_like randint "
     "randint_like randperm multinomial exponential cauchy log_normal geometric poisson rrelu_with_noise random "
     "normal_functional alpha_dropout",
+    "random_backward": "native_dropout_backward",
     "softmax": "_softmax _log_softmax logsumexp logcumsumexp",
     "safe_softmax": "_safe_softmax",
     "softmax_backward": "_softmax_backward_data _log_softmax_backward_data",

@@ -2,10 +2,12 @@
 
 Every round runs each probe, so that a slow moment of the machine hits all alike, and the least of the rounds is kept:
 whatever else runs on the machine only adds. (Medians, where three others shared two cores, were off by a factor of two
-in either direction.) On a CPU a probe runs twice in a round, and the mean counts: once after all others, its tensors
-out of the caches, and once more. In a training step an operator's arguments were written lately and the place of its
-result was not. Against a step of GPT the first of these two is 10 to 50 % slow for kinds that move much and compute
-little, the second as much too fast.
+in either direction.) One thread is measured by the time that it had a processor.
+
+On a CPU a probe runs twice in a round, and the mean counts: once after all others, its tensors out of the caches, and
+once more. In a training step an operator's arguments were written lately and the place of its result was not. Against a
+step of GPT the first of these two is 10 to 50 % slow for kinds that move much and compute little, the second as much
+too fast.
 
 What a kind's own time is, overhead and all, is divided into its FLOPs or elements: a profile speaks for tensors of the
 size of activations.
@@ -84,11 +86,18 @@ def _device(device: str | torch.device) -> torch.device:
     return where
 
 
+def clock(device: torch.device) -> Callable[[], Seconds]:
+    """What to measure with: one thread by its own time on a processor, which goes on while nobody else has it."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
 class _Timed:
     """Probes by key, and the seconds that each took, round by round."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.clock = clock(device)
         self.work: dict[tuple[str, Any], Work] = {}
         self.seconds: dict[tuple[str, Any], list[Seconds]] = {}
 
@@ -108,11 +117,11 @@ class _Timed:
         calls = CALLS[self.device.type]
         for key, (run, _) in self.work.items():
             self._wait()
-            start = time.perf_counter()
+            start = self.clock()
             for _ in range(calls):
                 run()
             self._wait()
-            self.seconds[key].append((time.perf_counter() - start) / calls)
+            self.seconds[key].append((self.clock() - start) / calls)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -28,6 +28,7 @@ NEXT = {
     "convolution_1x1": "convolution",
     "convolution_grouped": "convolution",
     **{f"{kind}_backward": kind for kind in ("attention", "convolution", "convolution_1x1", "convolution_grouped")},
+    "random_backward": "mixed",
     "safe_softmax": "softmax",
     "exponential_backward": "exponential",
     "concatenation": "strided",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from roamc.runtime.kernels import KERNELS
+
 aten = torch.ops.aten
 Work = tuple[Callable[[], Any], int]
 """What runs, and the FLOPs or elements of one run."""
@@ -181,7 +183,7 @@ def concatenation(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "mixed")
 def mixed(scale: Scale, dtype: torch.dtype) -> Work:
-    """Dropout's backward: a gradient by a mask of truth values."""
+    """Numbers by truth values."""
     x = scale.matrix(dtype)
     mask, out = x > 0, torch.empty_like(x)
     return lambda: torch.mul(x, mask, out=out), x.numel()
@@ -192,6 +194,22 @@ def random(scale: Scale, dtype: torch.dtype) -> Work:
     """Dropout."""
     x = scale.matrix(dtype)
     return lambda: aten.native_dropout(x, 0.1, True), x.numel()
+
+
+@_of(ELEMENTS, "random_backward")
+def random_backward(scale: Scale, dtype: torch.dtype) -> Work:
+    """Dropout's backward as roamc runs it, over its gradient and beside it: one as often as the other."""
+    grad = scale.matrix(dtype)
+    mask, out = grad > 0, torch.empty_like(grad)
+    if scale.device.type not in KERNELS[aten.native_dropout_backward.default].devices:
+        return lambda: aten.native_dropout_backward(grad, mask, 1.0), grad.numel()
+    kernel = KERNELS[aten.native_dropout_backward.default].function
+
+    def run() -> None:
+        kernel(grad, mask, 1.0, out=out)
+        kernel(grad, mask, 1.0, out=grad)
+
+    return run, 2 * grad.numel()
 
 
 def _softmax(function: Callable[..., Any]) -> Probe:
