@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -96,7 +96,7 @@ class Tried(Protocol):
         """Its operators but for reruns, first to last."""
 
 
-Attempt = Callable[[Bytes | None, Sequence[str] | None], Tried]
+T = TypeVar("T", bound=Tried)
 
 
 @dataclass
@@ -122,15 +122,15 @@ class _Search:
         return wanted if 0 < wanted < self.failed else None
 
 
-def fit(attempt: Attempt, budget: Bytes | None) -> Tried:
+def fit(attempt: Callable[[Bytes | None, Sequence[str] | None], T], budget: Bytes) -> T:
     """The plan that keeps ``budget`` at the least added time; the lowest one found if none does.
 
     Args:
         attempt: plans with this many live bytes asked of ``retain`` (None: nothing dropped), from this order on.
-        budget: bytes; None for no budget, 0 for the lowest peak.
+        budget: bytes; 0 for the lowest peak.
     """
     first = attempt(None, None)
-    if budget is None or first.peak_bytes <= budget:
+    if first.peak_bytes <= budget:
         return first
     search, target, order = _Search(budget), budget, first.order
     found = [first]

@@ -19,7 +19,7 @@ import torch
 from roamc import budget, cost, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
-from roamc.memory import build_memory, eager_live_bytes, input_bytes
+from roamc.memory import build_memory, eager_live_bytes, input_bytes, lifetimes, live_bytes
 from roamc.options import Options
 from roamc.passes import donate, layout, normalize, reorder, retain
 from roamc.plan import Plan
@@ -95,35 +95,94 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
+    begun = time.perf_counter()
     _check_disabled(options)
     mark = fingerprint(graph)
     if plan is not None:
         _check_plan(plan, graph, mark)
     verify.check_graph(graph, "capture", deep=deep)
-    baseline = int(eager_live_bytes(build_memory(graph)).max(initial=0))
-    fixed = input_bytes(graph)
-    state = fixed.get(Role.OPTIMIZER_STATE.value, 0)
-    limit = budget.resolve(options.memory_budget, baseline, main_device(graph), state)
-    options = dataclasses.replace(options, memory_budget=limit)
-    start = Stop(graph.replace(eager_bytes=baseline), {}, {})
-    clean = _travel(start, PIPELINE[:SHARED], options, plan, deep)
-    device = main_device(graph)
-    alone = 0.0 if limit is None else cost.step_seconds(clean.graph, cost.load_profile(device, options.profile))
-
-    def attempt(target: Bytes | None, order: Sequence[str] | None) -> _Attempt:
-        road = [_aimed(step, target, order) if step.name == retain.NAME else step for step in PIPELINE[SHARED:]]
-        begin = clean if target is None and limit is None else dataclasses.replace(clean, graph=copied(clean.graph))
-        return _Attempt(_finish(_travel(begin, road, options, plan, deep), mark, limit, alone))
-
-    tried = attempt(None, None) if plan is not None or retain.NAME in options.disable else budget.fit(attempt, limit)
-    _check_budget(tried.planned.plan, limit)
-    log.info("%s", tried.planned.plan)
-    return tried.planned
+    graph = graph.replace(eager_bytes=int(eager_live_bytes(build_memory(graph)).max(initial=0)))
+    road = _Road(_resolved(graph, options), plan, deep, mark)
+    clean = road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
+    planned = road.arrive(clean) if plan is not None else road.fit(clean)
+    made = planned.plan
+    made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
+    _check_budget(planned, road.options.limit_bytes)
+    log.info("%s", made)
+    return planned
 
 
-def _aimed(step: Pass, target: Bytes | None, order: Sequence[str] | None) -> Pass:
-    """The retain pass with the live bytes that it is asked for, and the order it starts from."""
-    return dataclasses.replace(step, decide=functools.partial(retain.decide, target=target, order=order))
+def _resolved(graph: TrainGraph, options: Options) -> Options:
+    """The options with the budget in bytes."""
+    state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
+    limit = budget.resolve(options.memory_budget, graph.eager_bytes or 0, main_device(graph), state)
+    return dataclasses.replace(options, memory_budget=limit)
+
+
+@dataclass(frozen=True)
+class _Road:
+    """What stays the same however often the passes run.
+
+    Attributes:
+        options: of the user, the budget in bytes.
+        plan: decisions to use, if there are any.
+        deep: derive all metadata again.
+        mark: fingerprint of the graph.
+    """
+
+    options: Options
+    plan: Plan | None
+    deep: bool
+    mark: str
+
+    def fit(self, clean: Stop) -> Planned:
+        """Try the passes behind the shared ones until the budget is kept."""
+        limit = None if retain.NAME in self.options.disable else self.options.limit_bytes
+        if limit is None:
+            return self.arrive(clean)
+        profile = cost.load_profile(main_device(clean.graph), self.options.profile)
+        alone = cost.step_seconds(clean.graph, profile)
+
+        def attempt(target: Bytes | None, order: Sequence[str] | None) -> _Attempt:
+            fresh = dataclasses.replace(clean, graph=copied(clean.graph))
+            return _Attempt(self.arrive(fresh, target, order, alone))
+
+        return budget.fit(attempt, limit).planned
+
+    def arrive(
+        self, clean: Stop, target: Bytes | None = None, order: Sequence[str] | None = None, alone: Seconds = 0.0
+    ) -> Planned:
+        """Run the passes behind the shared ones, check the layout and write the plan.
+
+        Args:
+            clean: where the shared passes ended.
+            target: live bytes that retain is asked for.
+            order: of the operators, that retain starts from.
+            alone: predicted time of the step without reruns.
+        """
+        aimed = functools.partial(retain.decide, target=target, order=order)
+        passes = [dataclasses.replace(p, decide=aimed) if p.name == retain.NAME else p for p in PIPELINE[SHARED:]]
+        end = self.travel(clean, passes)
+        begun = time.perf_counter()
+        verify.check_layout(end.graph)
+        made = _plan(end, self.mark, self.options.limit_bytes, alone)
+        made.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
+        return Planned(end.graph, made)
+
+    def travel(self, start: Stop, passes: Sequence[Pass]) -> Stop:
+        """Decide, apply and check ``passes``."""
+        graph, decisions, seconds = start.graph, dict(start.decisions), dict(start.seconds)
+        for step in passes:
+            if step.name in self.options.disable or (self.plan is not None and step.name not in self.plan.decisions):
+                continue
+            begun = time.perf_counter()
+            kept = verify.constraints(graph)
+            decision = _decision(step, graph, self.options, self.plan)
+            graph = step.apply(graph, decision)
+            verify.check_graph(graph, step.name, kept, deep=self.deep)
+            decisions[step.name] = decision
+            seconds[step.name] = time.perf_counter() - begun
+        return Stop(graph, decisions, seconds)
 
 
 @dataclass(frozen=True)
@@ -148,31 +207,6 @@ class _Attempt:
     @property
     def order(self) -> tuple[str, ...]:
         return tuple(op.node.name for op in build_memory(self.planned.graph).operators)
-
-
-def _travel(start: Stop, road: Sequence[Pass], options: Options, plan: Plan | None, deep: bool) -> Stop:
-    """Decide, apply and check the passes of ``road``."""
-    graph, decisions, seconds = start.graph, dict(start.decisions), dict(start.seconds)
-    for step in road:
-        if step.name in options.disable or (plan is not None and step.name not in plan.decisions):
-            continue
-        begun = time.perf_counter()
-        kept = verify.constraints(graph)
-        decision = _decision(step, graph, options, plan)
-        graph = step.apply(graph, decision)
-        verify.check_graph(graph, step.name, kept, deep=deep)
-        decisions[step.name] = decision
-        seconds[step.name] = time.perf_counter() - begun
-    return Stop(graph, decisions, seconds)
-
-
-def _finish(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Planned:
-    """Check the layout and write the plan."""
-    begun = time.perf_counter()
-    verify.check_layout(end.graph)
-    made = _plan(end, mark, limit, alone)
-    made.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
-    return Planned(end.graph, made)
 
 
 def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:
@@ -238,12 +272,24 @@ def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
     )
 
 
-def _check_budget(plan: Plan, limit: Bytes | None) -> None:
+def _check_budget(planned: Planned, limit: Bytes | None) -> None:
+    plan = planned.plan
     if not limit or plan.peak_bytes <= limit:
         return
+    again = "all that can be dropped and made again dropped" if plan.step_seconds else "nothing dropped"
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}, with all that can be dropped and made again dropped. "
+        f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
         "Raise the budget, or use a smaller batch",
         plan,
     )
+
+
+def _largest(graph: TrainGraph, count: int = 3) -> str:
+    """The largest storages at the worst step, for a message."""
+    memory = build_memory(graph)
+    born, dead = lifetimes(memory)
+    step = int(live_bytes(memory).argmax())
+    alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
+    alive.sort(key=lambda storage: -storage.nbytes)
+    return ", ".join(f"{storage.name} {format_bytes(storage.nbytes)}" for storage in alive[:count])

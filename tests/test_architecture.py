@@ -16,7 +16,13 @@ GROUND = tuple(
     f"roamc.{name}"
     for name in (
         *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units"),
-        *("compat", "forms", "layout", "rewrite"),  # the door to torch, and what emission and passes share
+        *(
+            "compat",
+            "forms",
+            "layout",
+            "rewrite",
+            "runtime.random",
+        ),  # the door to torch, and what emission and passes share
     )
 )
 # What stands above the passes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,8 +114,32 @@ def test_exit_code_is_two_where_it_does_not_fit(command: str) -> None:
     result = run(command, "gpt", *SMALL, "--memory-budget", "1kB", "--json", code=2)
     assert result.stderr.startswith("does not fit: gpt needs")
     assert "memory_budget=1 kB" in result.stderr
-    assert "no order of its operators needs less than" in result.stderr
+    assert "Raise the budget, or use a smaller batch" in result.stderr
     assert json.loads(result.stdout)["fits"] is False
+
+
+def test_several_budgets_are_compared_in_one_table() -> None:
+    budgets = [part for budget in ("90%", "60%", "min") for part in ("--memory-budget", budget)]
+    points = json.loads(run("plan", "gpt", *SMALL, *budgets, "--json").stdout)
+    assert [point["budget"] for point in points] == ["90%", "60%", "min"]
+    assert all(point["fits"] for point in points)
+    peaks, added = ([point[key] for point in points] for key in ("peak_bytes", "added_seconds"))
+    assert peaks == sorted(peaks, reverse=True)
+    assert added == sorted(added)
+    shown = run("plan", "gpt", *SMALL, *budgets).stdout
+    assert re.search(r"budget +peak +of eager's +added time", shown)
+    refused = run("plan", "gpt", *SMALL, "--memory-budget", "1kB", "--memory-budget", "90%", "--json", code=2)
+    assert [point["fits"] for point in json.loads(refused.stdout)] == [False, True]
+
+
+def test_explain_says_what_is_made_again() -> None:
+    found = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
+    assert found["dropped"]
+    assert sum(row["runs"] for row in found["dropped"]) == len(found["plan"]["decisions"]["retain"]["reruns"])
+    assert sum(row["seconds"] for row in found["dropped"]) == pytest.approx(found["plan"]["added_seconds"])
+    assert "made again for the next" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
+    said = run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--memory-budget", "min", code=1).stderr
+    assert "roamc plan compares several" in said
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def test_text_that_is_no_plan(bad: str) -> None:
         Plan.from_json(bad)
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, None, "1", 1.5, [1], True])
+@pytest.mark.parametrize("version", [0, 1, 99, None, "1", 1.5, [1], True])
 def test_other_format_says_to_plan_again(version: object) -> None:
-    with pytest.raises(PlanError, match=r"plan format .*this roamc reads format 1: plan again"):
+    with pytest.raises(PlanError, match=r"plan format .*this roamc reads format 2: plan again"):
         Plan.from_json(changed(format=version))
 
 
@@ -103,12 +103,21 @@ def test_missing_field_is_named(name: str) -> None:
 
 
 TEXTS, MAPPINGS, LISTS = ("name", "fingerprint", "status"), ("versions", "fixed_bytes", "decisions"), ("notes",)
+TIMES = ("step_seconds", "added_seconds", "added_bound_seconds")
 KIND = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(MAPPINGS, dict), **dict.fromkeys(LISTS, list)}
+
+
+def _is_time(name: str, value: object) -> bool:
+    return name in TIMES and value == 1.5
+
+
 VALUES = (None, True, 1.5, "x", 1, [], {})
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, v) for name in FIELDS for v in VALUES if type(v) is not KIND.get(name, int)], ids=repr
+    ("name", "value"),
+    [(name, v) for name in FIELDS for v in VALUES if type(v) is not KIND.get(name, int) and not _is_time(name, v)],
+    ids=repr,
 )
 def test_field_of_another_type_is_named(name: str, value: object) -> None:
     with pytest.raises(PlanError, match=f"plan: {name} must be "):

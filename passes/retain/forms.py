@@ -33,6 +33,7 @@ def _without_statistics(node: fx.Node) -> Call:
 
 
 FORMS: dict[Any, Callable[[fx.Node], Call]] = {
+    aten._native_batch_norm_legit.default: _without_statistics,
     aten._native_batch_norm_legit_functional.default: _without_statistics,
 }
 

@@ -68,7 +68,8 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
 
 def may_run_again(node: fx.Node) -> bool:
     """Whether another run gives the same bits, for the same inputs and the same state of the generator."""
-    rule = ops.rule(node.target)
+    target, _, _ = rerun_form(node)
+    rule = ops.rule(target)
     return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state
 
 

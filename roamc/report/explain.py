@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, TrainGraph
 from roamc.layout import Layout

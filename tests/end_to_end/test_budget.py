@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
-import roamc
 from roamc import pipeline
 from roamc.errors import BudgetError
 from roamc.options import Options
