@@ -105,6 +105,11 @@ class Bounds:
             return math.inf
         return max((self._at(network, budget) for network in self.networks), default=0.0)
 
+    def new_work(self) -> int:
+        """Arcs of the networks since it was last asked."""
+        work, self.work = self.work, 0
+        return work
+
     def _at(self, network: _Network, budget: Bytes) -> Seconds:
         room = budget - network.fixed
         if network.needed <= room:
