@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from roamc.solvers.order.problem import Bytes
 from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import descend, keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
-from roamc.solvers.retain.problem import Bytes, RetainProblem, RetainSolution, Seconds
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
