@@ -5,7 +5,7 @@ What numba has compiled stays on disk; only the first process of an installation
 
 import random
 
-from roamc.solvers import layout, order
+from roamc.solvers import layout, order, retain
 from roamc.solvers.order.improve import improve
 from roamc.solvers.order.portfolio import Pieces
 from roamc.solvers.order.problem import BufferSpec
@@ -13,6 +13,7 @@ from roamc.solvers.order.program_order import program_order
 from roamc.solvers.order.stages import one_stage
 
 _OPERATORS, _STORAGES, _NODES = 40, 40, 2_000
+_FEW, _LAYERS, _WALKS = 2, 12, 100_000
 
 
 def warm_up() -> None:
@@ -23,6 +24,9 @@ def warm_up() -> None:
     order.solve(problem, ("program",), Pieces())
     improve(one_stage(problem).problem, program_order(problem))
     layout.solve(_storages(random.Random(2)), node_limit=_NODES)
+    for layers in (_FEW, _LAYERS):
+        step = _training(layers)
+        retain.solve(step, order.peak_bytes(step.order, step.sequence) * 3 // 5, work_limit=_WALKS)
 
 
 def _operators(dice: random.Random) -> order.OrderProblem:
@@ -38,6 +42,19 @@ def _operators(dice: random.Random) -> order.OrderProblem:
         for taker in range(_OPERATORS)
     ]
     return order.make_problem([0] * _OPERATORS, [], buffers, None, donors)
+
+
+def _training(layers: int) -> retain.RetainProblem:
+    """A chain forward, and a chain backward that reads what forward made."""
+    buffers: list[BufferSpec] = []
+    for layer in range(layers):
+        buffers.append((8, layer, [layer + 1, 2 * layers - layer], False))
+    for step in range(layers, 2 * layers + 1):
+        buffers.append((8, step, [step + 1] if step < 2 * layers else [], False))
+    donors: list[list[int]] = [[step - 1] if step > layers else [] for step in range(2 * layers + 1)]
+    problem = order.make_problem([0] * len(buffers), [], buffers, None, donors)
+    again = [True] * len(buffers)
+    return retain.make_problem(problem, range(len(buffers)), [1.0] * len(buffers), again, again)
 
 
 def _storages(dice: random.Random) -> layout.LayoutProblem:

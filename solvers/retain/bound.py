@@ -10,9 +10,11 @@ behind v (r = 1); and so is every buffer that an operator which runs again reads
 where fixed is what is live in any case: what v reads and makes, less what it may take over, its scratch, and kept
 buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum cut (a closure, Picard 1976):
 
-    source --endless--> needed k --rate * size--> operator that makes k --seconds--> sink        (side of the source: yes)
+    source --endless--> needed k --rate * size--> operator that makes k --seconds--> sink
                         needed k --rate * size--> sink           (k that must not be dropped)
                         operator --endless--> each buffer that it reads
+
+(what is on the side of the source is needed, or runs again)
 
 and for every rate, cut(rate) - rate * (budget - fixed) is a lower bound (weak duality). The best rate is found by
 cutting planes, a handful of cuts. The sets of buffers that the cuts keep are good solutions to begin with.
@@ -28,8 +30,8 @@ from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.bound import most_donated, operator_bound, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
-from roamc.solvers.order.problem import OrderProblem, dependencies, renumber
-from roamc.solvers.retain.problem import Bytes, RetainProblem, Seconds, Step
+from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies, renumber
+from roamc.solvers.retain.problem import RetainProblem, Seconds
 
 _ENDLESS = 2**61
 _WHOLE = 2.0**50
@@ -104,6 +106,11 @@ class Bounds:
         if self.alone > budget:
             return math.inf
         return max((self._at(network, budget) for network in self.networks), default=0.0)
+
+    def new_work(self) -> int:
+        """Arcs of the networks since it was last asked."""
+        work, self.work = self.work, 0
+        return work
 
     def _at(self, network: _Network, budget: Bytes) -> Seconds:
         room = budget - network.fixed

@@ -7,15 +7,17 @@ the area above the budget, not the peak: where several steps tie, a single drop 
 
 import numpy as np
 
-from roamc.solvers.arrays import FloatArray
+from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
 from roamc.solvers.retain.search import Search, State, keep_more
 from roamc.solvers.retain.walk import Score
 
 _REFRESH = 8
 _STAGE = 0.98
+_TARGET = 0.93
 _PATIENCE = 3
 _INSTANT = 1e-12
+_NEAR = 0.9
 
 
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
@@ -57,22 +59,40 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
     """The drop that frees most per second, -1 if none frees anything, and whether it is best made alone.
 
     worth: of each gap, when it was last measured, infinite if never. What was worth less than the best is worth less
-    now too, nearly always, and is not measured again (lazy evaluation: Minoux 1978).
+    now too, nearly always, and is not measured again (lazy evaluation: Minoux 1978); nor is what seemed hardly better,
+    or every move would measure a whole family of like gaps. Of a family that is not measured yet the first is, for all.
     """
     gap = drops.gap
     fresh, alone = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.bool_)
     while len(gap):
         best = int(np.argmax(worth[gap]))
-        if fresh[best]:
-            return (best if worth[gap[best]] > 0 else -1), bool(alone[best])
-        unknown = np.flatnonzero(np.isinf(worth[gap]) & ~fresh)
-        rows = unknown if len(unknown) else np.array([best])
+        looked_at = np.where(fresh, worth[gap], -1.0)
+        near = int(np.argmax(looked_at))
+        if looked_at[near] > 0 and looked_at[near] >= worth[gap[best]] * _NEAR:
+            return near, bool(alone[near])
+        rows = np.array([best]) if worth[gap[best]] > 0 else np.flatnonzero(~fresh)
+        if len(rows) == 0:
+            break
+        if worth[gap[best]] == np.inf:
+            unknown = np.flatnonzero(np.isinf(worth[gap]))
+            rows = unknown[np.unique(search.gaps.family[gap[unknown]], return_index=True)[1]]
         result = try_drops(search, state, drops, rows, budget)
         by_itself, with_chain = _worth(state.score, result[:, 0]), _worth(state.score, result[:, 1])
-        worth[gap[rows]] = np.maximum(by_itself, with_chain)
+        value = np.maximum(by_itself, with_chain)
+        if worth[gap[best]] == np.inf:
+            _assume(worth, gap, search.gaps.family[gap], search.gaps.family[gap[rows]], value)
+        worth[gap[rows]] = value
         alone[rows] = by_itself >= with_chain
         fresh[rows] = True
     return -1, True
+
+
+def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, value: FloatArray) -> None:
+    """What is unknown is worth what the first of its family is, until it is looked at; unless that was nothing."""
+    good = value > 0
+    by_family = dict(zip(measured[good].tolist(), value[good].tolist(), strict=True))
+    unknown = np.flatnonzero(np.isinf(worth[gap]))
+    worth[gap[unknown]] = [by_family.get(number, np.inf) for number in family[unknown].tolist()]
 
 
 def _worth(score: Score, result: FloatArray) -> FloatArray:
@@ -82,6 +102,21 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     good = freed > 0
     worth[good] = freed[good] / (np.maximum(added[good], 0.0) + _INSTANT)
     return worth
+
+
+def descend(search: Search, state: State, budget: int, work_limit: int) -> State:
+    """Reach for a low budget by targets on the way, and keep at each of them what can stay: slower than `lower`, and
+    often lower, because what is dropped for the first targets need not have been dropped for the last.
+    """
+    while state.score.peak > budget and search.work < work_limit:
+        target = max(budget, int(state.score.peak * _TARGET))
+        found = lower(search, state, target, work_limit)
+        if found.score.peak <= target:
+            found = keep(search, found, target)
+        elif found.score.peak >= state.score.peak:
+            break
+        state = found
+    return state
 
 
 def keep(search: Search, state: State, budget: int) -> State:

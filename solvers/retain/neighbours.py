@@ -8,17 +8,21 @@ import random
 
 import numpy as np
 
-from roamc.solvers.arrays import LongArray
+from roamc.solvers.arrays import LongArray, group_by
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import possible
 
 _PATIENCE = 100
 _SHARE = 8
+_LOWER = 0.99
+_PROMISING = 1.5
+_INSTANT = 1e-12
 
 
 def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
-    """The best state found from `best`, a state within the budget, until nothing better turns up for long.
+    """The best state found from `best`, until nothing better turns up for long: within the budget the fewest seconds,
+    above it the lowest peak.
 
     enough: seconds that need not be improved on. Seeded: the same search gives the same answer.
     """
@@ -27,29 +31,36 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
     worth = np.full(len(search.gaps.begin), np.inf)
     in_vain = 0
     while search.work < work_limit and in_vain < _PATIENCE and best.score.seconds > enough:
-        state = _changed(search, best, budget, dice, family)
-        if state.score.peak > budget:
+        target = max(budget, int(best.score.peak * _LOWER)) if above(best, budget) else budget
+        state = _changed(search, best, target, dice, family)
+        if state.score.peak > target:
             share = (work_limit - search.work) // _SHARE
-            state = lower(search, state, budget, search.work + share, worth)
+            state = lower(search, state, target, search.work + share, worth)
+        if state.score.peak <= target and state.score.seconds < best.score.seconds * _PROMISING + _INSTANT:
+            state = keep(search, state, target)
         in_vain += 1
-        if state.score.peak <= budget and state.score.seconds < best.score.seconds * 1.5 + 1e-12:
-            state = keep(search, state, budget)
-            if (state.score.seconds, state.score.peak) < (best.score.seconds, best.score.peak):
-                in_vain = 0 if state.score.seconds < best.score.seconds else in_vain
-                best = state
+        if rank(state, budget) < rank(best, budget):
+            in_vain = 0 if rank(state, budget)[:2] < rank(best, budget)[:2] else in_vain
+            best = state.copy()
     return best
 
 
+def above(state: State, budget: int) -> bool:
+    """Whether the peak is above the budget."""
+    return state.score.peak > budget
+
+
+def rank(state: State, budget: int) -> tuple[bool, float, float]:
+    """Less is better: within the budget by seconds, then peak; above it by peak, then seconds."""
+    seconds, peak = state.score.seconds, float(state.score.peak)
+    return (True, peak, seconds) if above(state, budget) else (False, seconds, peak)
+
+
 def _families(search: Search) -> list[LongArray]:
-    """Gaps that can be decided, those alike together: same bytes, seconds, reads, place among the reads."""
-    gaps, tables = search.gaps, search.tables
-    alike: dict[tuple[int, float, int, int], list[int]] = {}
-    for gap in np.flatnonzero(gaps.free).tolist():
-        buffer = int(gaps.buffer[gap])
-        first, last = int(tables.gap_start[buffer]), int(tables.gap_start[buffer + 1])
-        key = int(tables.size[buffer]), float(tables.seconds[tables.producer[buffer]]), last - first, gap - first
-        alike.setdefault(key, []).append(gap)
-    return [np.array(row, dtype=np.int64) for row in alike.values()]
+    """Gaps that can be decided, those that look alike together."""
+    gap = np.flatnonzero(search.gaps.free)
+    rows = group_by(search.gaps.family[gap], gap.astype(np.int32), int(search.gaps.family.max(initial=-1)) + 1)
+    return [np.array(row, dtype=np.int64) for row in rows.lists() if row]
 
 
 def _changed(search: Search, best: State, budget: int, dice: random.Random, family: list[LongArray]) -> State:

@@ -4,16 +4,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from roamc.solvers.order.problem import Bytes
 from roamc.solvers.retain.bound import Bounds
-from roamc.solvers.retain.greedy import keep, lower
-from roamc.solvers.retain.neighbours import improve
-from roamc.solvers.retain.problem import Bytes, RetainProblem, RetainSolution, Seconds
+from roamc.solvers.retain.exact import affordable, exact
+from roamc.solvers.retain.greedy import descend, keep, lower
+from roamc.solvers.retain.neighbours import above, improve, rank
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
-WALKS = 25_000
+WALKS = 12_000
 """Unless told otherwise, the work is limited to that of so many walks through the schedule."""
 
 _OPERATORS = 3
@@ -64,13 +66,15 @@ def _bounds(search: Search) -> Bounds:
 
 def _best_within(budget: Bytes, found: dict[Bytes, RetainSolution]) -> RetainSolution:
     own = found[budget]
+    best = min(found.values(), key=lambda solution: _rank(solution, budget))
     least = min(solution.least_peak_bytes for solution in found.values())
-    within = [solution for solution in found.values() if solution.peak_bytes <= budget]
-    if within:
-        best = min(within, key=lambda solution: (solution.seconds, solution.peak_bytes))
-    else:
-        best = min(found.values(), key=lambda solution: (solution.peak_bytes, solution.seconds))
     return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
+
+
+def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
+    """Less is better, as in `neighbours.rank`."""
+    seconds, peak = solution.seconds, float(solution.peak_bytes)
+    return (True, peak, seconds) if peak > budget else (False, seconds, peak)
 
 
 def _solution(
@@ -96,11 +100,13 @@ class _Run:
     budget: Bytes
     limit: int
     bound: Seconds = 0.0
-    best: State | None = None
+    complete: bool = False
+    best: State = field(init=False)
     began: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.began = self.search.work
+        self.best = self.search.lowest
 
     def solve(self, start: RetainSolution | None) -> RetainSolution:
         """Run the searches until the bound is met or the work is done."""
@@ -108,16 +114,24 @@ class _Run:
         plain = search.keep_everything()
         self.offer(plain)
         if not self.closed():
-            arcs = self.bounds.work
             self.bound = self.bounds.seconds(self.budget)
-            search.work += self.bounds.work - arcs
+            search.work += self.bounds.new_work()
             if start is not None:
                 state = search.state(*decisions(start.reruns, search.gaps, search.tables), self.budget)
                 self.greedy(possible(search, state, self.budget))
+            if affordable(search, self.limit):
+                self.offer(exact(search, self.budget))
+                self.complete = True
             self.greedy(plain)
-            self.from_cuts()
-            self.improve()
-        return self.answer()
+            if not self.complete:
+                self.from_cuts()
+                self.descend(plain)
+                self.improve()
+        found = self.answer()
+        if start is not None and _rank(start, self.budget) < _rank(found, self.budget):
+            least = min(start.peak_bytes, found.least_peak_bytes)
+            found = _solution(start, self.bound, self.budget, least, found.status, found.work)
+        return found
 
     def greedy(self, state: State) -> None:
         """Lower the state, then keep what can stay."""
@@ -125,7 +139,8 @@ class _Run:
             return
         state = lower(self.search, state, self.budget, self.limit)
         if state.score.peak <= self.budget:
-            self.offer(keep(self.search, state, self.budget))
+            state = keep(self.search, state, self.budget)
+        self.offer(state)
 
     def from_cuts(self) -> None:
         """Begin with what the cuts keep: those first whose peak is lowest above the budget, the cheapest of equals."""
@@ -138,19 +153,23 @@ class _Run:
         for state in ranked[:_MOST_STARTS]:
             self.greedy(state)
 
+    def descend(self, plain: State) -> None:
+        """Where nothing is within the budget yet, go down slowly, from nothing dropped and from the best."""
+        for state in (plain, self.best):
+            if above(self.best, self.budget) and not self.late():
+                self.offer(descend(self.search, state, self.budget, self.limit))
+
     def improve(self) -> None:
         """Search the neighbourhoods of the best."""
-        if self.best is not None and not self.closed() and not self.late():
+        if not self.closed() and not self.late():
             self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
 
     def offer(self, state: State) -> None:
-        """Take the state if it is within the budget and the best so far: fewer seconds, then a lower peak."""
+        """Take the state if it is the best so far."""
         self.search.note(state)
-        if state.score.peak > self.budget:
-            return
-        rank = state.score.seconds, state.score.peak
-        if self.best is None or rank < (self.best.score.seconds, self.best.score.peak):
-            self.best = state.copy()
+        for other in (state, self.search.lowest):
+            if rank(other, self.budget) < rank(self.best, self.budget):
+                self.best = other.copy()
 
     def late(self) -> bool:
         """Whether the work is done."""
@@ -158,17 +177,15 @@ class _Run:
 
     def closed(self) -> bool:
         """Whether nothing better can be found."""
-        return self.best is not None and self.best.score.seconds <= self.bound * (1 + _CLOSE)
+        return not above(self.best, self.budget) and self.best.score.seconds <= self.bound * (1 + _CLOSE)
 
     def answer(self) -> RetainSolution:
         """What was found."""
         search = self.search
-        state = self.best if self.best is not None else search.lowest
-        state = search.state(state.release, state.hold, self.budget)
+        state = search.state(self.best.release, self.best.hold, self.budget)
         reruns = list_reruns(search.problem, state.score.runs, search.room)
         seconds = math.fsum(float(search.problem.seconds[rerun.operator]) for rerun in reruns)
         found = RetainSolution(reruns, state.score.peak, seconds, 0.0, 0, Status.GAP, 0)
-        return _solution(
-            found, self.bound, self.budget, search.lowest.score.peak, Status.LIMIT if self.late() else Status.GAP,
-            search.work - self.began,
-        )  # fmt: skip
+        status = Status.OPTIMAL if self.complete else Status.LIMIT if self.late() else Status.GAP
+        least = min(search.lowest.score.peak, state.score.peak)
+        return _solution(found, self.bound, self.budget, least, status, search.work - self.began)

@@ -111,7 +111,7 @@ def make_problem(
     droppable: Sequence[bool] | BoolArray,
     expires: Sequence[int] | LongArray | None = None,
 ) -> RetainProblem:
-    """Check the parts of a retention problem and pack them into arrays; the fields of `RetainProblem` say what they are.
+    """Check the parts of a retention problem and pack them into arrays; see the fields of `RetainProblem`.
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
     are negative or not finite, and a droppable buffer that is kept or whose producer is not repeatable.

@@ -49,6 +49,8 @@ class Gaps:
     buffer: int32[g].  begin, end: int64[g], the steps of the reads on either side; end is n behind the last read.
     last: bool[g], whether it is that one.  free: bool[g], whether there is a choice: the buffer may be dropped, has
     bytes, and there is a step in the gap.
+    family: int32[g], the same number for gaps that look alike: bytes, seconds of the producer, number of reads, place
+    among them. Repeated blocks make large families.
     """
 
     buffer: IntArray
@@ -56,6 +58,7 @@ class Gaps:
     end: LongArray
     last: BoolArray
     free: BoolArray
+    family: IntArray
 
 
 def make_tables(problem: RetainProblem) -> Tables:
@@ -97,7 +100,10 @@ def make_gaps(problem: RetainProblem) -> Gaps:
     end = np.full(len(buffer), order.num_ops, dtype=np.int64)
     end[~is_last] = order.consumer
     free = problem.droppable[buffer] & (order.size[buffer] > 0) & (end > begin + 1)
-    return Gaps(buffer, begin, end, is_last, free)
+    seconds = problem.seconds[problem.sequence][order.producer[buffer]]
+    looks = np.stack([order.size[buffer], seconds, reads_of[buffer], np.arange(len(buffer)) - first[buffer]], axis=1)
+    family = np.unique(looks, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
+    return Gaps(buffer, begin, end, is_last, free, family)
 
 
 def _slots(read: Csr, donor: Csr, producer: IntArray) -> IntArray:

@@ -7,16 +7,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-from roamc.solvers import layout, order
+from roamc.solvers import layout, order, retain
 from tests.solvers.layout.cases import hard_problem as searched
 from tests.solvers.layout.cases import training_problem as storages
 from tests.solvers.order.cases import random_layers, training_problem as operators
+from tests.solvers.retain.cases import chain, layered
 for problem in (operators(30), operators(5, seed=1, donate=True), random_layers(60, 30), random_layers(150, 60)):
     first = order.solve(problem, work_limit=100_000)
     print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work, first.donations)
 for problem, capacity in ((storages(40, seed=1), None), (storages(20, seed=4), 1), (searched(), None)):
     second = layout.solve(problem, node_limit=3000, capacity=capacity)
     print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
+for problem in (layered(6, 1), chain(9)):
+    budgets = [order.peak_bytes(problem.order, problem.sequence) * part // 10 for part in (8, 5, 4, 1)]
+    print(retain.frontier(problem, budgets, work_limit=500_000))
 """
 
 
@@ -30,6 +34,6 @@ def run_with(hash_seed: str) -> str:
 
 def test_three_processes_agree() -> None:
     first = run_with("1")
-    assert first.count("\n") == 7
+    assert first.count("\n") == 9
     assert "tree_search" in first
     assert [run_with(seed) for seed in ("2", "3")] == [first, first]

@@ -32,13 +32,13 @@ def test_file_imports_no_more_than_that(path: Path) -> None:
         assert name.startswith("roamc.solvers") or name.split(".")[0] in ALLOWED, name
 
 
-@pytest.mark.parametrize("problem", ["order", "layout"])
+@pytest.mark.parametrize("problem", ["order", "layout", "retain"])
 def test_judge_shares_no_code_with_the_algorithms(problem: str) -> None:
     ours = [name for name in imported(SOLVERS / problem / "validate.py") if name.startswith("roamc")]
     assert sorted(ours) == [f"roamc.solvers.{problem}.problem", "roamc.solvers.status"]
 
 
-@pytest.mark.parametrize("problem", ["order", "layout"])
+@pytest.mark.parametrize("problem", ["order", "layout", "retain"])
 def test_judge_takes_data_and_no_functions_from_the_problem(problem: str) -> None:
     tree = ast.parse((SOLVERS / problem / "validate.py").read_text("utf-8"))
     names = [

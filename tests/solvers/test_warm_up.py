@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from numba.core import event
-from roamc.solvers import layout, order
+from roamc.solvers import layout, order, retain
 from roamc.solvers.warm_up import warm_up
 from tests.solvers.layout.cases import hard_problem
 from tests.solvers.layout.cases import training_problem as storages
 from tests.solvers.order.cases import random_layers, training_problem as operators
+from tests.solvers.retain.cases import chain
 with event.install_recorder("numba:compile") as warming:
     warm_up()
 with event.install_recorder("numba:compile") as solving:
@@ -20,6 +21,8 @@ with event.install_recorder("numba:compile") as solving:
         order.solve(problem, work_limit=100_000)
     for problem in (storages(40, seed=1), hard_problem()):
         layout.solve(problem, node_limit=3000)
+    for problem in (chain(1), chain(6, donate=True)):
+        retain.frontier(problem, [300, 250, 1], work_limit=200_000)
 print(len(warming.buffer) > 0, [event.data["dispatcher"] for _, event in solving.buffer])
 """
 

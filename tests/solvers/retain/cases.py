@@ -82,7 +82,7 @@ def chain(blocks: int, inner: int = 3, large: int = 100, small: int = 10, donate
 
 
 def layered(layers: int, seed: int, donate: bool = True) -> RetainProblem:
-    """Random training graphs: blocks with branches and skips, backward that reads saved buffers, one second or a few."""
+    """Random training graphs: blocks with branches and skips, backward that reads saved buffers, uneven seconds."""
     dice = random.Random(seed)
     buffers: list[tuple[int, int, list[int], bool]] = []
     seconds: list[float] = []

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,8 +59,8 @@ def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
         check(problem, budget, solution)
     rows = sorted(zip(budgets, found, strict=True), key=lambda row: -row[0])
     within = [row[1] for row in rows if row[1].status is not Status.INFEASIBLE]
-    assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in zip(rows, rows[1:], strict=False))
-    assert all(after.seconds >= before.seconds for before, after in zip(within, within[1:], strict=False))
+    assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in pairwise(rows))
+    assert all(after.seconds >= before.seconds for before, after in pairwise(within))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,181 @@
+"""Small problems: the answer is that of a brute force written without any of the solver's code."""
+
+import itertools
+import random
+
+from roamc.solvers.order import make_problem, peak_bytes
+from roamc.solvers.order.problem import OrderProblem
+from roamc.solvers.retain import RetainProblem, solve, validate
+from roamc.solvers.retain.exact import exact
+from roamc.solvers.retain.search import Search
+from roamc.solvers.status import Status
+from tests.solvers.order.cases import possible_donors
+from tests.solvers.retain.cases import random_retain
+
+MOST_GAPS = 4
+
+
+class Impossible(Exception):
+    """A rerun is asked for that is not allowed."""
+
+
+def reads_of(problem: RetainProblem, op: int) -> list[int]:
+    order = problem.order
+    spans = itertools.pairwise(order.consumer_start.tolist())
+    return [k for k, (lo, hi) in enumerate(spans) if op in order.consumer[lo:hi].tolist()]
+
+
+def choices(problem: RetainProblem) -> list[tuple[int, int]]:
+    """(buffer, number of reads before the gap) of every gap with a choice."""
+    order, found = problem.order, []
+    step = {op: t for t, op in enumerate(problem.sequence.tolist())}
+    for k, (lo, hi) in enumerate(itertools.pairwise(order.consumer_start.tolist())):
+        times = [step[int(order.producer[k])], *sorted(step[op] for op in order.consumer[lo:hi].tolist()), len(step)]
+        for number, (begin, end) in enumerate(itertools.pairwise(times)):
+            if problem.droppable[k] and order.size[k] > 0 and end > begin + 1:
+                found.append((k, number))
+    return found
+
+
+def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tuple[float, int]:
+    """Seconds and peak when the gaps follow 0 keep, 1 drop once, 2 drop after every rerun; else they are kept."""
+    order, n = problem.order, problem.num_ops
+    reads = [reads_of(problem, op) for op in range(n)]
+    makes = [[k for k in range(order.num_buffers) if order.producer[k] == op] for op in range(n)]
+    sequence = problem.sequence.tolist()
+    uses: dict[int, int] = {}
+    there: dict[int, bool] = {}
+    runs: list[tuple[int, list[int]]] = []
+    seconds = 0.0
+
+    def need(op: int, step: int, wanted: set[int], batch: set[int]) -> None:
+        for k in reads[op]:
+            if there[k] or k in wanted:
+                continue
+            maker = int(order.producer[k])
+            if not (problem.droppable[k] and problem.repeatable[maker] and step < problem.expires[maker]):
+                raise Impossible
+            wanted.add(k)
+            if maker not in batch:
+                batch.add(maker)
+                need(maker, step, wanted, batch)
+
+    for step, op in enumerate(sequence):
+        wanted: set[int] = set()
+        batch: set[int] = set()
+        need(op, step, wanted, batch)
+        for again in sorted(batch, key=sequence.index):
+            renewed = []
+            for k in makes[again]:
+                holds = bool(problem.droppable[k]) and policy.get((k, uses[k]), 0) < 2
+                if not there[k] and (k in wanted or holds):
+                    renewed.append(k)
+                    there[k] = holds
+            runs.append((again, renewed))
+            seconds += float(problem.seconds[again])
+        for k in reads[op]:
+            uses[k] += 1
+            there[k] = policy.get((k, uses[k]), 0) == 0
+        for k in makes[op]:
+            uses[k] = 0
+            there[k] = policy.get((k, 0), 0) == 0
+        runs.append((op, [-1]))
+    return seconds, count_peak(problem, runs, reads, makes)
+
+
+def count_peak(
+    problem: RetainProblem, runs: list[tuple[int, list[int]]], reads: list[list[int]], makes: list[list[int]]
+) -> int:
+    order = problem.order
+    newest: dict[int, int] = {}
+    versions: list[list[int]] = []  # buffer, born, last
+    fresh: list[list[int]] = []
+    for now, (op, renewed) in enumerate(runs):
+        for k in reads[op]:
+            versions[newest[k]][2] = now
+        fresh.append([])
+        for k in makes[op]:
+            versions.append([k, now, now])
+            fresh[-1].append(len(versions) - 1)
+            if renewed == [-1] or k in renewed:
+                newest[k] = len(versions) - 1
+    for k, version in newest.items():
+        if order.kept[k]:
+            versions[version][2] = len(runs)
+    gone: set[int] = set()
+    for now, (_, renewed) in enumerate(runs):
+        for v in fresh[now]:
+            taker = versions[v][0]
+            if renewed != [-1] and versions[v][2] == now:
+                continue
+            for giver in order.donor[order.donor_start[taker] : order.donor_start[taker + 1]].tolist():
+                found = [w for w, row in enumerate(versions) if row[0] == giver and row[2] == now and row[1] < now]
+                if found and found[0] not in gone:
+                    gone.add(found[0])
+                    break
+    live = [int(order.scratch[op]) for op, _ in runs]
+    for v, (k, born, last) in enumerate(versions):
+        for now in range(born, min(last, len(runs) - 1) + 1 - (v in gone)):
+            live[now] += int(order.size[k])
+    return max(live, default=0)
+
+
+def best(problem: RetainProblem, budget: int) -> tuple[float, int]:
+    """Fewest seconds and the lowest peak with them within the budget; (inf, lowest peak) if there is none."""
+    gaps = choices(problem)
+    answers = []
+    for row in itertools.product(range(3), repeat=len(gaps)):
+        try:
+            answers.append(simulate(problem, dict(zip(gaps, row, strict=True))))
+        except Impossible:
+            continue
+    return min(((s, p) for s, p in answers if p <= budget), default=(float("inf"), min(p for _, p in answers)))
+
+
+def mirrored_graph(dice: random.Random) -> OrderProblem:
+    """Forward, an operator that needs scratch in the middle, and a backward that reads two large buffers."""
+    half = dice.randint(3, 4)
+    n = 2 * half
+    large = dice.sample(range(half), 2)
+    buffers = []
+    for op in range(n):
+        readers = [op + 1] if op < n - 1 else []
+        if op in large:
+            readers.append(n - 1 - op)
+        buffers.append((dice.choice([4, 8]) if op in large else 0, op, readers, False))
+    scratch = [dice.choice([0, 1, 8]) if abs(op - half) < 2 else 0 for op in range(n)]
+    return make_problem([0] * n, [], buffers, scratch, possible_donors(buffers) if dice.random() < 0.5 else None)
+
+
+def small_graph(dice: random.Random) -> OrderProblem:
+    n = dice.randint(4, 8)
+    buffers = []
+    for producer in range(n):
+        for _ in range(dice.choice([1, 1, 1, 2])):
+            readers = [reader for reader in range(producer + 1, n) if dice.random() < 0.3]
+            buffers.append((dice.choice([0, 1, 2, 4, 8]), producer, readers, dice.random() < 0.05))
+    donors = possible_donors(buffers) if dice.random() < 0.5 else None
+    return make_problem([0] * n, [], buffers, [dice.choice([0, 0, 1]) for _ in range(n)], donors)
+
+
+def test_a_thousand_small_graphs_are_solved_as_brute_force_does() -> None:
+    dice = random.Random(5)
+    seen = dropped = 0
+    while seen < 1000:
+        problem = random_retain(dice.choice([small_graph, mirrored_graph])(dice), dice)
+        if not 1 <= len(choices(problem)) <= MOST_GAPS:
+            continue
+        seen += 1
+        full = peak_bytes(problem.order, problem.sequence)
+        budget = max(full - dice.randint(1, 8), full // 2)
+        seconds, peak = best(problem, budget)
+        found = exact(Search(problem), budget).score
+        assert found.peak == peak
+        assert (found.seconds if found.peak <= budget else float("inf")) == seconds
+        solution = solve(problem, budget)
+        assert validate(problem, budget, solution).good
+        if seconds < float("inf"):
+            assert solution.seconds <= seconds
+            assert solution.status is Status.OPTIMAL
+            dropped += 1
+    assert dropped > 100
