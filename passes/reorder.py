@@ -34,6 +34,8 @@ class Decision:
         status: ``"optimal"`` if peak and bound meet, else ``"gap"``, or ``"limit"`` if the search reached its limit.
         algorithm: the member of the portfolio that found it.
         candidates: (algorithm, peak) of every member that ran.
+        laid_out: (order, bytes of its arena and outside of it) of every order that was laid out to choose among
+            orders with no higher peak, the first one included; none if the layout of that did not fall short.
     """
 
     order: tuple[str, ...]
@@ -42,6 +44,7 @@ class Decision:
     status: str
     algorithm: str
     candidates: tuple[tuple[str, Bytes], ...]
+    laid_out: tuple[tuple[str, Bytes], ...] = ()
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:

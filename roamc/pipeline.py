@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes
 from roamc.options import Options
-from roamc.passes import donate, layout, normalize, reorder
+from roamc.passes import donate, joint, layout, normalize, reorder
 from roamc.plan import Plan
 from roamc.units import format_bytes
 from roamc.version import __version__
@@ -85,18 +85,18 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     verify.check_graph(graph, "capture", deep=deep)
     baseline = int(eager_live_bytes(build_memory(graph)).max(initial=0))
     graph = graph.replace(eager_bytes=baseline)
-    decisions: dict[str, Any] = {}
-    seconds: dict[str, float] = {}
+    again = plan is None and joint.may_look_again(options)
+    road = _Road(joint.first_look(options) if again else options, plan, deep)
+    values: joint.Values = {}
     for step in PIPELINE:
         if step.name in options.disable or (plan is not None and step.name not in plan.decisions):
             continue
-        start = time.perf_counter()
-        kept = verify.constraints(graph)
-        decision = _decision(step, graph, options, plan)
-        graph = step.apply(graph, decision)
-        verify.check_graph(graph, step.name, kept, deep=deep)
-        decisions[step.name] = decision
-        seconds[step.name] = time.perf_counter() - start
+        if step.name == donate.NAME:
+            values = joint.values_of(graph)
+        graph = road.take(step, graph)
+    if again and joint.falls_short(road.decisions[layout.NAME]):
+        graph = _look_again(road, joint.without_donation(graph, values), options)
+    decisions, seconds = road.decisions, road.seconds
     start = time.perf_counter()
     verify.check_layout(graph)
     made = _plan(graph, mark, baseline, decisions, seconds)
@@ -104,6 +104,42 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     _check_limit(made, options)
     log.info("%s", made)
     return Planned(graph, made)
+
+
+@dataclass(frozen=True)
+class _Road:
+    """What was decided so far, and how long every pass took, verification included."""
+
+    options: Options
+    plan: Plan | None
+    deep: bool
+    decisions: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def take(self, step: Pass, graph: TrainGraph, decision: Any = None) -> TrainGraph:
+        """Decide, unless the decision is given here or in the plan, apply and verify."""
+        start = time.perf_counter()
+        kept = verify.constraints(graph)
+        if decision is None:
+            decision = _decision(step, graph, self.options, self.plan)
+        graph = step.apply(graph, decision)
+        verify.check_graph(graph, step.name, kept, deep=self.deep)
+        self.decisions[step.name] = decision
+        self.seconds[step.name] = self.seconds.get(step.name, 0.0) + time.perf_counter() - start
+        return graph
+
+
+def _look_again(road: _Road, graph: TrainGraph, options: Options) -> TrainGraph:
+    """The layout falls short: take the best of the orders with no higher peak."""
+    start = time.perf_counter()
+    first = joint.Found(road.decisions[reorder.NAME], road.decisions[layout.NAME])
+    found = joint.decide(graph, first, options)
+    road.seconds[joint.NAME] = time.perf_counter() - start
+    known = {reorder.NAME: found.ordered, layout.NAME: found.placed}
+    for step in PIPELINE:
+        if step.name in (reorder.NAME, donate.NAME, layout.NAME) and step.name not in options.disable:
+            graph = road.take(step, graph, known.get(step.name))
+    return graph
 
 
 def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:
@@ -150,7 +186,7 @@ def _plan(graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any]
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
-        notes=graph.notes,
+        notes=(*graph.notes, *joint.note(ordered, placed)),
         seconds=seconds,
     )
 

@@ -52,6 +52,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
 WORK_LIMIT = 10_000_000
 
+QUICK_WORK = 250_000
+"""What the search gets before the cuts and the either-or, which cost more than most searches."""
+
 LEAST_WORK = 1_000_000
 """A search may do so much however small the gap is."""
 
@@ -172,6 +175,8 @@ class _Run:
         if pieces.min_cut and not self.closed:
             self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left() // 4)
             self.work += work
+        if pieces.search and not self.closed:
+            self._search(pieces, QUICK_WORK)
         if pieces.disjunction and not self.closed:
             self.bound, work = disjunctive_bound(self.problem, self.order, self.bound, self._left() // 8)
             self.work += work
@@ -180,20 +185,20 @@ class _Run:
             self.work += work
             self.offer("cuts", found)
         if pieces.search and not self.closed:
-            self._search(pieces)
+            self._search(pieces, self._worth() // 2 if pieces.subgraphs else self._worth())
         if pieces.subgraphs and not self.closed:
             start = Bracket(self.order, self.peak, self.bound)
             self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._worth()))
         if pieces.improve and not self.closed:
             self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order))
 
-    def _search(self, pieces: Pieces) -> None:
+    def _search(self, pieces: Pieces, limit: int) -> None:
         """The exact search, over groups instead of operators and segment by segment where that is asked for."""
         contracted = contract(self.problem) if pieces.contract else None
         problem = contracted.problem if contracted else self.problem
         order = contracted.groups_in(self.order) if contracted else self.order
         start = Bracket(order, peak_bytes(problem, order), self.bound)
-        limit = self._worth() // 2 if pieces.subgraphs else self._worth()
+        limit = min(limit, self._left())
         if pieces.segments:
             found = narrow_by_segment(problem, start, limit)
         else:
