@@ -75,6 +75,10 @@ def stage_times(seconds: Mapping[str, Seconds]) -> str:
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """What lies in the arena and what does not: (label, size, remark)."""
     layout, donate = plan.decisions.get("layout", {}), plan.decisions.get("donate", {})
+    tried = plan.decisions.get("reorder", {}).get("laid_out", ())
+    again = (
+        (("orders tried", str(len(tried)), "of no higher peak, as the arena of the first fell short"),) if tried else ()
+    )
     return (
         ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
         ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
@@ -90,6 +94,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
             format_bytes(donate.get("nbytes", 0)),
             f"{len(donate.get('overwrites', ()))} results written over an argument",
         ),
+        *again,
     )
 
 
