@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from roamc import news
 from roamc.graph import TrainGraph
 from roamc.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
@@ -105,6 +106,7 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
         order = tuple(names[index] for index in other.order.tolist() if names[index] != reorder.HANDOVER)
         found = Found(_with_order(first.ordered, other, order), scene.lay_out(order, TRIAL_NODES))
         tried.append((other.name, found.total))
+        news.say(f"layout of order {len(tried)}: {format_bytes(found.total)}, at best {format_bytes(floor)}")
         best = min(best, found, key=lambda item: item.total)
         if best.total <= floor:
             break

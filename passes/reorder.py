@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from roamc import news
 from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
 from roamc.memory import MemoryModel, Place, build_memory
 from roamc.options import Options
 from roamc.passes import donate
 from roamc.solvers.order import ALGORITHMS, OrderProblem, make_problem, solve, validate
-from roamc.units import Bytes
+from roamc.units import Bytes, format_bytes
 
 NAME = "reorder"
 
@@ -54,7 +55,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, () if donate.NAME in options.disable else donate.all_gifts(memory))
-    solution = solve(problem, algorithms=chosen)
+    solution = solve(problem, algorithms=chosen, progress=_tell)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")
@@ -66,6 +67,10 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         algorithm=solution.algorithm,
         candidates=tuple((name, int(peak)) for name, peak in solution.candidates),
     )
+
+
+def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
+    news.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
 
 
 HANDOVER = ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roamc import typed, verify
+from roamc import news, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes
@@ -119,6 +119,7 @@ class _Road:
     def take(self, step: Pass, graph: TrainGraph, decision: Any = None) -> TrainGraph:
         """Decide, unless the decision is given here or in the plan, apply and verify."""
         start = time.perf_counter()
+        news.say(step.name)
         kept = verify.constraints(graph)
         if decision is None:
             decision = _decision(step, graph, self.options, self.plan)

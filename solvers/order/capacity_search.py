@@ -276,5 +276,5 @@ def _place_of(table: NDArray[np.uint64], key: NDArray[np.uint64]) -> int:
         place = (slot + probe) % _REMEMBERED
         is_free = table[place, 0] == 0 and table[place, 1] == 0
         if is_free or (table[place, 0] == key[0] and table[place, 1] == key[1]):
-            return place
+            return int(place)
     return -1

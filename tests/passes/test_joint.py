@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.test_pipeline import run_program
 NO_SEARCH = Options(layout_nodes=0)
 """With heuristics alone the layouts of many random graphs fall short."""
 
-CASES = [(5, "step"), (2, "joint"), (24, "step"), (25, "joint")]
+CASES = [(5, "step"), (2, "joint"), (24, "step")]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -31,14 +32,16 @@ def graph_of(seed: int, route: str) -> TrainGraph:
     return graph_and_inputs(*random_model(seed), route)[0]
 
 
-def planned(seed: int, route: str, options: Options = NO_SEARCH) -> pipeline.Planned:
-    return pipeline.run(graph_of(seed, route), options)
+@functools.cache
+def planned(seed: int, route: str, options: Options = NO_SEARCH) -> Plan:
+    return pipeline.run(graph_of(seed, route), options).plan
 
 
-def without_joint(monkeypatch: pytest.MonkeyPatch, seed: int, route: str) -> Plan:
-    with monkeypatch.context() as patch:
+@functools.cache
+def without_joint(seed: int, route: str) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "may_look_again", lambda options: False)
-        return planned(seed, route).plan
+        return pipeline.run(graph_of(seed, route), NO_SEARCH).plan
 
 
 def needed(plan: Plan) -> int:
@@ -46,8 +49,8 @@ def needed(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(("seed", "route"), CASES)
-def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, found = without_joint(monkeypatch, seed, route), planned(seed, route).plan
+def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str) -> None:
+    alone, found = without_joint(seed, route), planned(seed, route)
     assert alone.arena_bytes > alone.live_bytes
     assert found.arena_bytes == found.live_bytes
     assert needed(found) < needed(alone)
@@ -58,9 +61,9 @@ def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str, monkey
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
-@pytest.mark.parametrize("seed", [*range(100, 108), 7, 13])
-def test_never_a_higher_peak_and_never_a_larger_arena(seed: int, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, found = without_joint(monkeypatch, seed, route), planned(seed, route).plan
+@pytest.mark.parametrize("seed", [100, 101, 102, 7, 13])
+def test_never_a_higher_peak_and_never_a_larger_arena(seed: int, route: str) -> None:
+    alone, found = without_joint(seed, route), planned(seed, route)
     assert needed(found) <= needed(alone)
     assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
     if alone.arena_bytes == alone.live_bytes:
@@ -90,7 +93,7 @@ def with_seed(seed: int, work: Any) -> Any:
 
 @pytest.mark.parametrize(("seed", "route"), CASES)
 def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
-    plan = planned(seed, route).plan
+    plan = planned(seed, route)
     again = pipeline.run(graph_of(seed, route), NO_SEARCH, Plan.from_json(plan.to_json())).plan
     assert again == plan
     assert again.to_json() == plan.to_json()
@@ -98,7 +101,7 @@ def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
 
 SCRIPT = """
 from tests.passes.test_joint import planned
-print(planned(5, "step").plan.to_json())
+print(planned(5, "step").to_json())
 """
 
 
@@ -107,26 +110,26 @@ def test_every_process_finds_the_same() -> None:
         subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for _ in range(2)
     }
-    assert texts == {planned(5, "step").plan.to_json() + "\n"}
+    assert texts == {planned(5, "step").to_json() + "\n"}
 
 
 @pytest.mark.parametrize(
     "options", [Options(layout_nodes=0, order="lpmf"), Options(layout_nodes=0, disable=("reorder",))]
 )
 def test_an_order_that_the_user_names_stays(options: Options) -> None:
-    plan = planned(5, "step", options).plan
+    plan = planned(5, "step", options)
     assert not plan.decisions.get("reorder", {}).get("laid_out")
     assert joint.NAME not in plan.seconds
 
 
 def test_works_without_donation() -> None:
     for seed, route in CASES:
-        plan = planned(seed, route, Options(layout_nodes=0, disable=("donate",))).plan
+        plan = planned(seed, route, Options(layout_nodes=0, disable=("donate",)))
         assert "donate" not in plan.decisions
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: str) -> None:
     graph = graph_of(seed, route)
     graph = normalize.apply(graph, normalize.decide(graph, NO_SEARCH))
