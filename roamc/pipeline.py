@@ -1,5 +1,8 @@
 """The road: an ordered tuple of passes, and the runner that checks the graph after each.
 
+Where the last of them, the layout, falls short of what lives in its arena, the runner goes back to reorder once, with
+an order from :mod:`roamc.passes.joint`.
+
 Read this file top to bottom, then one pass, then one solver.
 """
 
