@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from roamc import news
 from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
 from roamc.memory import MemoryModel, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate
 from roamc.solvers.order import ALGORITHMS, WORK_LIMIT, OrderProblem, make_problem, solve, validate
-from roamc.units import Bytes
+from roamc.units import Bytes, format_bytes
 
 NAME = "reorder"
 
@@ -37,6 +38,8 @@ class Decision:
         status: ``"optimal"`` if peak and bound meet, else ``"gap"``, or ``"limit"`` if the search reached its limit.
         algorithm: the member of the portfolio that found it.
         candidates: (algorithm, peak) of every member that ran.
+        laid_out: (order, bytes of its arena and outside of it) of every order that was laid out to choose among
+            orders with no higher peak, the first one included; none if the layout of that did not fall short.
     """
 
     order: tuple[str, ...]
@@ -45,6 +48,7 @@ class Decision:
     status: str
     algorithm: str
     candidates: tuple[tuple[str, Bytes], ...]
+    laid_out: tuple[tuple[str, Bytes], ...] = ()
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -54,7 +58,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, () if donate.NAME in options.disable else donate.all_gifts(memory))
-    solution = solve(problem, algorithms=chosen, work_limit=WORK_LIMIT if options.limit_bytes is None else TRIAL_WORK)
+    limit = WORK_LIMIT if options.limit_bytes is None else TRIAL_WORK
+    solution = solve(problem, algorithms=chosen, work_limit=limit, progress=_tell)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")
@@ -66,6 +71,10 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         algorithm=solution.algorithm,
         candidates=tuple((name, int(peak)) for name, peak in solution.candidates),
     )
+
+
+def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
+    news.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
 
 
 HANDOVER = ""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -190,6 +190,56 @@ def eager_live_bytes(memory: MemoryModel) -> Int64s:
 def sizes(storages: Iterable[Storage]) -> Int64s:
     """Their sizes in bytes as an array."""
     return np.array([storage.nbytes for storage in storages], dtype=np.int64)
+
+
+def rearranged(memory: MemoryModel, order: Sequence[int], giver: Mapping[int, int]) -> MemoryModel:
+    """What :func:`build_memory` reads off a graph whose operators have been put in ``order`` and which donates.
+
+    Args:
+        memory: of a graph that does not donate; n operators.
+        order: a permutation of 0..n-1, legal.
+        giver: index of the storage of a result to that of the argument whose bytes it takes over.
+
+    Returns:
+        The same storages, without the takers, and operators. The edges are those of ``memory``: what donation adds
+        to them is not there.
+    """
+    position = {operator: step for step, operator in enumerate(order)}
+    roots = [_root(storage.index, giver) for storage in memory.storages]
+    handed = {roots[s.index] for s in memory.storages if s.place is Place.OUTPUT}
+    gradient = {roots[s.index] for s in memory.storages if s.gradient}
+    left = [storage for storage in memory.storages if storage.index not in giver]
+    left.sort(key=lambda storage: (position.get(storage.producer, -1), storage.index))
+    new = {storage.index: index for index, storage in enumerate(left)}
+    number = [new[root] for root in roots]
+    storages = tuple(
+        replace(
+            storage,
+            index=index,
+            producer=position.get(storage.producer, -1),
+            place=Place.OUTPUT if storage.index in handed else storage.place,
+            gradient=storage.index in gradient,
+        )
+        for index, storage in enumerate(left)
+    )
+    operators = tuple(_renamed(memory.operators[at], number, giver) for at in order)
+    edges = tuple(sorted((position[before], position[after]) for before, after in memory.edges))
+    return MemoryModel(storages, operators, edges, {key: number[index] for key, index in memory.owner.items()})
+
+
+def _root(storage: int, giver: Mapping[int, int]) -> int:
+    while storage in giver:
+        storage = giver[storage]
+    return storage
+
+
+def _renamed(operator: Operator, number: Sequence[int], giver: Mapping[int, int]) -> Operator:
+    """The operator with other numbers for its storages; a result that takes over an argument is written there."""
+    births = tuple(number[birth] for birth in operator.births if birth not in giver)
+    taken = {number[birth] for birth in operator.births if birth in giver}
+    reads = {number[storage] for storage in operator.reads}
+    writes = {number[storage] for storage in operator.writes} | taken
+    return replace(operator, births=births, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
 
 
 class _Builder:

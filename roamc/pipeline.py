@@ -1,5 +1,8 @@
 """The road: an ordered tuple of passes, and the runner that checks the graph after each.
 
+Where the last of them, the layout, falls short of what lives in its arena, the runner goes back to reorder once, with
+an order from :mod:`roamc.passes.joint`.
+
 Read this file top to bottom, then one pass, then one solver.
 """
 
@@ -16,12 +19,12 @@ from typing import Any
 
 import torch
 
-from roamc import budget, cost, typed, verify
+from roamc import budget, cost, news, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes, lifetimes, live_bytes
 from roamc.options import Options
-from roamc.passes import donate, layout, normalize, reorder, retain
+from roamc.passes import donate, joint, layout, normalize, reorder, retain
 from roamc.plan import Plan
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
@@ -162,27 +165,49 @@ class _Road:
         """
         aimed = functools.partial(retain.decide, target=target, order=order)
         passes = [dataclasses.replace(p, decide=aimed) if p.name == retain.NAME else p for p in PIPELINE[SHARED:]]
-        end = self.travel(clean, passes)
+        again = self.plan is None and joint.may_look_again(self.options)
+        first = dataclasses.replace(self, options=joint.first_look(self.options)) if again else self
+        head = [step.name for step in passes].index(donate.NAME)
+        ordered = first.travel(clean, passes[:head])
+        values = joint.values_of(ordered.graph)
+        end = first.travel(ordered, passes[head:])
+        if again and joint.falls_short(end.decisions[layout.NAME]):
+            end = self._look_again(end, values)
         begun = time.perf_counter()
         verify.check_layout(end.graph)
         made = _plan(end, self.mark, self.options.limit_bytes, alone)
         made.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, made)
 
-    def travel(self, start: Stop, passes: Sequence[Pass]) -> Stop:
-        """Decide, apply and check ``passes``."""
-        graph, decisions, seconds = start.graph, dict(start.decisions), dict(start.seconds)
+    def _look_again(self, end: Stop, values: joint.Values) -> Stop:
+        """The layout falls short: take the best of the orders with no higher peak."""
+        begun = time.perf_counter()
+        graph = joint.without_donation(end.graph, values)
+        first = joint.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
+        found = joint.decide(graph, first, self.options)
+        known = {reorder.NAME: found.ordered, layout.NAME: found.placed}
+        stop = Stop(graph, end.decisions, {**end.seconds, joint.NAME: time.perf_counter() - begun})
+        return self.travel(stop, [step for step in PIPELINE if step.name in (*known, donate.NAME)], known)
+
+    def travel(self, start: Stop, passes: Sequence[Pass], known: Mapping[str, Any] | None = None) -> Stop:
+        """Decide, unless the decision is given here or in the plan, apply and check ``passes``."""
+        stop = start
         for step in passes:
             if step.name in self.options.disable or (self.plan is not None and step.name not in self.plan.decisions):
                 continue
-            begun = time.perf_counter()
-            kept = verify.constraints(graph)
-            decision = _decision(step, graph, self.options, self.plan)
-            graph = step.apply(graph, decision)
-            verify.check_graph(graph, step.name, kept, deep=self.deep)
-            decisions[step.name] = decision
-            seconds[step.name] = time.perf_counter() - begun
-        return Stop(graph, decisions, seconds)
+            stop = self._take(step, stop, (known or {}).get(step.name))
+        return stop
+
+    def _take(self, step: Pass, stop: Stop, decision: Any) -> Stop:
+        begun = time.perf_counter()
+        news.say(step.name)
+        kept = verify.constraints(stop.graph)
+        if decision is None:
+            decision = _decision(step, stop.graph, self.options, self.plan)
+        graph = step.apply(stop.graph, decision)
+        verify.check_graph(graph, step.name, kept, deep=self.deep)
+        seconds = stop.seconds.get(step.name, 0.0) + time.perf_counter() - begun
+        return Stop(graph, {**stop.decisions, step.name: decision}, {**stop.seconds, step.name: seconds})
 
 
 @dataclass(frozen=True)
@@ -267,7 +292,7 @@ def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
-        notes=graph.notes,
+        notes=(*graph.notes, *joint.note(ordered, placed)),
         seconds=dict(end.seconds),
     )
 

@@ -15,14 +15,9 @@ PACKAGES = {"roamc": "roamc", "passes": "roamc.passes", "solvers": "roamc.solver
 GROUND = tuple(
     f"roamc.{name}"
     for name in (
-        *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units"),
-        *(
-            "compat",
-            "forms",
-            "layout",
-            "rewrite",
-            "runtime.random",
-        ),  # the door to torch, and what emission and passes share
+        *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units", "news"),
+        *("compat", "forms", "layout", "rewrite"),  # the door to torch, and what emission and passes share
+        "runtime.random",
     )
 )
 # What stands above the passes.

@@ -105,21 +105,31 @@ def test_pass_that_cannot_be_left_out_names_those_that_can(name: str) -> None:
         pipeline.run(traced(lambda x: x.sin(), X), Options(disable=(name,)))
 
 
-def test_limit_below_the_peak_names_need_and_bound() -> None:
-    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
+def test_budget_that_nothing_keeps_names_need_and_what_lives_there() -> None:
     with pytest.raises(BudgetError) as caught:
-        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=plan.bound_bytes - 1))
+        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=1000))
     said = str(caught.value)
+    assert f"({caught.value.plan.peak_bytes} bytes)" in said
+    assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=1 kB, with all that can be dropped", said)
+    assert re.search(r"most of it at that step: \w+ [\d.]+ kB, .*\. Raise the budget", said)
     needed = caught.value.plan.peak_bytes
-    assert plan.bound_bytes <= needed <= plan.peak_bytes
-    assert f"({needed} bytes)" in said
-    assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=[\d.]+ [kM]B", said)
-    assert re.search(r"no order of its operators needs less than [\d.]+ [kM]B\. Raise the limit", said)
+    kept = pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=needed)).plan
+    assert kept.peak_bytes <= needed, "the smallest budget that was named would do"
 
 
-def test_limit_at_the_peak_is_kept() -> None:
-    peak = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan.peak_bytes
-    assert pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=peak)).plan.peak_bytes == peak
+def test_without_retain_a_budget_is_a_limit() -> None:
+    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
+    with pytest.raises(BudgetError, match="with nothing dropped"):
+        pipeline.run(
+            model_graph("nanogpt", "step")[0], Options(memory_budget=plan.bound_bytes - 1, disable=("retain",))
+        )
+
+
+def test_budget_at_the_peak_changes_nothing() -> None:
+    free = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
+    kept = pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=free.peak_bytes)).plan
+    assert kept.peak_bytes == free.peak_bytes
+    assert kept.added_seconds == 0
 
 
 def test_fingerprint_and_plan_are_the_same_in_another_process() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, main_device
 from roamc.layout import Layout
-from roamc.memory import Place, build_memory, timeline
+from roamc.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.held import Bools, Split, Table, cost, make_table, outside_live, peak, splits
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
@@ -59,7 +59,11 @@ class Decision:
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose held results, then offsets for the rest."""
-    memory = build_memory(graph)
+    return lay_out(build_memory(graph), graph, options)
+
+
+def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decision:
+    """As :func:`decide`, for the storages of ``memory``, which may be those of ``graph`` in another order."""
     device = main_device(graph).type
     alignment = options.alignment or ALIGNMENT[device]
     table = make_table(memory, device, alignment, boundary=graph.boundary)

@@ -153,14 +153,14 @@ class Explanation:
         return data
 
 
-def explain(eager: Peak, planned: Planned, source: str = "") -> Explanation:
-    """Put together what was found before planning (``eager``, from :func:`find_peak`) and after it."""
+def explain(eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None) -> Explanation:
+    """Put together what was found before planning (``eager``, from :func:`find_peak`) and after it (``lives``)."""
     order = planned.plan.decisions.get("reorder", {})
     candidates = tuple((str(name), int(peak)) for name, peak in order.get("candidates", ()))
     return Explanation(
         plan=planned.plan,
         eager=eager,
-        planned=find_peak(planned.graph),
+        planned=find_peak(planned.graph, lives),
         allocating=allocating(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
@@ -169,8 +169,18 @@ def explain(eager: Peak, planned: Planned, source: str = "") -> Explanation:
     )
 
 
-def find_peak(graph: TrainGraph, *, eager: bool = False) -> Peak:
-    """The worst step of ``graph`` in its present order; the first one where several are equal.
+@dataclass(frozen=True, eq=False)
+class Lives:
+    """A graph's memory in its present order: when every storage lives, and how much does at every step."""
+
+    memory: MemoryModel
+    born: Int64s
+    dead: Int64s
+    live: Int64s
+
+
+def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
+    """The lives of the storages of ``graph``.
 
     Args:
         graph: captured or planned, with at least one operator.
@@ -178,7 +188,16 @@ def find_peak(graph: TrainGraph, *, eager: bool = False) -> Peak:
     """
     memory = build_memory(graph)
     born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
-    live = timeline(sizes(memory.counted), born, dead, len(memory.operators))
+    return Lives(memory, born, dead, timeline(sizes(memory.counted), born, dead, len(memory.operators)))
+
+
+def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Peak:
+    """The worst step of ``graph`` in its present order; the first one where several are equal.
+
+    ``lives`` is what :func:`lives_of` found with the same arguments, if that is known already.
+    """
+    lives = lives or lives_of(graph, eager=eager)
+    memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
     step = int(np.argmax(live))
     operator = memory.operators[step]
     alive = np.flatnonzero((born <= step) & (step < dead))

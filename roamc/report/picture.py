@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.graph import TrainGraph
-from roamc.memory import Int64s, MemoryModel, Step, build_memory, eager_lifetimes, lifetimes, sizes, timeline
-from roamc.report.explain import KINDS, Explanation, Live, describe
+from roamc.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
+from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
 from roamc.report.origin import origin, parameter_names
 from roamc.solvers.layout import make_problem, solve
 from roamc.units import Bytes
@@ -94,25 +94,20 @@ class Picture:
     outside: tuple[Box, ...]
 
 
-def follow(graph: TrainGraph, *, eager: bool = False) -> Course:
-    """Live bytes of ``graph`` in its present order.
-
-    Args:
-        graph: captured or planned, with at least one operator.
-        eager: keep gradients to the end of the step, as eager PyTorch does.
-    """
-    memory = build_memory(graph)
-    born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
+def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
+    """Live bytes of ``graph`` in its present order. Arguments as for :func:`roamc.report.explain.find_peak`."""
+    lives = lives or lives_of(graph, eager=eager)
+    memory, born, dead = lives.memory, lives.born, lives.dead
     storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
     size, steps = sizes(memory.counted), len(memory.operators)
     kinds = np.array([KINDS.index(storage.kind) for storage in storages], dtype=np.int64)
     by_kind = {kind: timeline(size * (kinds == number), born, dead, steps) for number, kind in enumerate(KINDS)}
-    return Course(_work(graph, memory), storages, by_kind, timeline(size, born, dead, steps))
+    return Course(_work(graph, memory), storages, by_kind, lives.live)
 
 
-def draw(found: Explanation, before: Course, graph: TrainGraph) -> Picture:
+def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
     """Put the picture together from what was followed before planning and the planned graph, layout included."""
-    after = follow(graph)
+    after = follow(graph, lives)
     tensors = _tensors(graph)
     offset = graph.layout.offset if graph.layout is not None else {}
     outside = [storage for storage in after.storages if storage.name not in offset and storage.born < storage.dead]

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roamc import pipeline, zoo
+from roamc import news, pipeline, zoo
 from roamc.budget import parse_budget
 from roamc.codegen.source import emit
 from roamc.errors import OptionError
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
-from roamc.report.explain import Explanation, explain, find_peak
+from roamc.report.explain import Explanation, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
 from roamc.report.picture import Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
@@ -86,9 +86,12 @@ def picture(request: Request, *, source: bool = False, say: Say = lambda stage: 
     """As :func:`answer`, with live bytes at every step and the place of every storage beside the explanation."""
     options = options_of(request)
     graph, seconds = _captured(request, say)
-    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)  # planning moves the graph's nodes
+    lives = lives_of(graph, eager=True)
+    eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
     planned = _planned(graph, options, seconds, say)
-    return draw(explain(eager, planned, emit(planned.graph).source if source else ""), before, planned.graph)
+    lives = lives_of(planned.graph)
+    found = explain(eager, planned, emit(planned.graph).source if source else "", lives)
+    return draw(found, before, planned.graph, lives)
 
 
 def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
@@ -104,7 +107,8 @@ def _planned(graph: TrainGraph, options: Options, seconds: Seconds, say: Say) ->
     say("getting the solvers ready, for which a new installation compiles them")
     warm_up()
     say(f"planning {graph.name}")
-    planned = pipeline.run(graph, options)
+    with news.listening(lambda text: say(f"planning {graph.name}, {text}")):
+        planned = pipeline.run(graph, options)
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     return dataclasses.replace(planned, plan=plan)
 

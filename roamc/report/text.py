@@ -18,7 +18,7 @@ from roamc.units import Bytes, Seconds, format_bytes
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
 
-STAGES = ("capture", "normalize", "retain", "reorder", "donate", "layout", "verify", "emit")
+STAGES = ("capture", "normalize", "retain", "reorder", "donate", "joint", "layout", "verify", "emit")
 """The order in which times are shown; any other stage comes last."""
 
 
@@ -97,6 +97,10 @@ def stage_times(seconds: Mapping[str, Seconds]) -> str:
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """What lies in the arena and what does not: (label, size, remark)."""
     layout, donate = plan.decisions.get("layout", {}), plan.decisions.get("donate", {})
+    tried = plan.decisions.get("reorder", {}).get("laid_out", ())
+    again = (
+        (("orders tried", str(len(tried)), "of no higher peak, as the arena of the first fell short"),) if tried else ()
+    )
     return (
         ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
         ("live in it", format_bytes(plan.live_bytes), f"fragmentation {plan.fragmentation:.3%}"),
@@ -112,6 +116,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
             format_bytes(donate.get("nbytes", 0)),
             f"{len(donate.get('overwrites', ()))} results written over an argument",
         ),
+        *again,
     )
 
 

@@ -256,22 +256,25 @@ def _next_candidate(flow: Flow, schedule: Schedule, search: _Search) -> bool:
 
 @compiled
 def _has_failed(search: _Search, key: NDArray[np.uint64]) -> bool:
-    slot = np.int64(key[0] % np.uint64(_REMEMBERED))
-    for probe in range(_PROBES):
-        entry = search.failed[(slot + probe) % _REMEMBERED]
-        if entry[0] == key[0] and entry[1] == key[1]:
-            return True
-        if entry[0] == 0 and entry[1] == 0:
-            return False
-    return False
+    place = _place_of(search.failed, key)
+    return bool(place >= 0 and search.failed[place, 0] == key[0] and search.failed[place, 1] == key[1])
 
 
 @compiled
 def _remember(search: _Search, key: NDArray[np.uint64]) -> None:
     """Note a set from which nothing was found. A full neighbourhood forgets: that costs time, not truth."""
+    place = _place_of(search.failed, key)
+    if place >= 0:
+        search.failed[place, 0], search.failed[place, 1] = key[0], key[1]
+
+
+@compiled
+def _place_of(table: NDArray[np.uint64], key: NDArray[np.uint64]) -> int:
+    """Where the key stands or may be put; -1 if others are wherever it is looked for."""
     slot = np.int64(key[0] % np.uint64(_REMEMBERED))
     for probe in range(_PROBES):
-        entry = search.failed[(slot + probe) % _REMEMBERED]
-        if entry[0] == 0 and entry[1] == 0:
-            entry[0], entry[1] = key[0], key[1]
-            return
+        place = (slot + probe) % _REMEMBERED
+        is_free = table[place, 0] == 0 and table[place, 1] == 0
+        if is_free or (table[place, 0] == key[0] and table[place, 1] == key[1]):
+            return int(place)
+    return -1

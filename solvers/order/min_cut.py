@@ -15,12 +15,13 @@ results could take over together the input counts in the cut only if one of its 
 the bound of v is the least over the choices. Where there are too many, all possible givers count like this.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.graph.python import max_flow
 
-from roamc.solvers.arrays import IntArray, LongArray
+from roamc.solvers.arrays import BoolArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.bound import EXAMINED, hottest_ops, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
@@ -33,7 +34,16 @@ _MOST_CHOICES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class _Network:
+class _Cut:
+    """A least cut: its bytes, the solved network, and how many arcs that has."""
+
+    value: Bytes
+    flow: max_flow.SimpleMaxFlow
+    arcs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
     """What is the same for every operator.
 
     closure: int64[m, 2], (operator, one that must run before it).  need: int64[n] bytes.
@@ -59,7 +69,7 @@ def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_lim
     hottest = hottest_ops(problem, order, bound)[:EXAMINED]
     if len(hottest) == 0:
         return bound, 0
-    network = _network(problem)
+    network = make_network(problem)
     largest = hottest[np.argsort(-reachability_bound(problem, hottest), kind="stable")]
     live_at = dict(zip(order.tolist(), live_bytes(problem, order).tolist(), strict=True))
     work, in_vain = 0, 0
@@ -67,7 +77,7 @@ def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_lim
         if work >= work_limit or in_vain >= _PATIENCE:
             break
         if live_at[op] > bound:
-            value, arcs = _operator_bound(network, op)
+            value, arcs = operator_bound(network, op)
             work += arcs
             in_vain = 0 if value > bound else in_vain + 1
             bound = max(bound, value)
@@ -76,10 +86,11 @@ def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_lim
 
 def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
     """The least live bytes while `op` runs, over all sets of operators that may run before it."""
-    return _operator_bound(_network(problem), op)[0]
+    return operator_bound(make_network(problem), op)[0]
 
 
-def _network(problem: OrderProblem) -> _Network:
+def make_network(problem: OrderProblem) -> Network:
+    """What the cuts of all operators of a problem with one stage share."""
     need = problem.scratch.copy()
     np.add.at(need, problem.producer, problem.size)
     buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -90,14 +101,29 @@ def _network(problem: OrderProblem) -> _Network:
     for taker in np.flatnonzero(np.diff(problem.donor_start)).tolist():
         takers.setdefault(int(problem.producer[taker]), []).append(rows[taker])
     closure = dependencies(problem)[:, ::-1].astype(np.int64)
-    return _Network(problem, closure, need, buffer[counts], reader[counts], takers)
+    return Network(problem, closure, need, buffer[counts], reader[counts], takers)
 
 
-def _operator_bound(network: _Network, op: OpIndex) -> tuple[Bytes, int]:
-    """The bound of one operator in bytes, and the arcs of the networks that it took."""
-    node = _contracted(network, op)
-    cuts = [_least_cut(network, node, op, givers) for givers in _choices(network.takers.get(op, []))]
-    return min(value for value, _ in cuts) + int(network.need[op]), sum(arcs for _, arcs in cuts)
+def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> tuple[Bytes, int]:
+    """The bound of one operator in bytes, where all of `later` run after it, and the arcs that it took."""
+    cuts = _cuts(network, op, later)
+    return min(cut.value for cut in cuts) + int(network.need[op]), sum(cut.arcs for cut in cuts)
+
+
+def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
+    """The bound of one operator, a set that reaches it if it runs before (bool[n]), and the arcs that it took."""
+    cuts = _cuts(network, op, ())
+    least = min(cuts, key=lambda cut: cut.value)
+    node = contracted(network, op)
+    before = node == _SOURCE
+    before |= np.isin(node, least.flow.get_source_side_min_cut()) & (node != _SINK)
+    return least.value + int(network.need[op]), before, sum(cut.arcs for cut in cuts)
+
+
+def _cuts(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray) -> list[_Cut]:
+    """A least cut for each choice of givers."""
+    node = contracted(network, op, later)
+    return [_least_cut(network, node, op, givers) for givers in _choices(network.takers.get(op, []))]
 
 
 def _choices(takers: list[list[int]]) -> list[tuple[int, ...]]:
@@ -108,9 +134,12 @@ def _choices(takers: list[list[int]]) -> list[tuple[int, ...]]:
     return [(giver,) for giver in everything]
 
 
-def _contracted(network: _Network, op: OpIndex) -> LongArray:
-    """The node of each operator: _SOURCE if it must run before `op`, _SINK if it is `op` or must run after it."""
+def contracted(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> LongArray:
+    """The node of each operator: 0, the source, if it must run before `op`, and 1, the sink, if it is `op` or must
+    run after it or after one of `later`.
+    """
     node = np.arange(2, network.problem.num_ops + 2)
+    node[np.asarray(later, dtype=np.int64)] = _SINK
     _contract(node, op, network.closure)
     return node
 
@@ -130,8 +159,8 @@ def _contract(node: LongArray, op: OpIndex, closure: LongArray) -> None:
             node[closure[row, 1]] = _SOURCE
 
 
-def _least_cut(network: _Network, node: LongArray, op: OpIndex, givers: tuple[int, ...]) -> tuple[Bytes, int]:
-    """The least bytes live just before `op` that stay while it runs, and the number of arcs.
+def _least_cut(network: Network, node: LongArray, op: OpIndex, givers: tuple[int, ...]) -> _Cut:
+    """The least bytes live just before `op` that stay while it runs.
 
     givers: inputs of `op` that count only if another operator is still to read them.
     """
@@ -148,13 +177,13 @@ def _least_cut(network: _Network, node: LongArray, op: OpIndex, givers: tuple[in
     head = np.concatenate([head, np.full(len(kept), _SINK)])
     capacity = np.concatenate([endless, problem.size[read], problem.size[kept]])
     useful = (tail != head) & (tail != _SINK) & (head != _SOURCE)
-    return _max_flow(tail[useful], head[useful], capacity[useful]), int(useful.sum())
+    return _max_flow(tail[useful], head[useful], capacity[useful])
 
 
-def _max_flow(tail: LongArray, head: LongArray, capacity: LongArray) -> Bytes:
+def _max_flow(tail: LongArray, head: LongArray, capacity: LongArray) -> _Cut:
     flow = max_flow.SimpleMaxFlow()
     flow.add_arcs_with_capacity(tail, head, capacity)
     if flow.num_nodes() <= _SINK:
-        return 0
+        return _Cut(0, flow, len(tail))
     flow.solve(_SOURCE, _SINK)
-    return int(flow.optimal_flow())
+    return _Cut(int(flow.optimal_flow()), flow, len(tail))

@@ -7,6 +7,8 @@ from roamc.solvers.arrays import IntArray, read_only
 from roamc.solvers.order.bound import lower_bound
 from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.contract import contract
+from roamc.solvers.order.cut_guided import cut_guided
+from roamc.solvers.order.disjunction import disjunctive_bound
 from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.exact import Bracket, narrow
@@ -50,21 +52,32 @@ ALGORITHMS: dict[str, Algorithm] = {
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
 WORK_LIMIT = 10_000_000
 
+QUICK_WORK = 250_000
+"""What the search gets before the cuts and the either-or, which cost more than most searches."""
+
+LEAST_WORK = 1_000_000
+"""A search may do so much however small the gap is."""
+
+_WHOLE_GAP = 100
+
 
 @dataclass(frozen=True)
 class Pieces:
     """What follows the algorithms while peak and bound differ, each piece a switch.
 
     polish: put allocations off and bring releases forward. branches: place update branches where they cost least.
-    min_cut: the min-cut bound. contract: join memory-insensitive operators before the search. segments: search
-    between narrow points. search: the exact search. subgraphs: exact leaves, merged, where the search of the
-    whole ended at its limit. improve: swap neighbours; taken only where that lowers the peak (fewer bytes over
-    time alone are not worth it: steps took 1.5 % longer, and layouts were harder).
+    min_cut: the min-cut bound. disjunction: the same for either-or. cuts: list scheduling from cut to cut.
+    contract: join memory-insensitive operators before the search. segments: search between narrow points. search:
+    the exact search. subgraphs: exact leaves, merged, where the search of the whole ended at its limit. improve:
+    swap neighbours; taken only where that lowers the peak (fewer bytes over time alone are not worth it: steps
+    took 1.5 % longer, and layouts were harder).
     """
 
     polish: bool = True
     branches: bool = True
     min_cut: bool = True
+    disjunction: bool = True
+    cuts: bool = True
     contract: bool = True
     segments: bool = True
     search: bool = True
@@ -163,20 +176,29 @@ class _Run:
             self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left() // 4)
             self.work += work
         if pieces.search and not self.closed:
-            self._search(pieces)
+            self._search(pieces, QUICK_WORK)
+        if pieces.disjunction and not self.closed:
+            self.bound, work = disjunctive_bound(self.problem, self.order, self.bound, self._left() // 8)
+            self.work += work
+        if pieces.cuts and not self.closed:
+            found, work = cut_guided(self.problem, self.order, self.bound, self._left() // 4)
+            self.work += work
+            self.offer("cuts", found)
+        if pieces.search and not self.closed:
+            self._search(pieces, self._worth() // 2 if pieces.subgraphs else self._worth())
         if pieces.subgraphs and not self.closed:
             start = Bracket(self.order, self.peak, self.bound)
-            self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._left()))
+            self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._worth()))
         if pieces.improve and not self.closed:
             self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order))
 
-    def _search(self, pieces: Pieces) -> None:
+    def _search(self, pieces: Pieces, limit: int) -> None:
         """The exact search, over groups instead of operators and segment by segment where that is asked for."""
         contracted = contract(self.problem) if pieces.contract else None
         problem = contracted.problem if contracted else self.problem
         order = contracted.groups_in(self.order) if contracted else self.order
         start = Bracket(order, peak_bytes(problem, order), self.bound)
-        limit = self._left() // 2 if pieces.subgraphs else self._left()
+        limit = min(limit, self._left())
         if pieces.segments:
             found = narrow_by_segment(problem, start, limit)
         else:
@@ -193,6 +215,11 @@ class _Run:
 
     def _left(self) -> int:
         return max(0, self._work_limit - self.work)
+
+    def _worth(self) -> int:
+        """What may be spent on a search: all that is left where the gap is 1 % or more, in proportion below."""
+        share = self._left() * (self.peak - self.bound) * _WHOLE_GAP // max(self.peak, 1)
+        return min(self._left(), max(share, LEAST_WORK))
 
     def _report(self) -> None:
         if self._progress is not None:

@@ -1,0 +1,123 @@
+"""Other orders whose peak is no higher: what lives where changes, and with it how well it can be laid out.
+
+A layout has most freedom where little is live. So the first of these orders lowers the live bytes wherever that
+is possible, and leaves only the steps full that have to be:
+
+    live    ___/\\_/\\___/\\__        the step of the peak stays, what is before and behind it is ordered anew
+                ^                  as a problem of its own, and so on around the fullest step of each part
+
+The others are what the algorithms make of the same capacity, and of other program orders, where ties fall
+differently.
+"""
+
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.solvers.arrays import IntArray
+from roamc.solvers.order.branches import place_branches
+from roamc.solvers.order.evaluate import live_bytes, peak_bytes
+from roamc.solvers.order.improve import improve
+from roamc.solvers.order.list_schedule import lescea, list_schedule, list_schedule_backward, polish
+from roamc.solvers.order.problem import Bytes, OrderProblem, Step, predecessors, renumber, successors
+from roamc.solvers.order.stages import one_stage
+from roamc.solvers.order.window import window
+
+SPANS = 64
+"""How many parts of an order are ordered anew."""
+
+DRAWN = 2
+"""How many orders come from program orders drawn at random."""
+
+_BRANCH_WORK, _FAR = 200_000, 64
+
+
+@dataclass(frozen=True, eq=False)
+class NamedOrder:
+    """order: int32[n], legal.  peak_bytes: its peak.  name: how it was made."""
+
+    name: str
+    order: IntArray
+    peak_bytes: Bytes
+
+
+def equal_peaks(problem: OrderProblem, order: IntArray) -> Iterator[NamedOrder]:
+    """Different orders with no higher peak than `order`, most promising first, each once; not `order` itself."""
+    staged = one_stage(problem)
+    start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)
+    peak = peak_bytes(staged.problem, start)
+    seen = {order.tobytes()}
+    for name, other in _tried(staged.problem, start, peak):
+        named = staged.order_of(other)
+        height = peak_bytes(staged.problem, other)
+        if height <= peak and named.tobytes() not in seen:
+            seen.add(named.tobytes())
+            yield NamedOrder(name, named, height)
+
+
+def _with_barriers(number: IntArray, order: IntArray, stage: IntArray, num_ops: int) -> IntArray:
+    """An order of the staged problem as one of `one_stage(...).problem`: a barrier behind each stage but the last."""
+    barriers = np.setdiff1d(np.arange(num_ops), number)
+    cuts = np.flatnonzero(np.diff(stage[order])) + 1
+    return np.insert(number[order], cuts, barriers).astype(np.int32)
+
+
+def _tried(problem: OrderProblem, order: IntArray, peak: Bytes) -> Iterator[tuple[str, IntArray]]:
+    relieved = relieve(problem, order)
+    yield "relieved", relieved
+    yield "from_peak", list_schedule(problem, peak)
+    yield "from_peak+relieved", relieve(problem, list_schedule(problem, peak))
+    yield "lescea", lescea(problem)
+    yield "swapped", improve(problem, order)
+    yield "branches", place_branches(problem, order, _BRANCH_WORK)[0]
+    yield "polished", polish(problem, order)
+    yield "backward", list_schedule_backward(problem, peak)
+    for number in range(DRAWN):
+        drawn = _drawn(problem, random.Random(number))
+        yield f"drawn_{number}", drawn[list_schedule(renumber(problem, drawn), peak)]
+
+
+def relieve(problem: OrderProblem, order: IntArray) -> IntArray:
+    """An order with no more live bytes at its fullest step, nor in any part beside it: int32[n].
+
+    The problem must have one stage. Parts are ordered anew by two greedy rules, SPANS of them, the widest first.
+    """
+    best = order.copy()
+    spans = [(0, len(order))]
+    for number in range(SPANS):
+        if number >= len(spans):
+            break
+        lo, hi = spans[number]
+        best[lo:hi] = _lowered(problem, best, lo, hi)
+        middle = lo + int(live_bytes(problem, best)[lo:hi].argmax())
+        spans += [(first, end) for first, end in ((lo, middle), (middle + 1, hi)) if end - first > 1]
+    return best
+
+
+def _lowered(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> IntArray:
+    """The operators at steps [lo, hi), by the rule with the lowest peak; as they are where that is no higher."""
+    part = window(problem, order, lo, hi)
+    as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
+    found = (as_it_is, list_schedule(part.problem), lescea(part.problem))
+    return part.order_of(min(found, key=lambda other: peak_bytes(part.problem, other)))
+
+
+def _drawn(problem: OrderProblem, dice: random.Random) -> IntArray:
+    """A legal order near program order: operators change places at random with others up to _FAR away."""
+    after = successors(problem).lists()
+    waits = np.diff(predecessors(problem).start).tolist()
+    rank = [(op + dice.randrange(_FAR), op) for op in range(problem.num_ops)]
+    ready = [rank[op] for op in range(problem.num_ops) if waits[op] == 0]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        op = heapq.heappop(ready)[1]
+        order.append(op)
+        for other in after[op]:
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, rank[other])
+    return np.array(order, dtype=np.int32)
