@@ -15,6 +15,7 @@ from roamc.errors import (
     StaleError,
     VerifyError,
 )
+from roamc.max_batch import Fit, max_batch
 from roamc.optimize import optimize, plan, plans, train_step
 from roamc.options import Options
 from roamc.plan import Plan
@@ -25,6 +26,7 @@ __all__ = [
     "BackwardTwiceError",
     "BudgetError",
     "CaptureError",
+    "Fit",
     "OptionError",
     "Options",
     "Plan",
@@ -34,6 +36,7 @@ __all__ = [
     "TrainStep",
     "VerifyError",
     "__version__",
+    "max_batch",
     "optimize",
     "plan",
     "plans",

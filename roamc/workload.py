@@ -100,7 +100,7 @@ def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = Fals
         raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
     with torch.device("meta") if meta else contextlib.nullcontext():
         returned = function(**settings)
-    return _workload(name, target, returned)
+    return made(name, returned, target)
 
 
 def parse_setting(text: str) -> tuple[str, Setting]:
@@ -180,7 +180,17 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     raise OptionError(f"{path} has no function {name!r}{nearest(name, known)}")
 
 
-def _workload(name: str, target: str, returned: Any) -> Workload:
+def made(name: str, returned: Any, target: str = "the function") -> Workload:
+    """The workload that a user's function has returned.
+
+    Args:
+        name: for reports.
+        returned: ``(model, inputs)``, ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)``.
+        target: what the function is called in errors.
+
+    Raises:
+        CaptureError: it returned something else.
+    """
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 4 or not isinstance(returned[0], nn.Module):
         raise CaptureError(
             f"{target} must return (model, inputs), (model, inputs, loss_fn) or (model, inputs, loss_fn, optimizer), "
