@@ -17,7 +17,8 @@ _STAGE = 0.98
 _TARGET = 0.93
 _PATIENCE = 3
 _INSTANT = 1e-12
-_NEAR = 0.9
+_NEAR = 0.97
+_HOPE = 4.0
 
 
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
@@ -88,9 +89,9 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
 
 
 def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, value: FloatArray) -> None:
-    """What is unknown is worth what the first of its family is, until it is looked at; unless that was nothing."""
+    """What is unknown is worth up to some times what the first of its family is, until it is looked at."""
     good = value > 0
-    by_family = dict(zip(measured[good].tolist(), value[good].tolist(), strict=True))
+    by_family = dict(zip(measured[good].tolist(), (_HOPE * value[good]).tolist(), strict=True))
     unknown = np.flatnonzero(np.isinf(worth[gap]))
     worth[gap[unknown]] = [by_family.get(number, np.inf) for number in family[unknown].tolist()]
 

@@ -20,6 +20,7 @@ WALKS = 12_000
 
 _OPERATORS = 3
 _MOST_STARTS = 6
+_SHARE = 2
 
 _CLOSE = 1e-9
 
@@ -134,10 +135,11 @@ class _Run:
         return found
 
     def greedy(self, state: State) -> None:
-        """Lower the state, then keep what can stay."""
+        """Lower the state with a share of the work that is left, then keep what can stay."""
         if self.closed() or self.late():
             return
-        state = lower(self.search, state, self.budget, self.limit)
+        share = self.search.work + (self.limit - self.search.work) // _SHARE
+        state = lower(self.search, state, self.budget, share)
         if state.score.peak <= self.budget:
             state = keep(self.search, state, self.budget)
         self.offer(state)
