@@ -46,7 +46,10 @@ def parse_budget(given: object) -> Budget | None:
     if isinstance(given, str) and _SHARE.fullmatch(given):
         return given.strip()
     try:
-        return parse_bytes(given)  # type: ignore[arg-type]
+        count = parse_bytes(given)  # type: ignore[arg-type]
+        if not count:
+            raise OptionError(f"{given!r} is no room at all")
+        return count
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, or device") from None
 

@@ -1,0 +1,109 @@
+"""Budgets: what a user may write, what it means in bytes, and the search for a plan that keeps one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from roamc import budget, pipeline
+from roamc.errors import OptionError
+from roamc.options import Options
+from roamc.plan import Plan
+from tests.graphs import assert_same, clones, model_graph
+from tests.test_pipeline import run_program
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [(None, None), (5, 5), ("2kB", 2000), ("80%", "80%"), (" 12.5 % ", "12.5 %"), ("min", "min"), ("device", "device")],
+)
+def test_budget_is_read(given: object, read: object) -> None:
+    assert budget.parse_budget(given) == read
+
+
+@pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5])
+def test_budget_without_sense_says_what_is_possible(given: object) -> None:
+    with pytest.raises(OptionError, match="80% of what eager holds, min, or device"):
+        budget.parse_budget(given)
+
+
+def test_budget_in_bytes() -> None:
+    assert budget.resolve(None, 1000, CPU, 0) is None
+    assert budget.resolve(7, 1000, CPU, 0) == 7
+    assert budget.resolve("80%", 1000, CPU, 0) == 800
+    assert budget.resolve("12.5 %", 1000, CPU, 0) == 125
+    assert budget.resolve("min", 1000, CPU, 0) == 0
+
+
+def test_device_leaves_room_for_state_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_free", lambda device: 1000)
+    assert budget.resolve("device", 10, CPU, 0) == 900
+    assert budget.resolve("device", 10, CPU, 400) == 540
+    assert budget.resolve("device", 10, CPU, 2000) == 1
+    monkeypatch.undo()
+    assert 0 < (budget.resolve("device", 10, CPU, 0) or 0) < 1 << 50
+
+
+@dataclass(frozen=True)
+class Guess:
+    peak_bytes: int
+    asked_bytes: int
+    added_seconds: float
+    order: tuple[str, ...] = ()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_search_keeps_the_budget_wherever_the_passes_are_off_by_a_little(seed: int) -> None:
+    """Peaks come in steps, and differ by some noise from what was asked for; lower peaks cost more."""
+    rng = random.Random(seed)
+    step, noise = rng.choice((1, 10, 70)), rng.choice((0, 5, 40))
+    asked: list[int] = []
+
+    def attempt(target: int | None, order: Sequence[str] | None) -> Guess:
+        if target is None:
+            return Guess(1000, 1000, 0.0)
+        asked.append(target)
+        foreseen = max(200, target // step * step)
+        return Guess(foreseen + random.Random(seed + target).randint(-noise, noise), foreseen, 1000 - foreseen)
+
+    found = budget.fit(attempt, 600)
+    assert len(asked) <= budget.ROUNDS
+    assert found.peak_bytes <= 600
+    assert found.peak_bytes >= 600 - step - 3 * noise - 600 * budget.CLOSE
+    assert budget.fit(attempt, 1000).added_seconds == 0
+    lowest = budget.fit(attempt, 100)
+    assert lowest.peak_bytes <= 200 + noise
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_plan_under_a_budget_is_data_and_runs_again(route: str) -> None:
+    graph, inputs = model_graph("nanogpt-dropout", route)
+    planned = pipeline.run(graph, Options(memory_budget="75%"))
+    assert planned.plan.decisions["retain"]["reruns"]
+    assert 0 < planned.plan.added_bound_seconds <= planned.plan.added_seconds < planned.plan.step_seconds
+    again = pipeline.run(model_graph("nanogpt-dropout", route)[0], Options(), Plan.from_json(planned.plan.to_json()))
+    assert again.plan.decisions == planned.plan.decisions
+    assert again.plan.peak_bytes == planned.plan.peak_bytes
+    results: list[Any] = []
+    for one in (planned, again):
+        used = clones(inputs)
+        torch.manual_seed(2)
+        results.append([*run_program(one, used), *used])
+    assert_same(*results, route)
+
+
+def test_lower_budgets_never_cost_less() -> None:
+    plans = [
+        pipeline.run(model_graph("gpt2", "step")[0], Options(memory_budget=f"{share}%")).plan
+        for share in (95, 85, 75, 65, 55, 45)
+    ]
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    added = [plan.added_seconds for plan in plans]
+    assert added == sorted(added)
