@@ -19,6 +19,7 @@ from roamc.max_batch import Fit, max_batch
 from roamc.optimize import optimize, plan, plans, train_step
 from roamc.options import Options
 from roamc.plan import Plan
+from roamc.regions import keep
 from roamc.train_step import TrainStep
 from roamc.version import __version__
 
@@ -36,6 +37,7 @@ __all__ = [
     "TrainStep",
     "VerifyError",
     "__version__",
+    "keep",
     "max_batch",
     "optimize",
     "plan",

@@ -77,8 +77,21 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _marks_end_with_their_region():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+@contextlib.contextmanager
+def _marks_end_with_their_region() -> Iterator[None]:
+    """While tracing, torch leaves the last mark of a selective checkpoint on all nodes behind it: take it off."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode as Region
+
+    def leave(self: Any, *error: Any) -> Any:
+        fx.traceback.current_meta.pop("recompute", None)
+        return super(Region, self).__exit__(*error)
+
+    with mock.patch.object(Region, "__exit__", leave):
+        yield
 
 
 @contextlib.contextmanager

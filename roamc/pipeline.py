@@ -24,8 +24,9 @@ from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
 from roamc.memory import build_memory, eager_live_bytes, input_bytes, lifetimes, live_bytes
 from roamc.options import Options
-from roamc.passes import donate, joint, layout, normalize, reorder, retain
+from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
 from roamc.plan import Plan
+from roamc.regions import is_kept
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
@@ -44,13 +45,14 @@ class Pass:
 
 PIPELINE = (
     Pass(normalize.NAME, normalize.Decision, normalize.decide, normalize.apply),
+    Pass(checkpoint.NAME, checkpoint.Decision, checkpoint.decide, checkpoint.apply),
     Pass(retain.NAME, retain.Decision, retain.decide, retain.apply),
     Pass(reorder.NAME, reorder.Decision, reorder.decide, reorder.apply),
     Pass(donate.NAME, donate.Decision, donate.decide, donate.apply),
     Pass(layout.NAME, layout.Decision, layout.decide, layout.apply),
 )
 
-SHARED = 1
+SHARED = 2
 """So many passes at the head are the same whatever the budget; those behind are tried several times."""
 
 REQUIRED = frozenset({layout.NAME})
@@ -253,7 +255,8 @@ def fingerprint(graph: TrainGraph) -> str:
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
         geometry = [(tuple(map(int, t.shape)), tuple(map(int, t.stride())), str(t.dtype)) for _, t in tensors_of(node)]
-        digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{geometry}\n".encode())
+        kept = "|kept" if is_kept(node) else ""
+        digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{geometry}{kept}\n".encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())

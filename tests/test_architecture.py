@@ -15,7 +15,7 @@ PACKAGES = {"roamc": "roamc", "passes": "roamc.passes", "solvers": "roamc.solver
 GROUND = tuple(
     f"roamc.{name}"
     for name in (
-        *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units", "news"),
+        *("graph", "memory", "cost", "plan", "ops", "options", "errors", "units", "news", "regions"),
         *("compat", "forms", "layout", "rewrite"),  # the door to torch, and what emission and passes share
         "runtime.random",
     )

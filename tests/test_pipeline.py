@@ -23,7 +23,9 @@ from tests.models import MODELS
 from tests.random_graphs import random_model
 
 OPTIONAL = tuple(step.name for step in pipeline.PIPELINE if step.name not in pipeline.REQUIRED)
-SUBSETS = [subset for count in range(len(OPTIONAL) + 1) for subset in itertools.combinations(OPTIONAL, count)]
+IDLE = ("checkpoint", "retain")  # do nothing without marks and without a budget
+ALWAYS = tuple(name for name in OPTIONAL if name not in IDLE)
+SUBSETS = [subset for count in range(len(ALWAYS) + 1) for subset in itertools.combinations(ALWAYS, count)]
 ROOT = Path(__file__).parent.parent
 X = torch.randn(16, 16)
 
@@ -59,6 +61,20 @@ def test_every_subset_of_passes_gives_the_same_bits(name: str, route: str) -> No
         got = run_program(planned, again)
         assert torch.equal(torch.get_rng_state(), state), f"without {subset}: the random state differs"
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, without {subset}")
+
+
+@pytest.mark.parametrize(
+    "left_out", [(), ("normalize",), ("reorder",), ("donate",), ("checkpoint", "donate", "reorder")]
+)
+def test_budget_is_kept_without_other_passes(left_out: tuple[str, ...]) -> None:
+    graph, inputs = graph_of("nanogpt-dropout", "step")
+    used, again = clones(inputs), clones(inputs)
+    torch.manual_seed(3)
+    expected, _ = run_real(graph, used)
+    planned = pipeline.run(graph_of("nanogpt-dropout", "step")[0], Options(disable=left_out, memory_budget="75%"))
+    assert planned.plan.peak_bytes <= planned.plan.budget_bytes
+    torch.manual_seed(3)
+    assert_same([*expected, *used], [*run_program(planned, again), *again], str(left_out))
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -10,12 +10,13 @@ from torch import fx
 
 from roamc import cost
 from roamc.errors import VerifyError
-from roamc.graph import TrainGraph, main_device, tensors_of
+from roamc.graph import Phase, TrainGraph, main_device, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate, reorder
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
+from roamc.regions import is_kept
 from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, solve, validate
 from roamc.units import Bytes, Seconds
 
@@ -142,7 +143,8 @@ def droppable(memory: MemoryModel, storages: Sequence[Storage]) -> list[bool]:
 
 def _made_again(memory: MemoryModel, operator: Operator) -> set[int]:
     """The storages that another run of ``operator`` would make."""
-    if not operator.births or not may_run_again(operator.node):
+    kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
+    if not operator.births or kept or not may_run_again(operator.node):
         return set()
     target, _, _ = rerun_form(operator.node)
     count = results_of(target, operator.node)

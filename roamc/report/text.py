@@ -18,7 +18,7 @@ from roamc.units import Bytes, Seconds, format_bytes
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
 
-STAGES = ("capture", "normalize", "retain", "reorder", "donate", "joint", "layout", "verify", "emit")
+STAGES = ("capture", "normalize", "checkpoint", "retain", "reorder", "donate", "joint", "layout", "verify", "emit")
 """The order in which times are shown; any other stage comes last."""
 
 

@@ -103,11 +103,12 @@ def assert_steps_equal(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     batches: Batches,
     clip: float | None = None,
+    **options: Any,
 ) -> roamc.TrainStep:
     """Train two copies, one with train_step; losses, tensors and optimizer states are equal after every step."""
     twin = copy.deepcopy(model)
     optimizer, reference = make_optimizer(model), make_optimizer(twin)
-    step = roamc.train_step(model, loss_fn, optimizer, clip_grad_norm=clip, strict=True)
+    step = roamc.train_step(model, loss_fn, optimizer, clip_grad_norm=clip, strict=True, **options)
     for number, batch in enumerate(batches):
         found = seeded(step, *fresh(batch), seed=number)
         wanted = seeded(lambda batch=batch: eager_step(twin, loss_fn, reference, *fresh(batch), clip=clip), seed=number)
