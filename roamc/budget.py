@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -31,6 +31,9 @@ ROUNDS = 6
 
 CLOSE = 0.01
 """Nothing is asked again for so small a share of the budget."""
+
+ALIGNED = 1000
+"""One part in so many is left for what the alignment of tensors rounds up."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -94,10 +97,6 @@ class Tried(Protocol):
     def asked_bytes(self) -> Bytes:
         """The peak of live bytes that ``retain`` foresaw."""
 
-    @property
-    def order(self) -> Sequence[str]:
-        """Its operators but for reruns, first to last."""
-
 
 T = TypeVar("T", bound=Tried)
 
@@ -117,28 +116,28 @@ class _Search:
             self.fitted = max(self.fitted, target)
         else:
             self.failed = min(self.failed, target)
-        wanted = self.budget - (tried.peak_bytes - tried.asked_bytes)
-        if not self.fitted < wanted < self.failed:
-            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
-        if fits and wanted <= target + self.budget * CLOSE:
+        wanted = self.budget - (tried.peak_bytes - tried.asked_bytes) - self.budget // ALIGNED
+        if fits and min(wanted, self.failed) <= target + self.budget * CLOSE:
             return None
+        if not self.fitted < wanted < self.failed:  # known already: look in between, or lower
+            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
         return wanted if 0 < wanted < self.failed else None
 
 
-def fit(attempt: Callable[[Bytes | None, Sequence[str] | None], T], budget: Bytes) -> T:
+def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
     """The plan that keeps ``budget`` at the least added time; the lowest one found if none does.
 
     Args:
-        attempt: plans with this many live bytes asked of ``retain`` (None: nothing dropped), from this order on.
+        first: the plan that drops nothing.
+        attempt: plans with this many live bytes asked of ``retain``.
         budget: bytes; 0 for the lowest peak.
     """
-    first = attempt(None, None)
     if first.peak_bytes <= budget:
         return first
-    search, target, order = _Search(budget), budget, first.order
+    search, target = _Search(budget), budget - budget // ALIGNED
     found = [first]
     for _ in range(ROUNDS if budget else 1):
-        now = attempt(target, order)
+        now = attempt(target)
         found.append(now)
         wanted = search.next(target, now)
         if wanted is None:

@@ -147,30 +147,28 @@ class _Road:
             return self.arrive(clean)
         profile = cost.load_profile(main_device(clean.graph), self.options.profile)
         alone = cost.step_seconds(clean.graph, profile)
+        first = self.arrive(_fresh(clean), alone=alone)
+        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first)))
 
-        def attempt(target: Bytes | None, order: Sequence[str] | None) -> _Attempt:
-            fresh = dataclasses.replace(clean, graph=copied(clean.graph))
-            return _Attempt(self.arrive(fresh, target, order, alone))
+        def attempt(target: Bytes) -> _Attempt:
+            return _Attempt(self.arrive(_fresh(clean), retain.choose(asked(), target), alone))
 
-        return budget.fit(attempt, limit).planned
+        return budget.fit(_Attempt(first), attempt, limit).planned
 
-    def arrive(
-        self, clean: Stop, target: Bytes | None = None, order: Sequence[str] | None = None, alone: Seconds = 0.0
-    ) -> Planned:
+    def arrive(self, clean: Stop, kept: retain.Decision | None = None, alone: Seconds = 0.0) -> Planned:
         """Run the passes behind the shared ones, check the layout and write the plan.
 
         Args:
             clean: where the shared passes ended.
-            target: live bytes that retain is asked for.
-            order: of the operators, that retain starts from.
+            kept: what retain has decided; None for its own decision, or that of the plan.
             alone: predicted time of the step without reruns.
         """
-        aimed = functools.partial(retain.decide, target=target, order=order)
-        passes = [dataclasses.replace(p, decide=aimed) if p.name == retain.NAME else p for p in PIPELINE[SHARED:]]
+        passes = PIPELINE[SHARED:]
+        known = {retain.NAME: kept}
         again = self.plan is None and joint.may_look_again(self.options)
         first = dataclasses.replace(self, options=joint.first_look(self.options)) if again else self
         head = [step.name for step in passes].index(donate.NAME)
-        ordered = first.travel(clean, passes[:head])
+        ordered = first.travel(clean, passes[:head], known)
         values = joint.values_of(ordered.graph)
         end = first.travel(ordered, passes[head:])
         if again and joint.falls_short(end.decisions[layout.NAME]):
@@ -231,9 +229,15 @@ class _Attempt:
         decision = self.planned.plan.decisions[retain.NAME]
         return int(decision["peak_bytes"])
 
-    @property
-    def order(self) -> tuple[str, ...]:
-        return tuple(op.node.name for op in build_memory(self.planned.graph).operators)
+
+def _fresh(stop: Stop) -> Stop:
+    """The same with a graph of its own, for passes to change."""
+    return dataclasses.replace(stop, graph=copied(stop.graph))
+
+
+def _order(planned: Planned) -> tuple[str, ...]:
+    """The names of its operators, first to last."""
+    return tuple(op.node.name for op in build_memory(planned.graph).operators)
 
 
 def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from roamc.graph import TrainGraph
 from roamc.passes import reorder
-from roamc.passes.retain.decide import NOTHING, Decision, decide
+from roamc.passes.retain.decide import NOTHING, Decision, Question, choose, decide, question
 from roamc.passes.retain.recompute import Rerun, rerun
 
-__all__ = ["NAME", "NOTHING", "Decision", "Rerun", "apply", "decide", "rerun"]
+__all__ = ["NAME", "NOTHING", "Decision", "Question", "Rerun", "apply", "choose", "decide", "question", "rerun"]
 
 NAME = "retain"
 

@@ -62,32 +62,28 @@ class Question:
     storages: tuple[Storage, ...]
 
 
-def decide(
-    graph: TrainGraph, options: Options, target: Bytes | None = None, order: Sequence[str] | None = None
-) -> Decision:
-    """Choose reruns so that no step of ``order`` has more than ``target`` live bytes, at the least added time.
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Keep everything. Under a budget the pipeline asks :func:`choose`, several times if need be."""
+    return NOTHING
 
-    Args:
-        graph: not changed.
-        options: the profile of the device, and whether results may be written over arguments.
-        target: bytes; None keeps everything.
-        order: of all operators, by name; None takes the one that :mod:`roamc.passes.reorder` finds for the graph.
+
+def choose(asked: Question, target: Bytes) -> Decision:
+    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time.
+
+    Raises:
+        VerifyError: the solver broke a rule of its problem.
     """
-    if target is None:
-        return NOTHING
-    chosen = tuple(order) if order is not None else reorder.decide(graph, options).order
-    asked = question(graph, options, chosen)
     solution = solve(asked.problem, target)
     report = validate(asked.problem, target, solution)
     if not report.good:
         raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")
-    return _decision(asked, solution, chosen)
+    return _decision(asked, solution)
 
 
-def _decision(asked: Question, solution: RetainSolution, order: tuple[str, ...]) -> Decision:
+def _decision(asked: Question, solution: RetainSolution) -> Decision:
     names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
     return Decision(
-        order=order if solution.reruns else (),
+        order=tuple(name for name in names if name) if solution.reruns else (),
         reruns=tuple(
             (
                 names[again.before],
