@@ -98,7 +98,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
             values = joint.values_of(graph)
         graph = road.take(step, graph)
     if again and joint.falls_short(road.decisions[layout.NAME]):
-        graph = _look_again(road, joint.without_donation(graph, values), options)
+        graph = _look_again(road, graph, values, options)
     decisions, seconds = road.decisions, road.seconds
     start = time.perf_counter()
     verify.check_layout(graph)
@@ -133,17 +133,23 @@ class _Road:
         return graph
 
 
-def _look_again(road: _Road, graph: TrainGraph, options: Options) -> TrainGraph:
-    """The layout falls short: take the best of the orders with no higher peak."""
+def _look_again(road: _Road, graph: TrainGraph, values: joint.Values, options: Options) -> TrainGraph:
+    """The layout falls short: take the best of the orders with no higher peak. ``values`` are from before donation."""
     start = time.perf_counter()
     first = joint.Found(road.decisions[reorder.NAME], road.decisions[layout.NAME])
-    found = joint.decide(graph, first, options)
+    donated, bare = joint.values_of(graph), joint.without_donation(graph, values)
+    found = joint.decide(bare, first, options)
+    road.decisions[reorder.NAME] = found.ordered
+    anew: tuple[str, ...] = (reorder.NAME, donate.NAME, layout.NAME)
+    if found.ordered.order == first.ordered.order:
+        joint.put_back(graph, donated)
+        bare, anew = graph, (layout.NAME,)
     road.seconds[joint.NAME] = time.perf_counter() - start
     known = {reorder.NAME: found.ordered, layout.NAME: found.placed}
     for step in PIPELINE:
-        if step.name in (reorder.NAME, donate.NAME, layout.NAME) and step.name not in options.disable:
-            graph = road.take(step, graph, known.get(step.name))
-    return graph
+        if step.name in anew and step.name not in options.disable:
+            bare = road.take(step, bare, known.get(step.name))
+    return bare
 
 
 def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:
