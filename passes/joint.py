@@ -62,15 +62,20 @@ def falls_short(placed: layout.Decision) -> bool:
 
 
 def values_of(graph: TrainGraph) -> Values:
-    """The fake tensors of every node, for :func:`without_donation`."""
+    """The fake tensors of every node, for :func:`put_back`: donation moves some to other storages."""
     return {node: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
+
+
+def put_back(graph: TrainGraph, values: Values) -> None:
+    """Give every node the fake tensors that it had when ``values`` were taken."""
+    for node in graph.graph.nodes:
+        if node in values:
+            node.meta["val"] = values[node]
 
 
 def without_donation(graph: TrainGraph, values: Values) -> TrainGraph:
     """The graph as it was before pass donate, when ``values`` were taken, in its present order."""
-    for node in graph.graph.nodes:
-        if node in values:
-            node.meta["val"] = values[node]
+    put_back(graph, values)
     return graph.replace(donated={}, layout=None)
 
 

@@ -182,12 +182,17 @@ class _Road:
     def _look_again(self, end: Stop, values: joint.Values) -> Stop:
         """The layout falls short: take the best of the orders with no higher peak."""
         begun = time.perf_counter()
-        graph = joint.without_donation(end.graph, values)
         first = joint.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
-        found = joint.decide(graph, first, self.options)
+        donated, bare = joint.values_of(end.graph), joint.without_donation(end.graph, values)
+        found = joint.decide(bare, first, self.options)
         known = {reorder.NAME: found.ordered, layout.NAME: found.placed}
-        stop = Stop(graph, end.decisions, {**end.seconds, joint.NAME: time.perf_counter() - begun})
-        return self.travel(stop, [step for step in PIPELINE if step.name in (*known, donate.NAME)], known)
+        anew: tuple[str, ...] = (*known, donate.NAME)
+        if found.ordered.order == first.ordered.order:
+            joint.put_back(end.graph, donated)
+            bare, anew = end.graph, (layout.NAME,)
+        seconds = {**end.seconds, joint.NAME: time.perf_counter() - begun}
+        stop = Stop(bare, {**end.decisions, reorder.NAME: found.ordered}, seconds)
+        return self.travel(stop, [step for step in PIPELINE if step.name in anew], known)
 
     def travel(self, start: Stop, passes: Sequence[Pass], known: Mapping[str, Any] | None = None) -> Stop:
         """Decide, unless the decision is given here or in the plan, apply and check ``passes``."""

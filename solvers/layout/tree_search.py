@@ -8,7 +8,7 @@ phenomena in satisfiability and constraint satisfaction problems").
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from roamc.solvers.arrays import LongArray
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, make_problem, padded
 from roamc.solvers.layout.section_search import FOUND, NONE, search
-from roamc.solvers.layout.section_state import spent, start
+from roamc.solvers.layout.section_state import SearchState, spent, start
 
 ORDERS: tuple[sequences.Sequence, ...] = (
     sequences.by_width_area_total,
@@ -34,6 +34,7 @@ _SHARES = 8
 """Each capacity that is asked for gets this part of the nodes that are left; the target itself a quarter."""
 
 Clock = Callable[[], bool]
+Run = tuple[LongArray, SearchState]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +112,11 @@ def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: in
     lowest = -(-target // unit) * unit  # no layout is lower, but for the target
     guess, nodes, refuted = lowest, 0, False
     height = arena_bytes(part, offset)
+    static = [order(part) for order in ORDERS] if height > max(lowest, target) else []
     asked = lowest
     while height > max(lowest, target) and nodes < node_limit and not late():
         share = (node_limit - nodes) // (4 if asked == lowest else _SHARES) + 1
-        found, proved, cost = _decide(part, asked, min(share, node_limit - nodes), late)
+        found, proved, cost = _decide(part, static, asked, min(share, node_limit - nodes), late)
         nodes += cost
         if found is not None:
             offset, height = found, arena_bytes(part, found)
@@ -129,15 +131,17 @@ def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: in
     return SearchResult(offset, nodes, height <= max(lowest, target), refuted)
 
 
-def _decide(part: LayoutProblem, capacity: Bytes, node_limit: int, late: Clock) -> tuple[LongArray | None, bool, int]:
+def _decide(
+    part: LayoutProblem, orders: Sequence[LongArray], capacity: Bytes, node_limit: int, late: Clock
+) -> tuple[LongArray | None, bool, int]:
     """A layout within the capacity, or None; whether it is proved that there is none; and the nodes it took."""
     short = _RESTART_NODES * part.num_storages
-    static = [(sequence, start(part, sequence)) for sequence in (order(part) for order in ORDERS)]
+    static = _started(part, orders)
     drawn = ((sequence, start(part, sequence)) for sequence in _drawn(part))
     nodes, share = 0, short
     while True:
-        runs = itertools.chain(((*run, share) for run in static), ((*next(drawn), short) for _ in itertools.count()))
-        until = nodes + 2 * share * len(static)  # half of it for the static orders, the rest for those drawn
+        runs = itertools.chain(((*run, share) for run in static()), ((*next(drawn), short) for _ in itertools.count()))
+        until = nodes + 2 * share * len(orders)  # half of it for the static orders, the rest for those drawn
         for sequence, state, budget in runs:
             if nodes >= node_limit or late():
                 return None, False, nodes
@@ -153,6 +157,19 @@ def _decide(part: LayoutProblem, capacity: Bytes, node_limit: int, late: Clock) 
             if nodes >= until:
                 break
         share *= 2
+
+
+def _started(part: LayoutProblem, orders: Sequence[LongArray]) -> Callable[[], Iterator[Run]]:
+    """A walk over the static orders, each begun when it is first come to: short searches end before the last."""
+    states: list[SearchState] = []
+
+    def walk() -> Iterator[Run]:
+        for number, sequence in enumerate(orders):
+            if number == len(states):
+                states.append(start(part, sequence))
+            yield sequence, states[number]
+
+    return walk
 
 
 def _drawn(part: LayoutProblem) -> Iterator[LongArray]:
