@@ -52,7 +52,7 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
     import torch
 
     from benchmarks.blocks import make
-    from benchmarks.programs import build
+    from benchmarks.programs import build, timed_planning
     from roamc.errors import BudgetError
 
     program = build(row, make(model, quick=quick), profile or None)
@@ -66,9 +66,13 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
         losses.append(program.step(look))
 
     try:
-        step(0, look)
-    except BudgetError as error:
-        return {"refused": error.plan.peak_bytes if error.plan else None}
+        with timed_planning() as planning:
+            step(0, look)
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
+        if not isinstance(cause, BudgetError) or cause.plan is None:
+            raise
+        return {"refused": cause.plan.peak_bytes}
     first = [losses[0], *gradients]
     del gradients[:]
     torch.save(first, values)
@@ -79,7 +83,7 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
     torch.save([*torch.load(values), *losses, *parameters], values)
     if program.plans():
         values.with_suffix(".json").write_text(program.plans()[0].to_json())
-        result |= _planned(program.plans(), lambda: step(3))
+        result |= {"planning": sum(planning), **_planned(program.plans(), lambda: step(3))}
     return result
 
 
@@ -108,7 +112,6 @@ def _planned(plans: list[Any], step: Callable[[], None]) -> dict[str, Any]:
         "status": plan.status,
         "retain": plan.decisions["retain"]["status"],
         "reruns": len(plan.decisions["retain"]["reruns"]),
-        "planning": {stage: round(spent, 3) for stage, spent in plan.seconds.items()},
         "workspace": lines.workspace,
         "worst_line": lines.worst,
         "worst_line_bytes": lines.peak - before,
@@ -225,7 +228,7 @@ def line(model: str, row: str, found: dict[str, Any]) -> str:
             f"  planned {found['peak_bytes'] / 1e6:7.1f}  workspace {found['workspace'] / 1e6:5.1f}"
             f"  arena {found['arena_bytes'] / 1e6:6.1f}  reruns {found['reruns']}"
             f"  added {found['added_seconds']:.3f} s (bound {found['added_bound_seconds']:.3f})"
-            f"  planning {sum(found['planning'].values()):.1f} s"
+            f"  planning {found['planning']:.1f} s"
         )
     if "like" in found:
         like = found["like"]

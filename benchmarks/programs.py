@@ -7,10 +7,12 @@ After ``+`` stands what torch's checkpointing keeps of a block, after ``@`` the 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +101,23 @@ def plan_kept_in(path: Path) -> Iterator[None]:
     def run(graph: TrainGraph, options: Options, **how: Any) -> pipeline.Planned:
         return decide(graph, options, Plan.from_json(path.read_text()) if path.exists() else None, **how)
 
-    pipeline.run = run
-    try:
+    with mock.patch.object(pipeline, "run", run):
         yield
-    finally:
-        pipeline.run = decide
+
+
+@contextlib.contextmanager
+def timed_planning() -> Iterator[list[float]]:
+    """Seconds of the process that each plan takes; a plan's own ``seconds`` are those of the last of its attempts."""
+    decide, taken = pipeline.run, []
+
+    def run(graph: TrainGraph, options: Options, **how: Any) -> pipeline.Planned:
+        start = time.process_time()
+        planned = decide(graph, options, **how)
+        taken.append(time.process_time() - start)
+        return planned
+
+    with mock.patch.object(pipeline, "run", run):
+        yield taken
 
 
 def _loop(work: Blocked, optimizer: torch.optim.Optimizer) -> Callable[[Look | None], Tensor]:

@@ -85,7 +85,7 @@ def _budget_row(row: dict[str, Any]) -> str:
         f"{time['of eager']:.2f}" if time else "–",
         f"{row['added_seconds']:.3f}" if ours else "–",
         f"{row['added_bound_seconds']:.3f}" if ours else "–",
-        f"{sum(row['planning'].values()):.1f}" if ours else "–",
+        f"{row['planning']:.1f}" if ours else "–",
         _values(row.get("like")),
     ]
     return f"| {' | '.join(cells)} |"

@@ -84,7 +84,7 @@ def test_plan_that_is_kept_is_taken(found: dict[str, Any], folder: Path) -> None
 def test_broken_budget_is_said() -> None:
     row = {
         **{"measured": 5 << 20, "budget_bytes": 4 << 20, "peak_bytes": 4 << 20, "workspace": 0, "arena_bytes": 0},
-        **{"reruns": 1, "added_seconds": 0.0, "added_bound_seconds": 0.0, "planning": {}, "backward": 5 << 20},
+        **{"reruns": 1, "added_seconds": 0.0, "added_bound_seconds": 0.0, "planning": 0.0, "backward": 5 << 20},
         **{"worst_line": "mm(a, b)", "worst_line_bytes": 5 << 20},
     }
     assert budget.over_budget(row) == 1 << 20
