@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import datetime
 import json
+import linecache
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,53 @@ class Heap:
     def reset(self) -> None:
         """Start a new peak at what is live now."""
         self._library.heap_reset_peak()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the lines of emitted programs allocate in one step.
+
+    Attributes:
+        workspace: the most that one line allocates and frees again.
+        peak: heap bytes at the worst moment inside a line.
+        worst: that line's text.
+    """
+
+    workspace: int
+    peak: int
+    worst: str
+
+
+def by_line(heap: Heap, step: Callable[[], Any]) -> Lines:
+    """Run ``step`` and read the heap at every line of every program that roamc emitted."""
+    found = Lines(0, 0, "")
+    live, text = 0, ""
+
+    def note() -> None:
+        nonlocal found
+        if text:
+            now = heap.peak()
+            workspace = max(found.workspace, now - max(live, heap.live()))
+            peak, worst = (now, text) if now > found.peak else (found.peak, found.worst)
+            found = Lines(workspace, peak, worst)
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal live, text
+        if not frame.f_code.co_filename.startswith("<roamc"):
+            return None
+        if event in ("line", "return"):
+            note()
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            live, text = heap.live(), line if event == "line" else ""
+            heap.reset()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(None)
+    return found
 
 
 def machine() -> dict[str, str]:

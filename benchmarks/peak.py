@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from benchmarks._measure import Heap, fresh, save
+from benchmarks._measure import Heap, by_line, fresh, save
 from benchmarks.models import WORKLOADS, make
 
 ROUTES = ("eager", "train_step", "aot_eager", "optimize", "optimize_free")
@@ -66,32 +65,8 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
     step()
     result["measured"] = heap.peak() - before
     if executables:
-        result["workspace"] = _workspace(heap, step)
+        result["workspace"] = by_line(heap, step).workspace
     return result
-
-
-def _workspace(heap: Heap, step: Any) -> int:
-    """The most that one line of an emitted program allocates and frees again."""
-    worst = 0
-    live: int | None = None
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal worst, live
-        if not frame.f_code.co_filename.startswith("<roamc"):
-            return None
-        if event in ("line", "return"):
-            if live is not None:
-                worst = max(worst, heap.peak() - max(live, heap.live()))
-            live = heap.live()
-            heap.reset()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        step()
-    finally:
-        sys.settrace(None)
-    return worst
 
 
 def main() -> None:

@@ -42,13 +42,59 @@ def render() -> str:
         "|---|---|---|---|---|---|---|",
         *(_speed_row(row) for row in speed["rows"]),
     ]
-    return "\n".join([*lines, *_cost(_rows_of("cost")), *_order_layout(_rows_of("order_layout"))])
+    return "\n".join(
+        [*lines, *_budget(_rows_of("budget")), *_cost(_rows_of("cost")), *_order_layout(_rows_of("order_layout"))]
+    )
 
 
 def _rows_of(name: str) -> list[dict[str, Any]]:
     """What was measured; nothing where nobody has."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def _budget(rows: list[dict[str, Any]]) -> list[str]:
+    """Step time against measured peak."""
+    if not rows:
+        return []
+    return [
+        "",
+        "Step time against measured peak, one thread, AdamW. `+block` is `torch.utils.checkpoint` around every block, "
+        "`+select` keeps its matrix products and attention; after `@` stands `memory_budget`, or the budget of "
+        "torch.compile. Times are medians of ratios over interleaved steps: to the same program without a budget, and "
+        "to eager. Values are those of the same program without a budget, of `aot_eager` or of eager (MB, s):",
+        "",
+        "| model | program | measured peak | planned | workspace | time / no budget | time / eager | predicted added "
+        "| its lower bound | planning | values |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_budget_row(row) for row in rows),
+    ]
+
+
+def _budget_row(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"| {row['model']} | {row['kind']} | – | needs {_megabytes(row['refused'])} | {'– | ' * 6}– |"
+    time, ours = row.get("time"), "peak_bytes" in row
+    cells = [
+        row["model"],
+        row["kind"],
+        _megabytes(row["measured"]),
+        _megabytes(row["peak_bytes"]) if ours else "–",
+        _megabytes(row["workspace"]) if ours else "–",
+        f"{time['of free']:.2f}" if time else "–",
+        f"{time['of eager']:.2f}" if time else "–",
+        f"{row['added_seconds']:.3f}" if ours else "–",
+        f"{row['added_bound_seconds']:.3f}" if ours else "–",
+        f"{row['planning']:.1f}" if ours else "–",
+        _values(row.get("like")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _values(like: dict[str, Any] | None) -> str:
+    if like is None:
+        return "–"
+    return "the same bits" if like["equal"] else f"off by {like['error']:.0e}"
 
 
 def _cost(rows: list[dict[str, Any]]) -> list[str]:

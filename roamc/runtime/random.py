@@ -30,4 +30,5 @@ def _set(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
-        torch.set_rng_state(state)
+        # torch looks for the state of a view at its offset times 5056 (and not at its offset): no view goes in.
+        torch.set_rng_state(state.clone() if state.storage_offset() else state)

@@ -1,0 +1,301 @@
+"""Step time against measured peak: activations dropped under a budget, by roamc, by torch.compile and by hand.
+
+    python -m benchmarks.budget [--models gpt,bert] [--rows eager,optimize@300MB] [--rounds N] [--quick]
+
+Peaks are measured as in :mod:`benchmarks.peak`: in a fresh process, counted under malloc over the whole third step,
+above parameters, optimizer state and batch. Values are compared there as well: loss and gradients of the first step,
+losses and parameters after three, with the program that they have to be like. Times are those of whole steps with one
+thread, program after program in turn in one process per family, eager always among them; a ratio is taken within its
+round, and the median over rounds is quoted. They are processor seconds of the process: what else runs on the machine
+does not count. roamc predicts with a profile that is calibrated first, with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks._measure import Heap, Lines, by_line, fresh, save
+
+MODELS = ("gpt", "bert", "llama", "resnet50")
+RIVALS = (
+    *("eager", "eager+block", "eager+select"),
+    *("inductor", "inductor@0.8", "inductor@0.5", "inductor@0.2", "inductor@0.0", "inductor+block", "inductor+select"),
+)
+BUDGETS = {"gpt": ("430MB", "300MB", "170MB", "110MB", "min")}
+SHARES = ("70%", "50%", "30%", "min")
+ROUNDS = 9
+OBJECTS = 256 << 10
+"""Bytes: Python's and torch's own objects, such as the headers of tensors, are counted under malloc as well."""
+
+
+def rows_of(model: str) -> list[str]:
+    """All programs of the table for one model; a program comes behind the one that it has to be like."""
+    ours = [route + at for route in ("optimize", "train_step") for at in ("", *_budgets(model))]
+    return [*RIVALS, "aot_eager", *ours]
+
+
+def _budgets(model: str) -> tuple[str, ...]:
+    return tuple(f"@{budget}" for budget in BUDGETS.get(model, SHARES))
+
+
+def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -> dict[str, Any]:
+    """Measure the peak of one program in this process, and write what it computes to ``values``."""
+    import torch
+
+    from benchmarks.blocks import make
+    from benchmarks.programs import build, timed_planning
+    from roamc.errors import BudgetError
+
+    program = build(row, make(model, quick=quick), profile or None)
+    losses, gradients = [], []
+
+    def look() -> None:
+        gradients.extend(p.grad.detach().clone() for p in program.model.parameters())
+
+    def step(number: int, look: Callable[[], None] | None = None) -> None:
+        torch.manual_seed(number)
+        losses.append(program.step(look))
+
+    try:
+        with timed_planning() as planning:
+            step(0, look)
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
+        if not isinstance(cause, BudgetError) or cause.plan is None:
+            raise
+        return {"refused": cause.plan.peak_bytes}
+    first = [losses[0], *gradients]
+    del gradients[:]
+    torch.save(first, values)
+    del first
+    step(1)
+    result = _measured(lambda look=None: step(2, look))
+    parameters = [p.detach() for p in program.model.parameters()]
+    torch.save([*torch.load(values), *losses, *parameters], values)
+    if program.plans():
+        values.with_suffix(".json").write_text(program.plans()[0].to_json())
+        result |= {"planning": sum(planning), **_planned(program.plans(), lambda: step(3))}
+    return result
+
+
+def _measured(step: Callable[..., None]) -> dict[str, Any]:
+    """Peak bytes of ``step``, and those up to the end of backward, above what the process holds in front of it."""
+    from roamc.runtime import blocks
+
+    heap, backward = Heap(), []
+    before = heap.live() - blocks.held()
+    heap.reset()
+    step(lambda: backward.append(heap.peak()))
+    return {"measured": heap.peak() - before, "backward": backward[0] - before if backward else None}
+
+
+def _planned(plans: list[Any], step: Callable[[], None]) -> dict[str, Any]:
+    """What roamc says of its plan, and what its program's lines take for themselves."""
+    from roamc.runtime import blocks
+
+    (plan,) = plans
+    heap = Heap()
+    before = heap.live() - blocks.held()
+    lines: Lines = by_line(heap, step)
+    keys = ("budget_bytes", "peak_bytes", "arena_bytes", "baseline_bytes", "added_seconds", "added_bound_seconds")
+    return {
+        **{key: getattr(plan, key) for key in keys},
+        "status": plan.status,
+        "retain": plan.decisions["retain"]["status"],
+        "reruns": len(plan.decisions["retain"]["reruns"]),
+        "workspace": lines.workspace,
+        "worst_line": lines.worst,
+        "worst_line_bytes": lines.peak - before,
+    }
+
+
+def time_worker(model: str, rows: list[str], quick: bool, profile: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Time steps of all ``rows`` in turn in this process; seconds by row."""
+    import torch
+
+    from benchmarks.blocks import make
+    from benchmarks.programs import build, plan_kept_in
+
+    torch._dynamo.config.recompile_limit = 64  # every program compiles the same code anew
+    steps = {row: build(row, make(model, quick=quick), profile or None).step for row in rows}
+    times: dict[str, list[float]] = {row: [] for row in rows}
+    for row in rows:
+        with plan_kept_in(folder / f"{model} {row}.json"):
+            steps[row](None)
+    for number in range(-1, rounds):
+        for row in rows if number % 2 else reversed(rows):
+            torch.manual_seed(number + 1)
+            start = time.process_time()
+            steps[row](None)
+            if number >= 0:
+                times[row].append(time.process_time() - start)
+    return {"seconds": times}
+
+
+def _compare(mine: Path, other: Path) -> dict[str, Any]:
+    """Whether two programs computed the same bits; else the largest difference of a tensor, as a share of itself.
+
+    ``loss`` says so of the first loss alone. What only one of the two has, such as gradients, is left out.
+    """
+    import torch
+
+    one, two = torch.load(mine), torch.load(other)
+    if len(one) != len(two):  # a whole step hands out no gradients
+        one, two = ([v[0], *v[-tail:]] for v, tail in ((one, min(len(one), len(two)) - 1),) for v in (one, two))
+    equal = all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    error = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(one, two, strict=True))
+    return {"equal": equal, "error": 0.0 if equal else error, "loss": bool(torch.equal(one[0], two[0]))}
+
+
+class Sheet:
+    """The measurements of one model, row by row."""
+
+    def __init__(self, model: str, rows: list[str], quick: bool, profile: str, folder: Path) -> None:
+        self.model, self.rows, self.folder = model, rows, folder
+        self.common = (str(int(quick)), profile)
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def measure(self) -> None:
+        """Peaks and values of all rows; says so where a measured peak is above the budget."""
+        from benchmarks.programs import Name
+
+        for row in self.rows:
+            values = self.folder / f"{self.model} {row}.pt"
+            found = fresh(__file__, "peak", self.model, row, *self.common, str(values), count_heap=True, threads=1)
+            like = Name.parse(row).values_like()
+            if like in self.found and values.exists():
+                found["like"] = {"row": like, **_compare(values, self.folder / f"{self.model} {like}.pt")}
+            self.found[row] = found
+            print(line(self.model, row, found), flush=True)
+
+    def time(self, rounds: int) -> None:
+        """Ratios of times to eager and to the same family without a budget."""
+        from benchmarks.programs import FAMILIES, Name
+
+        for family in FAMILIES:
+            rows = [row for row in self.rows if Name.parse(row).family == family and "refused" not in self.found[row]]
+            rows = list(dict.fromkeys(("eager", *rows)))
+            if rows == ["eager"] and family != "eager":
+                continue
+            given = (self.model, ",".join(rows), *self.common, str(self.folder), str(rounds))
+            seconds = fresh(__file__, "time", *given, threads=1)["seconds"]
+            for row in rows:
+                if Name.parse(row).family == family and row in self.found:
+                    self.found[row] |= _ratios(seconds, row, family)
+                    print(f"{self.model:<9}{row:<18}{self.found[row]['time']}", flush=True)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The rows for the results file."""
+        return [{"model": self.model, "kind": row, "threads": 1, **found} for row, found in self.found.items()]
+
+
+def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str, Any]:
+    """Medians of the ratios of one round each."""
+    free = family if family in seconds else "eager"
+    ratio = {
+        other: round(statistics.median(a / b for a, b in zip(seconds[row], seconds[other], strict=True)), 4)
+        for other in ("eager", free)
+    }
+    return {
+        "time": {"seconds": statistics.median(seconds[row]), "of eager": ratio["eager"], "of free": ratio[free]},
+        "free_seconds": statistics.median(seconds[free]),
+    }
+
+
+def over_budget(found: dict[str, Any]) -> int:
+    """Measured bytes above the budget, or above the plan where the budget is "min"; 0 where all is well."""
+    allowed = found.get("budget_bytes") or found.get("peak_bytes")
+    over = found["measured"] - allowed if allowed and found["reruns"] else 0
+    return over if over > OBJECTS else 0
+
+
+def line(model: str, row: str, found: dict[str, Any]) -> str:
+    """What was measured, in one line."""
+    if "refused" in found:
+        return f"{model:<9}{row:<18} refused: needs {found['refused'] / 1e6:.1f} MB"
+    text = f"{model:<9}{row:<18} measured {found['measured'] / 1e6:7.1f}"
+    if "peak_bytes" in found:
+        text += (
+            f"  planned {found['peak_bytes'] / 1e6:7.1f}  workspace {found['workspace'] / 1e6:5.1f}"
+            f"  arena {found['arena_bytes'] / 1e6:6.1f}  reruns {found['reruns']}"
+            f"  added {found['added_seconds']:.3f} s (bound {found['added_bound_seconds']:.3f})"
+            f"  planning {found['planning']:.1f} s"
+        )
+    if "like" in found:
+        like = found["like"]
+        text += f"  values of {like['row']}: {'equal' if like['equal'] else 'off by {:.1e}'.format(like['error'])}"
+    if over_budget(found):
+        text += (
+            f"\n  FAILURE: {over_budget(found)} bytes above the budget of {found['budget_bytes']}, planned "
+            f"{found['peak_bytes']}, workspace {found['workspace']}, {found['backward']} until the end of backward; "
+            f"the heap is fullest ({found['worst_line_bytes']}) at: {found['worst_line']}"
+        )
+    return text
+
+
+def _profile(folder: Path, quick: bool) -> str:
+    """A profile of this machine, with one thread; the shipped one for a quick run."""
+    if quick:
+        return "cpu"
+    target = folder / "profile.json"
+    fresh(__file__, "calibrate", str(target), threads=1)
+    return str(target)
+
+
+def calibrate_worker(target: str) -> dict[str, Any]:
+    """Calibrate in this process."""
+    from roamc.cost.measure import calibrate
+
+    Path(target).write_text(calibrate("cpu").to_json())
+    return {}
+
+
+def _worker(kind: str, *given: str) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(1)
+    if kind == "calibrate":
+        return calibrate_worker(*given)
+    model, rows, quick, profile, path, *rest = given
+    if kind == "peak":
+        return peak_worker(model, rows, bool(int(quick)), profile, Path(path))
+    return time_worker(model, rows.split(","), bool(int(quick)), profile, Path(path), int(rest[0]))
+
+
+def main() -> None:
+    """Measure every model and program; print lines; write the results file; 1 if a budget was not kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rows", help="programs, separated by commas; all of them unless given")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 measures no times")
+    parser.add_argument("--quick", action="store_true", help="tiny models; nothing is written")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(_worker(*given.worker)))
+        return
+    kept = True
+    with tempfile.TemporaryDirectory() as folder:
+        profile = _profile(Path(folder), given.quick)
+        for model in given.models.split(","):
+            rows = given.rows.split(",") if given.rows else rows_of(model)
+            sheet = Sheet(model, rows, given.quick, profile, Path(folder))
+            for measured in (sheet.measure, *(functools.partial(sheet.time, given.rounds),) * bool(given.rounds)):
+                measured()
+                if not given.quick:
+                    print(save("budget", sheet.results(), __doc__ or ""))
+            kept &= not any(over_budget(row) for row in sheet.found.values() if "measured" in row)
+    sys.exit(not kept)
+
+
+if __name__ == "__main__":
+    main()
