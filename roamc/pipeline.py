@@ -134,7 +134,7 @@ def _check_disabled(options: Options) -> None:
 def _plan(graph: TrainGraph, mark: str, baseline: int, decisions: dict[str, Any], seconds: dict[str, float]) -> Plan:
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
-    peak_bytes, bound_bytes = placed.arena_bytes + placed.outside_bytes, ordered.bound_bytes if ordered else 0
+    peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
     statuses = {placed.status, ordered.status if ordered else "gap"}
     if peak_bytes > bound_bytes * (1 + PADDING):
         statuses.add("gap")
