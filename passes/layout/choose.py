@@ -55,33 +55,30 @@ class Laid:
 
 
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
-    """The cheapest that fits the budget and is not above ``eager_bytes``; the lowest where none fits.
+    """The cheapest that fits the budget, and is no higher than without holes; the lowest where none fits.
 
     Args:
         table: the graph's storages.
-        eager_bytes: what eager holds at its worst step; None if that is no limit.
+        eager_bytes: what eager holds at its worst step, which none is to be above; None if that is no limit.
         alignment: bytes.
         options: what the user set.
         shrinks: the arena can give memory back during a step.
     """
     plain = splits(table, eager_bytes)
-    estimated = sorted(_estimated(table, plain, shrinks=shrinks), key=lambda item: item[0])
-    ends = [item for item in estimated if item[1] in (plain[0], min(plain, key=lambda split: split.peak_bytes))]
-    highest = _highest(plain[0].peak_bytes, eager_bytes)
+    estimate = {id(split): least for least, split in _estimated(table, plain, shrinks=shrinks)}
+    cheapest = sorted(plain, key=lambda split: estimate[id(split)])[:LAYOUTS]
+    lowest = min(plain, key=lambda split: split.peak_bytes)
     found: list[tuple[bool, bool, Bytes, Laid]] = []
-    for estimate, split in (*estimated[:LAYOUTS], *ends):
-        if found and min(found, key=_rank)[:3] <= (False, False, estimate):
+    for split in (plain[0], *cheapest, lowest):
+        if found and min(found, key=_rank)[:3] <= (False, False, estimate[id(split)]):
             continue
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
+            # The first of all is what we would take if there were no holes: no other is to be much above it.
+            highest = found[0][3].peak_bytes if found else laid.peak_bytes
+            above = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = options.memory_limit is None or laid.peak_bytes <= options.memory_limit
-            found.append((not fits, laid.peak_bytes > highest, laid.cost if fits else laid.peak_bytes, laid))
+            found.append((not fits, above, laid.cost if fits else laid.peak_bytes, laid))
     return min(found, key=_rank)[3]
-
-
-def _highest(without_holes: Bytes, eager_bytes: Bytes | None) -> Bytes:
-    """No choice is to be above this: what it would be without holes, nor above eager where that can be helped."""
-    most = without_holes + max(LITTLE, without_holes // WORSE)
-    return most if eager_bytes is None else min(most, max(without_holes, eager_bytes) + LITTLE)
 
 
 def _rank(item: tuple[bool, bool, Bytes, Laid]) -> tuple[bool, bool, Bytes]:
