@@ -25,6 +25,7 @@ NAME = "layout"
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes; what torch's own allocator aligns to, so that kernels take the paths that they take in eager."""
 
+
 @dataclass(frozen=True)
 class Decision:
     """The chosen layout.
@@ -120,5 +121,3 @@ def _holes(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, 
         return
     yield gap.low, gap.high, after, ""
     yield gap.low, gap.high, "", names[end - len(names) - 1]
-
-

@@ -170,8 +170,8 @@ class _Gaps:
     def merged(self, chosen: Sequence[int]) -> tuple[Gap, ...]:
         """The chosen gaps, neighbouring pages with the same gap as one."""
         found: list[Gap] = []
-        rows = zip(*(column[list(chosen)].tolist() for column in (self.first, self.length, self.low, self.size)))
-        for first, length, low, size in sorted(rows):
+        columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
+        for first, length, low, size in sorted(columns.T.tolist()):
             last = found[-1] if found else None
             if last is not None and (last.first, last.length, last.high) == (first, length, low):
                 found[-1] = Gap(last.low, low + size, first, length)
