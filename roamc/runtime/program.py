@@ -188,7 +188,7 @@ class Pair:
             arena.have_closed(self.parked)
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
-                place.copy_(tensor)
+                _fill(place, tensor)
             if self.hooked or compat.keeps_graph():
                 self._spare(args)
             return self.executable.run("backward", arena, args)
@@ -201,6 +201,14 @@ class Pair:
             tensor = args[index]
             args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             args[index].copy_(tensor)
+
+
+def _fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
+    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and not step:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)
 
 
 def _closed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
