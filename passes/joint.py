@@ -88,8 +88,8 @@ class Found:
 
     @property
     def total(self) -> Bytes:
-        """Bytes of the arena and, at the fullest step, outside of it."""
-        return self.placed.arena_bytes + self.placed.outside_bytes
+        """Bytes of the arena and outside of it, at the fullest step."""
+        return self.placed.peak_bytes
 
 
 def decide(graph: TrainGraph, first: Found, options: Options) -> Found:

@@ -9,6 +9,28 @@ from roamc.units import Bytes
 
 
 @dataclass(frozen=True)
+class Hole:
+    """Bytes ``[low, high)`` of the arena that go back to the system while nothing lies in them.
+
+    Attributes:
+        low: first byte, from the arena's start.
+        high: behind the last.
+        after: the operator behind which they go; empty where they are away when the step starts.
+        before: the operator in front of which they come back; empty where they stay away when the step has ended.
+    """
+
+    low: Bytes
+    high: Bytes
+    after: str
+    before: str
+
+    @property
+    def nbytes(self) -> Bytes:
+        """How many."""
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
 class Layout:
     """Offsets of all temporaries of one graph.
 
@@ -18,9 +40,18 @@ class Layout:
         offset: storage name to offset in the arena, in bytes.
         held: storages that the allocator keeps: results of operators without an ``out=`` form that
             are not worth a copy.
+        peak_bytes: most bytes at one step, of the arena without its holes and of all that lies outside it.
+        holes: what the arena gives back for a while.
     """
 
     arena_bytes: Bytes
     alignment: Bytes
     offset: Mapping[str, Bytes]
     held: frozenset[str]
+    peak_bytes: Bytes
+    holes: tuple[Hole, ...] = ()
+
+    @property
+    def away(self) -> tuple[tuple[Bytes, Bytes], ...]:
+        """The ranges that are away when a step starts."""
+        return tuple((hole.low, hole.high) for hole in self.holes if not hole.after)

@@ -284,7 +284,7 @@ def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
     kept: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
-    peak_bytes, bound_bytes = placed.arena_bytes + placed.outside_bytes, ordered.bound_bytes if ordered else 0
+    peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
     statuses = {placed.status, ordered.status if ordered else "gap"}
     if peak_bytes > bound_bytes * (1 + PADDING):
         statuses.add("gap")

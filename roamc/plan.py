@@ -29,10 +29,10 @@ class Plan:
         fingerprint: hash of the graph that the plan was made for.
         versions: of roamc and torch.
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
-        peak_bytes: predicted peak of everything that the step allocates: the arena, and outside it
-            outputs, held results and results on their way into the arena. Parameters, optimizer state
-            and inputs are not in it, nor the workspace inside operators.
-        arena_bytes: size of the arena.
+        peak_bytes: predicted peak of everything that the step allocates: the arena without what it gives
+            back at that time, and outside it outputs, held results and results on their way into the arena.
+            Parameters, optimizer state and inputs are not in it, nor the workspace inside operators.
+        arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
         baseline_bytes: what eager PyTorch holds at its worst step of the same graph.

@@ -7,6 +7,7 @@ around it, the pass that ran last, and how to leave that pass out.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,14 @@ from torch import fx
 from roamc import ops
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.forms import FormKind, form_of
+from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.layout import Layout
 from roamc.memory import build_memory, identity
 from roamc.rewrite import mode_of, value_of
+
+Life = tuple[int, int, int]
+"""Born, dead (half-open, in positions of the graph's node list), bytes."""
 
 NEIGHBOURS = 5
 """Nodes shown on each side of a fault."""
@@ -72,23 +78,31 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
 
 
 def check_layout(graph: TrainGraph) -> None:
-    """Check that no two storages that are alive together share bytes of the arena.
+    """Check places, holes and peak: no two storages that are alive together share bytes of the arena, nothing is alive
+    in bytes that are given back, and no step needs more than the layout says.
 
     Lifetimes are derived here anew, from the graph as it will run, by walking it once.
 
     Raises:
-        VerifyError: names the two storages, their bytes and lives.
+        VerifyError: names the two storages, their bytes and lives; or the hole; or the step.
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
     lives = _storage_lives(graph)
+    _check_places(graph.layout, lives)
+    closed = _closed(graph, graph.layout)
+    _check_holes(graph.layout, lives, closed)
+    _check_peak(graph, graph.layout, lives, closed)
+
+
+def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
     alive: list[tuple[int, int, int, str]] = []
     for name, (born, dead, nbytes) in sorted(lives.items(), key=lambda item: item[1][0]):
-        if name not in graph.layout.offset:
+        if name not in layout.offset:
             continue
-        low = graph.layout.offset[name]
+        low = layout.offset[name]
         high = low + nbytes
-        if low % graph.layout.alignment or low < 0 or high > graph.layout.arena_bytes:
+        if low % layout.alignment or low < 0 or high > layout.arena_bytes:
             raise VerifyError(f"after pass 'layout': {name} at [{low}, {high}) is misaligned or outside the arena")
         alive = [other for other in alive if other[0] > born]
         for other_dead, other_low, other_high, other in alive:
@@ -102,10 +116,91 @@ def check_layout(graph: TrainGraph) -> None:
             alive.append((dead, low, high, name))
 
 
-def _storage_lives(graph: TrainGraph) -> dict[str, tuple[int, int, int]]:
+def _closed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
+    """Of every hole the positions ``[first, end)`` in the graph's node list at which its bytes are away."""
+    nodes = [node.name for node in graph.graph.nodes]
+    runs = {op.name: index for index, op in enumerate(graph.graph.nodes) if op.op == "call_function"}
+    found = []
+    for hole in layout.holes:
+        unknown = [name for name in (hole.after, hole.before) if name and name not in runs]
+        if unknown or not 0 <= hole.low < hole.high <= layout.arena_bytes:
+            raise VerifyError(f"after pass 'layout': {hole} is outside the arena or names no operator")
+        first = runs[hole.after] + 1 if hole.after else 0
+        end = runs[hole.before] if hole.before else len(nodes)
+        if end < first:
+            raise VerifyError(f"after pass 'layout': {hole} ends before it begins")
+        found.append((first, end))
+    return found
+
+
+def _check_holes(layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
+    """Nothing is alive in a hole, and no byte is given back twice."""
+    for number, (hole, (first, end)) in enumerate(zip(layout.holes, closed, strict=True)):
+        for name, low in layout.offset.items():
+            born, dead, nbytes = lives[name]
+            if low < hole.high and hole.low < low + nbytes and born < end and first < dead:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at bytes [{low}, {low + nbytes}), alive in steps [{born}, {dead}), "
+                    f"lies in [{hole.low}, {hole.high}), which is given back in steps [{first}, {end})"
+                )
+        for other, (other_first, other_end) in zip(layout.holes[:number], closed, strict=False):
+            if other.low < hole.high and hole.low < other.high and other_first < end and first < other_end:
+                raise VerifyError(f"after pass 'layout': {other} and {hole} give the same bytes back")
+
+
+def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
+    """Count every step: the arena without its holes, what lies outside it, and results about to be copied into it."""
+    nodes = list(graph.graph.nodes)
+    births = Counter(born for born, _, _ in lives.values())
+    change = [0] * (len(nodes) + 1)
+
+    def count(first: int, end: int, nbytes: int) -> None:
+        change[first] += nbytes
+        change[max(first, end)] -= nbytes
+
+    for hole, (first, end) in zip(layout.holes, closed, strict=True):
+        count(first, end, -hole.nbytes)
+    for name, (born, dead) in _outside_lives(graph, layout, lives).items():
+        count(born, dead, lives[name][2])
+    for born, _, nbytes in (lives[name] for name in layout.offset):
+        if form_of(nodes[born], births[born]).kind is FormKind.ALLOCATE:
+            count(born, born + 1, nbytes)  # made first, copied then
+    total = layout.arena_bytes
+    for node, more in zip(nodes, change, strict=False):
+        total += more
+        if total > layout.peak_bytes and node.op == "call_function":
+            raise VerifyError(
+                f"after pass 'layout': {total} bytes at {node.name}, above the {layout.peak_bytes} that the layout says"
+            )
+
+
+def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:
+    """Birth and death of storages that come and go with the step and lie outside the arena."""
+    nodes = list(graph.graph.nodes)
+    handed = {identity(t) for node in output_values(graph.graph) if node is not None for _, t in tensors_of(node)}
+    backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
+    fed = {node: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
+    found = {}
+    for name, (born, dead, _) in lives.items():
+        node = nodes[born]
+        if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
+            continue
+        position = 0 if name == node.name else int(name.rpartition("#")[2])
+        end = len(nodes) if identity(dict(tensors_of(node))[position]) in handed else dead
+        found[name] = (born if node.op == "call_function" else backward, end)
+    return found
+
+
+def _is_late(graph: TrainGraph, node: fx.Node) -> bool:
+    if node.op != "call_function" or ops.is_view(node.target):
+        return False
+    return graph.phase[node.name] is not Phase.FORWARD
+
+
+def _storage_lives(graph: TrainGraph) -> dict[str, Life]:
     """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
     owner: dict[int, str] = {}
-    lives: dict[str, tuple[int, int, int]] = {}
+    lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
         touched = {identity(t) for a in node.all_input_nodes for _, t in tensors_of(a)}
         for position, tensor in tensors_of(node):

@@ -74,7 +74,7 @@ def test_seconds_are_left_out_unless_asked_for() -> None:
         "{}",
         "\x00",
         "NaN",
-        '{"format": 1}',
+        '{"format": 2}',
         "[" * 100_000,
         '{"a":' * 50_000,
     ],
@@ -85,7 +85,7 @@ def test_text_that_is_no_plan(bad: str) -> None:
         Plan.from_json(bad)
 
 
-@pytest.mark.parametrize("version", [0, 1, 99, None, "1", 1.5, [1], True])
+@pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True])
 def test_other_format_says_to_plan_again(version: object) -> None:
     with pytest.raises(PlanError, match=r"plan format .*this roamc reads format 2: plan again"):
         Plan.from_json(changed(format=version))

@@ -1,30 +1,29 @@
 """layout: an offset in one arena for every temporary of the step, but for those that the allocator holds.
 
-Which those are is chosen in :mod:`roamc.passes.layout.held`.
+Which those are comes from :mod:`roamc.passes.layout.held`, what the arena gives back while nothing lies there from
+:mod:`roamc.passes.layout.holes`; :mod:`roamc.passes.layout.choose` lays some choices out and takes the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from roamc.errors import PlanError, VerifyError
+from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device
-from roamc.layout import Layout
+from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
-from roamc.passes.layout.held import Bools, Split, Table, cost, make_table, outside_live, peak, splits
-from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
+from roamc.passes.layout.choose import best
+from roamc.passes.layout.held import make_table, outside_live, peak
+from roamc.passes.layout.holes import Gap
 from roamc.units import Bytes
 
 NAME = "layout"
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
 """Bytes; what torch's own allocator aligns to, so that kernels take the paths that they take in eager."""
-
-LAYOUTS = 3
-"""How many splits are laid out, beside the lowest, while the arena is above its lower bound or the peak above
-the budget."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,9 @@ class Decision:
             before their copy.
         copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
         held_bytes: most bytes of held results at one step.
+        peak_bytes: most bytes at one step, of the arena without its holes and of what lies outside it.
+        holes: (low, high, after, before) of every :class:`roamc.layout.Hole`.
+        opened_bytes: bytes of the arena that come again, after having been given back, per step.
         status: ``"optimal"`` if the arena is its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: the member of the portfolio that found it.
     """
@@ -53,12 +55,15 @@ class Decision:
     outside_bytes: Bytes
     copied_bytes: Bytes
     held_bytes: Bytes
+    peak_bytes: Bytes
+    holes: tuple[tuple[Bytes, Bytes, str, str], ...]
+    opened_bytes: Bytes
     status: str
     algorithm: str
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose held results, then offsets for the rest."""
+    """Choose held results, then offsets for the rest, and the arena's holes."""
     return lay_out(build_memory(graph), graph, options)
 
 
@@ -67,7 +72,9 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
     device = main_device(graph).type
     alignment = options.alignment or ALIGNMENT[device]
     table = make_table(memory, device, alignment, boundary=graph.boundary)
-    split, solution = _lowest(table, splits(table, graph.eager_bytes), alignment, options)
+    found = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
+    split, solution = found.split, found.solution
+    names = [operator.node.name for operator in memory.operators]
     placed = [s.name for s, inside in zip(memory.counted, ~table.foreign & ~split.held, strict=True) if inside]
     return Decision(
         arena_bytes=int(solution.arena_bytes),
@@ -78,24 +85,12 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         outside_bytes=peak(outside_live(table, split.held)),
         copied_bytes=int(table.size[table.allocated & ~split.held].sum()),
         held_bytes=peak(timeline(table.size * split.held, table.born, table.dead, table.steps)),
+        peak_bytes=found.peak_bytes,
+        holes=tuple(hole for gap in found.punched.gaps for hole in _holes(gap, names)),
+        opened_bytes=found.punched.opened,
         status=str(solution.status.value),
         algorithm=solution.algorithm,
     )
-
-
-def _lowest(table: Table, ranked: Sequence[Split], alignment: Bytes, options: Options) -> tuple[Split, LayoutSolution]:
-    """The first split, if its arena meets its lower bound and the budget; else the best of a few."""
-    limit = options.limit_bytes
-    found: list[tuple[bool, Bytes, Split, LayoutSolution]] = []
-    for split in (*ranked[:LAYOUTS], min(ranked, key=lambda split: split.peak_bytes)):
-        solution = _solve(table, split.held, alignment, options)
-        total = int(solution.arena_bytes) + peak(outside_live(table, split.held))
-        fits = limit is None or total <= limit
-        found.append((not fits, cost(total, split) if fits else total, split, solution))
-        if fits and solution.arena_bytes == solution.bound_bytes:
-            break
-    _, _, chosen, laid_out = min(found, key=lambda item: item[:2])
-    return chosen, laid_out
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -109,15 +104,24 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         raise PlanError("layout: the plan's storages are not this graph's temporaries")
     if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
         raise PlanError(f"layout: alignment must be a power of two, not {decision.alignment}")
-    layout = Layout(decision.arena_bytes, decision.alignment, dict(decision.offset), frozenset(decision.held))
-    return graph.replace(layout=layout)
+    return graph.replace(
+        layout=Layout(
+            arena_bytes=decision.arena_bytes,
+            alignment=decision.alignment,
+            offset=dict(decision.offset),
+            held=frozenset(decision.held),
+            peak_bytes=decision.peak_bytes,
+            holes=tuple(Hole(*hole) for hole in decision.holes),
+        )
+    )
 
 
-def _solve(table: Table, held: Bools, alignment: Bytes, options: Options) -> LayoutSolution:
-    inside = ~table.foreign & ~held
-    problem = make_problem(table.size[inside], table.born[inside], table.dead[inside], alignment=alignment)
-    solution = solve(problem, node_limit=options.layout_nodes)
-    report = validate(problem, solution)
-    if not report.good:
-        raise VerifyError(f"pass 'layout': {solution.algorithm} gave a layout that is not legal: {report.detail}")
-    return solution
+def _holes(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
+    """One hole; two, to the end of the step and from its start, where it lasts into the next."""
+    end = gap.first + gap.length
+    after = names[gap.first - 1] if gap.first else ""
+    if end <= len(names):
+        yield gap.low, gap.high, after, names[end]
+        return
+    yield gap.low, gap.high, after, ""
+    yield gap.low, gap.high, "", names[end - len(names) - 1]

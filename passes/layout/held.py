@@ -61,6 +61,7 @@ class Table:
         saved: made in forward and waiting for backward, in a graph with a boundary.
         allocated: temporaries made by an operator without an ``out=`` form.
         elsewhere: temporaries on another device than the arena's.
+        scratch: per step, whether its operator has no ``out=`` form: most of these take memory for themselves too.
     """
 
     steps: int
@@ -73,9 +74,10 @@ class Table:
     saved: Bools
     allocated: Bools
     elsewhere: Bools
+    scratch: Bools
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """One choice of held temporaries, before layout.
 
@@ -113,6 +115,7 @@ def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: 
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
+        scratch=_mask(_allocates(operator) for operator in memory.operators),
     )
 
 
@@ -169,7 +172,7 @@ def _grid(table: Table, start: Bools) -> Iterator[Bools]:
 
 
 def _split(table: Table, held: Bools) -> Split:
-    arena, (kept, dropped) = _arena(table, held), _outsides(table, held)
+    arena, (kept, dropped) = arena_live(table, held), outsides(table, held)
     return Split(
         held=held,
         peak_bytes=peak(arena) + peak(outside_live(table, held)),
@@ -202,11 +205,11 @@ def _relieve(table: Table, split: Split) -> Split:
 
 def _moves(table: Table, held: Bools) -> Iterator[Bools]:
     """``held`` with one storage more or less: large ones alive at the fullest step of their side only."""
-    arena = int(np.argmax(_arena(table, held)))
-    outsides = {int(np.argmax(live)) for live in _outsides(table, held)}
+    arena = int(np.argmax(arena_live(table, held)))
+    fullest = {int(np.argmax(live)) for live in outsides(table, held)}
     inside, movable = ~held & ~table.foreign, held & ~table.elsewhere
     rows: dict[int, None] = {}
-    for outside in sorted(outsides):
+    for outside in sorted(fullest):
         rows |= dict.fromkeys(_largest(table, inside, arena, outside) + _largest(table, movable, outside, arena))
     for row in rows:
         moved = held.copy()
@@ -222,7 +225,8 @@ def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
     return [int(row) for row in ordered]
 
 
-def _arena(table: Table, held: Bools) -> Int64s:
+def arena_live(table: Table, held: Bools) -> Int64s:
+    """Bytes in the arena at every step, sizes up to the alignment."""
     return timeline(table.padded * ~(held | table.foreign), table.born, table.dead, table.steps)
 
 
@@ -238,7 +242,7 @@ def _outside(table: Table, held: Bools, size: Int64s, dead: Int64s) -> Int64s:
     return total
 
 
-def _outsides(table: Table, held: Bools) -> tuple[Int64s, Int64s]:
+def outsides(table: Table, held: Bools) -> tuple[Int64s, Int64s]:
     """With the caller keeping and dropping what forward hands out. Padded as the arena is: the allocator pads too."""
     return _outside(table, held, table.padded, table.dead), _outside(table, held, table.padded, table.dropped)
 

@@ -2,7 +2,8 @@
 
 The program is a function ``bind(arena)``: it makes every planned tensor once, as a view of the arena, and
 returns the functions that run one step over them. Each statement is one operator; a comment gives the
-line of the user's model. Tensors outside the arena are deleted right after their last use.
+line of the user's model. Tensors outside the arena are deleted right after their last use. Where a range of the
+arena is empty for a while, its memory may go back to the system: ``arena.close`` and ``arena.open`` say when.
 
     def bind(arena):
         addmm = arena.view("addmm", 4096, (256, 768), (768, 1), torch.float32)
@@ -20,7 +21,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +33,10 @@ from roamc.compat import OpOverload
 from roamc.errors import PlanError
 from roamc.forms import Form, FormKind, form_of
 from roamc.graph import Phase, TrainGraph, output_values, placeholders, source_line, tensors_of
-from roamc.layout import Layout
+from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, Storage, build_memory
 from roamc.runtime.kernels import KERNELS
+from roamc.units import Bytes
 
 CLONES_BASE = frozenset(
     {
@@ -115,6 +117,8 @@ class _Emitter:
         self.constants: dict[str, Any] = {"torch": torch}
         self.planned: dict[tuple[str, int], str] = {}
         self.views: list[str] = []
+        self.closes = _by_operator((hole.after, hole) for hole in layout.holes)
+        self.opens = _by_operator((hole.before, hole) for hole in layout.holes)
 
     def emit(self) -> Program:
         entries = entries_of(self.graph)
@@ -147,7 +151,9 @@ class _Emitter:
         unused = [self._parameter(node) for node in entry.parameters if node not in last]
         lines += self._delete([name for name in unused if name != "_"])
         for node in nodes:
+            lines += [f"    arena.open({low}, {high})" for low, high in self.opens.get(node.name, ())]
             lines += [f"    {line}" for line in self._statement(node)]
+            lines += [f"    arena.close({low}, {high})" for low, high in self.closes.get(node.name, ())]
             lines += self._delete([self.names.of(done) for done in last.get_done(node) if self._is_local(done)])
         results = ", ".join("None" if node is None else self._tensor(node) for node in entry.results)
         lines.append(f"    return ({results},)" if entry.results else "    return ()")
@@ -356,6 +362,14 @@ class _Emitter:
 
 RESERVED = frozenset({"torch", "arena", "args", "bind", "step", "forward", "backward", "_"})
 """Names that the program uses itself."""
+
+
+def _by_operator(holes: Iterable[tuple[str, Hole]]) -> dict[str, list[tuple[Bytes, Bytes]]]:
+    """Operator to the ranges that go, or come back, at it, from the lowest on."""
+    found: dict[str, list[tuple[Bytes, Bytes]]] = {}
+    for name, hole in sorted(holes, key=lambda item: item[1].low):
+        found.setdefault(name, []).append((hole.low, hole.high))
+    return found
 
 
 class _Names:

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from roamc.graph import Phase
-from roamc.memory import Int64s
+from roamc.memory import Int64s, Step
 from roamc.report.explain import KINDS
-from roamc.report.picture import Box, Course
+from roamc.report.picture import Box, Course, Void
 from roamc.units import Bytes, format_bytes
 
 COLUMNS = 1600
@@ -134,8 +134,10 @@ def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Ma
     )
 
 
-def box_chart(name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int) -> Chart:
-    """Storages as rectangles; ``course`` is the order that they live in."""
+def box_chart(
+    name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, holes: Sequence[Void] = ()
+) -> Chart:
+    """Storages as rectangles, and ``holes`` among them; ``course`` is the order that they live in."""
     kinds = {box.storage.kind for box in boxes}
     return Chart(
         name=name,
@@ -143,7 +145,10 @@ def box_chart(name: str, group: str, boxes: Sequence[Box], course: Course, top: 
         steps=len(course.live),
         height=height,
         top=top,
-        shapes=tuple(Shape(kind, _boxes(boxes, kind, top, height)) for kind in KINDS if kind in kinds),
+        shapes=(
+            *_holes(holes, top, height),
+            *(Shape(kind, _boxes(boxes, kind, top, height)) for kind in KINDS if kind in kinds),
+        ),
         x_ticks=step_ticks(len(course.live)),
         y_ticks=byte_ticks(top, height),
         lines=(),
@@ -234,10 +239,19 @@ def _boxes(boxes: Iterable[Box], kind: str, top: Bytes, height: int) -> str:
     return "".join(_box(box, top, height) for box in boxes if box.storage.kind == kind)
 
 
+def _holes(holes: Sequence[Void], top: Bytes, height: int) -> Iterator[Shape]:
+    """All holes as one path; none where there are none."""
+    if holes:
+        yield Shape("hole", "".join(_rectangle(h.low, h.high, h.first, h.end, top, height) for h in holes))
+
+
 def _box(box: Box, top: Bytes, height: int) -> str:
-    upper, lower = round(_y(box.high, top, height), 1), round(_y(box.low, top, height), 1)
-    life = box.storage.dead - box.storage.born
-    return f"M{box.storage.born} {_number(upper)}h{life}v{_number(lower - upper)}h-{life}z"
+    return _rectangle(box.low, box.high, box.storage.born, box.storage.dead, top, height)
+
+
+def _rectangle(low: Bytes, high: Bytes, first: Step, end: Step, top: Bytes, height: int) -> str:
+    upper, lower = round(_y(high, top, height), 1), round(_y(low, top, height), 1)
+    return f"M{first} {_number(upper)}h{end - first}v{_number(lower - upper)}h-{end - first}z"
 
 
 def _phases(course: Course, columns: Columns) -> tuple[Shape, ...]:

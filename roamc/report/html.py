@@ -82,9 +82,10 @@ def charts(picture: Picture) -> dict[str, Chart]:
         timeline_chart("before", picture.before, top, TIMELINE, before),
         timeline_chart("after", picture.after, top, TIMELINE, after),
     ]
-    for name, boxes, height in (("arena", picture.arena, ARENA), ("outside", picture.outside, OUTSIDE)):
+    places = (("arena", picture.arena, ARENA, picture.holes), ("outside", picture.outside, OUTSIDE, ()))
+    for name, boxes, height, holes in places:
         if boxes:
-            plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height))
+            plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height, holes))
     return {plot.name: plot for plot in plots}
 
 

@@ -76,6 +76,16 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Void:
+    """Bytes ``[low, high)`` of the arena that are given back in the steps ``[first, end)``."""
+
+    low: Bytes
+    high: Bytes
+    first: Step
+    end: Step
+
+
+@dataclass(frozen=True)
 class Picture:
     """Everything that is drawn of one plan.
 
@@ -85,6 +95,7 @@ class Picture:
         after: the planned order.
         arena: the storages of the arena, at their addresses.
         outside: those that live with the allocator or the caller; their addresses are not known beforehand.
+        holes: what the arena gives back.
     """
 
     found: Explanation
@@ -92,6 +103,7 @@ class Picture:
     after: Course
     arena: tuple[Box, ...]
     outside: tuple[Box, ...]
+    holes: tuple[Void, ...] = ()
 
 
 def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
@@ -118,7 +130,17 @@ def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | N
         after=after,
         arena=tuple(Box(s, offset[s.name], tensors(s.name)) for s in after.storages if s.name in offset),
         outside=tuple(Box(s, low, tensors(s.name)) for s, low in zip(outside, lows, strict=True)),
+        holes=_voids(graph, after),
     )
+
+
+def _voids(graph: TrainGraph, course: Course) -> tuple[Void, ...]:
+    step = {work.name: number for number, work in enumerate(course.work)}
+    found = [
+        Void(hole.low, hole.high, step[hole.after] + 1 if hole.after else 0, step.get(hole.before, len(step)))
+        for hole in (graph.layout.holes if graph.layout is not None else ())
+    ]
+    return tuple(void for void in found if void.first < void.end)
 
 
 def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,12 @@ class Arena:
         entry: the functions of the program, bound to these tensors.
     """
 
-    def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder) -> None:
+    def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder, away: Sequence[blocks.Range] = ()) -> None:
         self.nbytes = nbytes
         self._device = device
+        self._away = tuple(away)
         self._block = blocks.take(nbytes, device, None) if nbytes else None
+        self.have_closed(self._away)
         self._views: list[_View] = []
         self.entry = bind(self)
 
@@ -45,17 +47,50 @@ class Arena:
     @property
     def base(self) -> torch.Tensor:
         """The memory of the planned tensors as bytes."""
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage, 0, (self.nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
+            self.storage, self._start, (self.nbytes,), (1,)
+        )
+
+    @property
+    def _start(self) -> Bytes:
+        """Where in :attr:`storage` the arena begins."""
+        return self._block.start if self._block else 0
 
     def enter(self) -> None:
-        """Take a block for a step; the planned tensors move if it is another than before."""
+        """Take a block for a step; the planned tensors move if it is another than before, or has taken new memory."""
         if not self._block:
             return
-        block = blocks.take(self.nbytes, self._device, self._block)
-        if block is not self._block:
-            self._block = block
+        before = self._block, self._start
+        self._block = blocks.take(self.nbytes, self._device, self._block)
+        self.have_closed(self._away)
+        if (self._block, self._start) != before:
             for view in self._views:
-                view.move_to(block.storage)
+                view.move_to(self.storage, self._start)
+
+    def close(self, low: Bytes, high: Bytes) -> None:
+        """Give the memory of ``[low, high)`` back to the system: nothing lies there for a while."""
+        if self._block:
+            self._block.give_back(low, high)
+
+    def open(self, low: Bytes, high: Bytes) -> None:
+        """``[low, high)``, closed before as one range, is needed again."""
+        if self._block:
+            self._block.take_again(low, high)
+
+    def have_closed(self, away: Iterable[blocks.Range]) -> None:
+        """Have exactly these ranges closed, as they are in the middle of a step, say."""
+        if self._block:
+            self._block.reset(away)
+
+    def copy_from(self, other: Arena) -> None:
+        """Have the same bytes as ``other``, an arena of the same program, and the same ranges closed."""
+        if not self._block or not other._block:
+            return
+        self._block.reset(other._block.away)
+        mine, its, end = self.base, other.base, 0
+        for low, high in (*sorted(other._block.away), (self.nbytes, self.nbytes)):
+            mine[end:low].copy_(its[end:low])
+            end = high
 
     def leave(self, *, keep: bool) -> None:
         """Give the block up; the planned tensors stay, and must not be read until :meth:`enter`."""
@@ -78,34 +113,34 @@ class Arena:
         ``conj`` and ``neg`` are the lazy bits of complex views.
         """
         tensor = with_bits(torch.empty(0, dtype=dtype, device=self._device), conj=conj, neg=neg)
-        view = _View(name, tensor, offset // dtype.itemsize, tuple(size), tuple(stride))
-        view.move_to(self.storage)
+        view = _View(name, tensor, offset, tuple(size), tuple(stride))
+        view.move_to(self.storage, self._start)
         self._views.append(view)
         return tensor
 
     def moved_views(self) -> list[str]:
         """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
-        start = self.storage.data_ptr()
+        start = self.storage.data_ptr() + self._start
         return [view.name for view in self._views if not view.is_in_place(start)]
 
 
 @dataclass(frozen=True)
 class _View:
-    """A planned tensor and where it belongs: ``offset`` in elements."""
+    """A planned tensor and where it belongs: ``offset`` in bytes from the arena's beginning."""
 
     name: str
     tensor: torch.Tensor
-    offset: int
+    offset: Bytes
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def move_to(self, storage: torch.UntypedStorage) -> None:
-        move_to(self.tensor, storage, self.offset, self.size, self.stride)
+    def move_to(self, storage: torch.UntypedStorage, start: Bytes) -> None:
+        move_to(self.tensor, storage, (start + self.offset) // self.tensor.itemsize, self.size, self.stride)
 
     def is_in_place(self, start: int) -> bool:
         if self.tensor.shape != self.size:
             return False
-        return not self.tensor.numel() or self.tensor.data_ptr() == start + self.offset * self.tensor.itemsize
+        return not self.tensor.numel() or self.tensor.data_ptr() == start + self.offset
 
 
 @dataclass
@@ -113,13 +148,14 @@ class ArenaPool:
     """Arenas of one program. A forward takes one; it comes back when its backward has run or can no longer run.
 
     Arenas are never shared between steps in flight. A free arena waits for the next step; its memory is there for
-    other programs meanwhile, or, unless ``keep`` is set, for all.
+    other programs meanwhile, or, unless ``keep`` is set, for all. ``away`` are the ranges that a step starts without.
     """
 
     nbytes: Bytes
     device: torch.device
     bind: Binder
     keep: bool = True
+    away: Sequence[blocks.Range] = ()
     free: list[Arena] = field(default_factory=list)
     waiting: dict[int, Arena] = field(default_factory=dict)
 
@@ -139,7 +175,7 @@ class ArenaPool:
         with self._lock:
             arena = self.free.pop() if self.free else None
         if arena is None:
-            return Arena(self.nbytes, self.device, self.bind)
+            return Arena(self.nbytes, self.device, self.bind, self.away)
         arena.enter()
         return arena
 

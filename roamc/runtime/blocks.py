@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 
 from roamc.runtime import huge_pages
 from roamc.units import Bytes
+
+Range = tuple[Bytes, Bytes]
 
 
 class Block:
@@ -22,20 +25,70 @@ class Block:
 
     Attributes:
         storage: the memory; of no bytes while it is given back.
+        start: where in the storage the block begins: at a large page where that matters.
+        nbytes: from there on.
         busy: an arena is using it.
         stream: the stream whose work it holds; on another one that work may not have finished. 0 on a CPU.
     """
 
     def __init__(self, device: torch.device, stream: int) -> None:
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.start = self.nbytes = 0
         self.busy = True
         self.stream = stream
+        self._away: set[Range] = set()
+        self._gone = 0
         _BLOCKS.append(weakref.ref(self))
 
     def fill(self, nbytes: Bytes) -> None:
         """Take memory; the block has none."""
-        self.storage.resize_(nbytes)
-        huge_pages.advise(self.storage)
+        paged = nbytes >= huge_pages.LEAST and huge_pages.usable(self.storage.device)
+        self.storage.resize_(nbytes + huge_pages.SIZE if paged else nbytes)
+        self.start = -self.storage.data_ptr() % huge_pages.SIZE if paged else 0
+        self.nbytes = nbytes
+        if paged:
+            huge_pages.advise(self.storage)
+            address = self.storage.data_ptr()
+            huge_pages.give_back(address, self.start)
+            huge_pages.give_back(address + self.start + nbytes, huge_pages.SIZE - self.start)
+
+    def empty(self) -> None:
+        """Give all memory back."""
+        self.storage.resize_(0)
+        self.start = self.nbytes = self._gone = 0
+        self._away.clear()
+
+    @property
+    def away(self) -> frozenset[Range]:
+        """The ranges whose memory is given back, in bytes from the block's beginning."""
+        return frozenset(self._away)
+
+    @property
+    def held(self) -> Bytes:
+        """Bytes without those ranges."""
+        return self.nbytes - self._gone
+
+    def give_back(self, low: Bytes, high: Bytes) -> None:
+        """Give the memory of ``[low, high)`` back, where the device's memory has pages."""
+        if huge_pages.usable(self.storage.device) and (low, high) not in self._away:
+            huge_pages.give_back(self.storage.data_ptr() + self.start + low, high - low)
+            self._away.add((low, high))
+            self._gone += high - low
+
+    def take_again(self, low: Bytes, high: Bytes) -> None:
+        """Say that ``[low, high)``, given back before as one range, is in use again."""
+        if (low, high) in self._away:
+            self._away.remove((low, high))
+            self._gone -= high - low
+            huge_pages.take_again(self.storage.data_ptr() + self.start + low, high - low)
+
+    def reset(self, away: Iterable[Range]) -> None:
+        """Have exactly the ranges ``away`` given back, whatever was before."""
+        wanted = set(away)
+        for low, high in sorted(self._away - wanted):
+            self.take_again(low, high)
+        for low, high in sorted(wanted - self._away):
+            self.give_back(low, high)
 
 
 _BLOCKS: list[weakref.ref[Block]] = []
@@ -55,20 +108,20 @@ def take(nbytes: Bytes, device: torch.device, mine: Block | None) -> Block:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _LOCK:
         idle = [block for block in _blocks() if _is_idle(block, device, stream)]
-        idle.sort(key=lambda block: block.storage.nbytes())
-        fitting = [block for block in idle if nbytes <= block.storage.nbytes() <= MOST * nbytes]
-        small = [block for block in idle if 0 < block.storage.nbytes() < nbytes]
+        idle.sort(key=lambda block: block.nbytes)
+        fitting = [block for block in idle if nbytes <= block.nbytes <= MOST * nbytes]
+        small = [block for block in idle if 0 < block.nbytes < nbytes]
         if mine is not None and mine in fitting:
             chosen = mine
         elif fitting:
             chosen = fitting[0]
         else:
-            empty = [block for block in idle if block is mine and not block.storage.nbytes()]
+            empty = [block for block in idle if block is mine and not block.nbytes]
             chosen = empty[0] if empty else Block(device, stream)
             if small:
-                small[-1].storage.resize_(0)
+                small[-1].empty()
         chosen.busy = True
-    if not chosen.storage.nbytes():
+    if not chosen.nbytes:
         chosen.fill(nbytes)
     return chosen
 
@@ -80,7 +133,7 @@ def _is_idle(block: Block, device: torch.device, stream: int) -> bool:
 def give(block: Block, *, keep: bool) -> None:
     """The block is idle from now on; without ``keep`` its memory goes back to the device's allocator."""
     if not keep:
-        block.storage.resize_(0)
+        block.empty()
     with _LOCK:
         block.busy = False
 
@@ -95,9 +148,9 @@ def holds(tensor: torch.Tensor) -> bool:
 
 
 def held() -> Bytes:
-    """Bytes of all blocks of this process, idle ones included."""
+    """Bytes of all blocks of this process, idle ones included; ranges that are given back are not."""
     with _LOCK:
-        return sum(block.storage.nbytes() for block in _blocks())
+        return sum(block.held for block in _blocks())
 
 
 def _blocks() -> list[Block]:

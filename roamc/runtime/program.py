@@ -43,7 +43,7 @@ class Executable:
         filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
         bind = load(self.program, filename)
         weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
-        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep)
+        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.away)
         self._dtypes = {entry.name: _dtypes(entry) for entry in entries_of(planned.graph)}
         self._checked: set[str] = set()
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
@@ -124,6 +124,7 @@ class Pair:
         self.hooked = False
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         late = {names[name] for name in graph.donated if graph.phase[name] is not Phase.FORWARD}
+        self.parked = _closed_between(graph)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
@@ -169,7 +170,7 @@ class Pair:
         pool = self.executable.pool
         spare = pool.acquire()
         try:
-            spare.base.copy_(arena.base)
+            spare.copy_from(arena)
             self._spare(args)
             return self.executable.run("backward", spare, args)
         finally:
@@ -184,9 +185,10 @@ class Pair:
                 raise BackwardTwiceError(
                     "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
                 )
+            arena.have_closed(self.parked)
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
-                place.copy_(tensor)
+                _fill(place, tensor)
             if self.hooked or compat.keeps_graph():
                 self._spare(args)
             return self.executable.run("backward", arena, args)
@@ -199,6 +201,23 @@ class Pair:
             tensor = args[index]
             args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             args[index].copy_(tensor)
+
+
+def _fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
+    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and not step:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)
+
+
+def _closed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
+    """The ranges of the arena that are closed when forward has ended and backward has not begun."""
+    early = {"", *(name for name, phase in graph.phase.items() if phase is Phase.FORWARD)}
+    holes = graph.layout.holes if graph.layout is not None else ()
+    return tuple(
+        (hole.low, hole.high) for hole in holes if hole.after in early and (not hole.before or hole.before not in early)
+    )
 
 
 def _dtypes(entry: Entry) -> list[torch.dtype | None]:

@@ -16,7 +16,7 @@ from roamc import compat, pipeline
 from roamc.codegen.source import Program, emit, entries_of
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators
-from roamc.layout import Layout
+from roamc.layout import Hole, Layout
 from roamc.memory import Place, build_memory
 from roamc.options import Options
 from roamc.rewrite import Writer
@@ -36,7 +36,7 @@ def program(graph: TrainGraph, *held: str) -> Program:
     for name, count in sizes.items():
         if name not in held:
             offset[name], end = end, end + -(-count // 64) * 64
-    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(held))))
+    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(held), peak_bytes=0)))
 
 
 def source(function: Callable[..., Any], *held: str) -> str:
@@ -313,3 +313,13 @@ def test_constant_that_the_model_writes_is_fresh_every_step(route: str) -> None:
     for step in range(3):
         got = run_program(planned, clones(inputs))
         assert torch.equal(got[0], model(*batch).detach()), f"{route}, step {step}"
+
+
+def test_ranges_of_the_arena_go_and_come_between_statements() -> None:
+    graph = traced(lambda x: x.sin().cos().tan().exp().sum(), X)
+    holes = (Hole(64, 128, "sin", "tan"), Hole(0, 64, "exp", ""), Hole(0, 64, "", "sin"))
+    offset = {name: 128 * number for number, name in enumerate(("sin", "cos", "tan", "exp"))}
+    layout = Layout(1024, 64, offset, frozenset(), peak_bytes=0, holes=holes)
+    check = FileCheck().check("arena.open(0, 64)").check_next("sin_out(").check_next("arena.close(64, 128)")
+    check = check.check("cos_out(").check_next("arena.open(64, 128)").check_next("tan_out(").check_next("exp_out(")
+    check.check_next("arena.close(0, 64)").run(emit(graph.replace(layout=layout)).source)

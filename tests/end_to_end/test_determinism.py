@@ -96,7 +96,7 @@ def test_a_kept_plan_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a pass decided although there is a plan")
 
     monkeypatch.setattr("roamc.passes.reorder.solve", decide)
-    monkeypatch.setattr("roamc.passes.layout.solve", decide)
+    monkeypatch.setattr("roamc.passes.layout.choose.solve", decide)
     assert pipeline.run(captured("nanogpt", "step"), Options(), plan=kept).plan == kept
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 import threading
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 import roamc
-from roamc.runtime import blocks
+from roamc.runtime import blocks, huge_pages
 from roamc.runtime.blocks import Block, give, held, holds, take
 
 CPU = torch.device("cpu")
@@ -81,6 +84,42 @@ def test_a_block_ends_with_the_last_that_refers_to_it() -> None:
     assert held() == 100
     del block
     assert blocks._blocks() == []
+
+
+def test_ranges_that_are_given_back_do_not_count() -> None:
+    block = take(100, CPU, None)
+    block.give_back(0, 64)
+    block.give_back(0, 64)
+    assert (held(), block.away) == (36, frozenset({(0, 64)}))
+    block.reset([(64, 80)])
+    assert (held(), block.away) == (84, frozenset({(64, 80)}))
+    block.take_again(0, 10)
+    assert held() == 84, "no such range is away"
+    give(block, keep=False)
+    assert (held(), block.away) == (0, frozenset())
+
+
+def resident(block: Block) -> int:
+    """Bytes of the pages that the system has given the block."""
+    where, page = block.storage.data_ptr() + block.start, mmap.PAGESIZE
+    found = (ctypes.c_ubyte * (block.nbytes // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(where), ctypes.c_size_t(block.nbytes), found) == 0
+    return page * sum(flag & 1 for flag in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only")
+def test_the_system_has_the_pages_that_are_given_back() -> None:
+    block = take(4 * huge_pages.SIZE, CPU, None)
+    assert (block.storage.data_ptr() + block.start) % huge_pages.SIZE == 0
+    whole = torch.empty(0, dtype=torch.uint8).set_(block.storage, block.start, (block.nbytes,), (1,))
+    whole.fill_(1)
+    assert resident(block) == block.nbytes
+    block.give_back(huge_pages.SIZE, 3 * huge_pages.SIZE)
+    assert resident(block) == held() == 2 * huge_pages.SIZE
+    block.take_again(huge_pages.SIZE, 3 * huge_pages.SIZE)
+    assert whole.sum() == 2 * huge_pages.SIZE, "what was there is gone, the rest is not"
+    whole.fill_(1)
+    assert resident(block) == held() == block.nbytes
 
 
 def test_work_of_another_stream_is_not_overwritten() -> None:

@@ -1,0 +1,152 @@
+"""Lay some splits between arena and allocator out, give back what that is worth, and take the cheapest.
+
+What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
+the arena that are given back and come again. A budget comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.errors import VerifyError
+from roamc.memory import Int64s
+from roamc.options import Options
+from roamc.passes.layout.held import LITTLE, Split, Table, arena_live, cost, outside_live, outsides, peak, splits
+from roamc.passes.layout.holes import LEAST, Punched, Room, away, punch
+from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
+from roamc.units import Bytes
+
+PRICE, SMALL_PRICE = 256, 32
+"""A lower peak is worth so many bytes, for each byte less, that are given back and come again at every step, in large
+and in small pages. Small ones cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
+
+SCRATCH = 32
+"""An operator without an ``out=`` form is taken to need this part of the peak for itself while it runs."""
+
+LAYOUTS = 4
+"""How many splits are laid out at most, beside the one to take without holes and the lowest."""
+
+WORSE = 256
+"""A choice with less effort may be above the one without holes by this part."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """One split with its layout and its holes.
+
+    Attributes:
+        split: what the allocator holds.
+        solution: offsets of the rest.
+        punched: what the arena gives back.
+        peak_bytes: most bytes at one step, inside and outside.
+        cost: what decides, in bytes.
+    """
+
+    split: Split
+    solution: LayoutSolution
+    punched: Punched
+    peak_bytes: Bytes
+    cost: Bytes
+
+
+def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
+    """The cheapest that fits the budget, and is no higher than without holes; the lowest where none fits.
+
+    Args:
+        table: the graph's storages.
+        eager_bytes: what eager holds at its worst step, which none is to be above; None if that is no limit.
+        alignment: bytes.
+        options: what the user set.
+        shrinks: the arena can give memory back during a step.
+    """
+    limit = options.limit_bytes
+    plain = splits(table, eager_bytes)
+    estimate = {id(split): least for least, split in _estimated(table, plain, shrinks=shrinks)}
+    cheapest = sorted(plain, key=lambda split: estimate[id(split)])[:LAYOUTS]
+    # Holes may bring any of these under the budget; these need none.
+    within = [split for split in plain if limit is not None and split.peak_bytes <= limit][:LAYOUTS]
+    lowest = min(plain, key=lambda split: split.peak_bytes)
+    found: list[tuple[bool, bool, Bytes, Laid]] = []
+    for split in (plain[0], *cheapest, *within, lowest):
+        if found and min(found, key=_rank)[:3] <= (False, False, estimate[id(split)]):
+            continue
+        for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
+            # The first of all is what we would take if there were no holes: no other is to be much above it.
+            highest = found[0][3].peak_bytes if found else laid.peak_bytes
+            above = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
+            fits = limit is None or laid.peak_bytes <= limit
+            found.append((not fits, above, laid.cost if fits else laid.peak_bytes, laid))
+    return min(found, key=_rank)[3]
+
+
+def _rank(item: tuple[bool, bool, Bytes, Laid]) -> tuple[bool, bool, Bytes]:
+    return item[:3]
+
+
+def _estimated(table: Table, ranked: Sequence[Split], *, shrinks: bool) -> Iterator[tuple[Bytes, Split]]:
+    """A lower bound on the cost of every split: no fragmentation, and as many holes as the arena has room for."""
+    for split in ranked:
+        arena = arena_live(table, split.held)
+        if not shrinks or peak(arena) < LEAST:
+            yield cost(split.total // 2, split), split
+            continue
+        between = _moments(table, split)
+        highest = sum(peak(arena) + peak(outside) for outside in between)
+        lowest = sum(peak(np.append(arena, 0) + outside) for outside in between)
+        yield cost(lowest // 2, split) + (highest - lowest) // 2 // PRICE, split
+
+
+def _moments(table: Table, split: Split) -> tuple[Int64s, ...]:
+    """Bytes outside the arena at every step, and between this step and the next.
+
+    What we can only guess is in it where the arena is large enough for holes: operators' own memory, and that of the
+    optimizer with ``torch.compile``, as much again as the caller's gradients. It is not to lift the peak because the
+    arena is there at that time; what it would lift without any arena is no concern of ours.
+    """
+    arena = arena_live(table, split.held)
+    if peak(arena) < LEAST:
+        return tuple(np.append(outside, 0) for outside in outsides(table, split.held))
+    gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
+    found = []
+    for outside in outsides(table, split.held):
+        floor = peak(arena + outside)
+        own = np.minimum(floor // SCRATCH, floor - arena - outside) * table.scratch
+        found.append(np.append(outside + own, min(2 * gradients, floor)))
+    return tuple(found)
+
+
+def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *, shrinks: bool) -> Iterator[Laid]:
+    """Its layout without and with holes."""
+    inside = ~table.foreign & ~split.held
+    solution = _solve(table, split, alignment, options)
+    room = Room(
+        arena_bytes=int(solution.arena_bytes),
+        offset=solution.offset,
+        size=table.padded[inside],
+        born=table.born[inside],
+        dead=table.dead[inside],
+        outsides=_moments(table, split),
+    )
+    outside = outside_live(table, split.held)
+    for punched in punch(room) if shrinks else itertools.islice(punch(room), 1):
+        total = peak(room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside)
+        yield Laid(split, solution, punched, total, cost(punched.total // 2, split) + _effort(punched))
+
+
+def _effort(punched: Punched) -> Bytes:
+    """What holes cost, in bytes of a lower peak."""
+    return punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
+
+
+def _solve(table: Table, split: Split, alignment: Bytes, options: Options) -> LayoutSolution:
+    inside = ~table.foreign & ~split.held
+    problem = make_problem(table.size[inside], table.born[inside], table.dead[inside], alignment=alignment)
+    solution = solve(problem, node_limit=options.layout_nodes)
+    report = validate(problem, solution)
+    if not report.good:
+        raise VerifyError(f"pass 'layout': {solution.algorithm} gave a layout that is not legal: {report.detail}")
+    return solution

@@ -1,0 +1,215 @@
+"""Holes: what the arena gives back to the system while nothing lies there.
+
+The arena has one size, that of its fullest step, and what cannot lie in it comes on top. Where the sum is above the
+peak that we aim at, pages of the arena in which nothing lies at that time go back and come again when they are needed:
+
+    address ^  aaaaaaaaaaaaaa
+            |  bbbb  oo  ccccc        at the steps where the outside is large the hole oo is given back
+            |  ddddddddddddddd
+            +-----------------> step, round and round: a hole may last from the end of a step into the next
+
+A page that comes again has to be cleared by the system, so every hole has its price. On a CPU alone: only there can
+parts of a block go. A storage may lie over a hole's edge, before and after it, for the address stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc.memory import Int64s, Step
+from roamc.passes.layout.held import Bools
+from roamc.units import Bytes
+
+LARGE: Bytes = 2 << 20
+"""A large page of the system. Comes for a tenth of the time of the same bytes in small ones."""
+
+PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
+"""What goes and comes as one; each is tried."""
+
+MOST = 1024
+"""So many pieces at most: larger ones in an arena that would have more."""
+
+LEAST: Bytes = 4 * LARGE
+"""Arenas below that have no holes."""
+
+SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
+"""The peaks that are tried: the lowest that holes can reach, and so much of what they can lower above it."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What lies in the arena when, and what lies outside it.
+
+    Attributes:
+        arena_bytes: its size.
+        offset: int64[k], of the storages in it.
+        size: int64[k] bytes, up to the alignment.
+        born: int64[k], first step.
+        dead: int64[k], step behind the last.
+        outsides: bytes outside the arena at each of n + 1 moments, the n steps and the time until the next step;
+            once for each way in which the caller may behave.
+    """
+
+    arena_bytes: Bytes
+    offset: Int64s
+    size: Int64s
+    born: Int64s
+    dead: Int64s
+    outsides: tuple[Int64s, ...]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Bytes ``[low, high)`` in which nothing lies from the step ``first`` on for ``length`` of the n + 1 moments."""
+
+    low: Bytes
+    high: Bytes
+    first: Step
+    length: int
+
+
+@dataclass(frozen=True)
+class Punched:
+    """One choice of holes.
+
+    Attributes:
+        gaps: which are given back.
+        total: sum of the peaks over ``Room.outsides``.
+    """
+
+    gaps: tuple[Gap, ...]
+    total: Bytes
+
+    @property
+    def opened(self) -> Bytes:
+        """Bytes that come again in every step."""
+        return sum(gap.high - gap.low for gap in self.gaps)
+
+    @property
+    def large(self) -> Bytes:
+        """Of these the bytes in whole large pages."""
+        pages = ((gap.high // LARGE) - -(-gap.low // LARGE) for gap in self.gaps)
+        return LARGE * sum(max(0, count) for count in pages)
+
+
+def punch(room: Room) -> Iterator[Punched]:
+    """No holes, and then, if the arena is large enough for them, choices with lower and lower peaks."""
+    yield Punched((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
+    if room.arena_bytes >= LEAST:
+        for piece in PIECES:
+            yield from _punch(room, piece * -(-room.arena_bytes // (piece * MOST)))
+
+
+def _punch(room: Room, piece: Bytes) -> Iterator[Punched]:
+    """With holes of whole pieces."""
+    busy, size = _busy(room, piece)
+    gaps = _Gaps(busy, size)
+    totals = np.stack([room.arena_bytes + outside for outside in room.outsides])
+    highest, lowest = totals.max(axis=1), (totals - size @ ~busy).max(axis=1)
+    for share in SHARES:
+        aims = lowest + (share * (highest - lowest)).astype(np.int64)
+        over = totals - aims[:, None]
+        if (chosen := gaps.cover(over)) is not None:
+            yield Punched(gaps.merged(chosen), int((over.max(axis=1) + aims).sum()))
+
+
+def away(gaps: Sequence[Gap], steps: int) -> Int64s:
+    """Bytes that are given back at each of the n + 1 moments."""
+    gone = np.zeros(steps + 1, dtype=np.int64)
+    for gap in gaps:
+        _add(gone[None], gap.first, gap.length, gap.high - gap.low)
+    return gone
+
+
+def _busy(room: Room, piece: Bytes) -> tuple[Bools, Int64s]:
+    """Whether something lies in a piece at a moment, bool[pieces, n + 1], and bytes of each piece."""
+    count, moments = -(-room.arena_bytes // piece), len(room.outsides[0])
+    change = np.zeros((count, moments + 1), dtype=np.int32)
+    for offset, size, born, dead in zip(room.offset, room.size, room.born, room.dead, strict=True):
+        low, high = offset // piece, -(-(offset + size) // piece)
+        change[low:high, born] += 1
+        change[low:high, dead] -= 1
+    edges = np.minimum(np.arange(count + 1, dtype=np.int64) * piece, room.arena_bytes)
+    return np.cumsum(change, axis=1)[:, :moments] > 0, np.diff(edges)
+
+
+class _Gaps:
+    """All gaps of all pages as arrays; moments go round."""
+
+    def __init__(self, busy: Bools, size: Int64s) -> None:
+        self.moments = busy.shape[1]
+        rows = [row for page in range(len(busy)) for row in _free_runs(busy[page], page)]
+        self.page, self.first, self.length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        self.size = size[self.page]
+        self.low = np.concatenate(([0], np.cumsum(size)))[self.page]
+
+    def cover(self, over: Int64s) -> list[int] | None:
+        """Gaps that together bring ``over``, bytes above the aim int64[ways, n + 1], to 0; it is changed in place.
+
+        Step by step for the moment that is highest above: of the gaps that it is in, those that help at most
+        moments. At last those that others have made needless are filled. None if the aim is out of reach.
+        """
+        chosen: list[int] = []
+        unused = np.ones(len(self.first), dtype=bool)
+        while (worst := int(over.max())) > 0:
+            moment = int(over.max(axis=0).argmax())
+            inside = np.flatnonzero(unused & ((moment - self.first) % self.moments < self.length))
+            ranked = inside[np.lexsort((-self.low[inside], -self._helps(over, inside)))]
+            count = int(np.searchsorted(np.cumsum(self.size[ranked]), worst)) + 1
+            if count > len(ranked):
+                return None
+            for gap in ranked[:count].tolist():
+                self._take(over, gap, -1)
+            unused[ranked[:count]] = False
+            chosen += ranked[:count].tolist()
+        return [gap for gap in reversed(chosen) if not self._needless(over, gap)]
+
+    def merged(self, chosen: Sequence[int]) -> tuple[Gap, ...]:
+        """The chosen gaps, neighbouring pages with the same gap as one."""
+        found: list[Gap] = []
+        columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
+        for first, length, low, size in sorted(columns.T.tolist()):
+            last = found[-1] if found else None
+            if last is not None and (last.first, last.length, last.high) == (first, length, low):
+                found[-1] = Gap(last.low, low + size, first, length)
+            else:
+                found.append(Gap(low, low + size, first, length))
+        return tuple(found)
+
+    def _helps(self, over: Int64s, gaps: Int64s) -> Int64s:
+        """At how many moments above the aim each gap lies."""
+        above = (over > 0).sum(axis=0)
+        before = np.concatenate(([0], np.cumsum(np.concatenate((above, above)))))
+        counted: Int64s = before[self.first[gaps] + self.length[gaps]] - before[self.first[gaps]]
+        return counted
+
+    def _take(self, over: Int64s, gap: int, sign: int) -> None:
+        _add(over, int(self.first[gap]), int(self.length[gap]), sign * int(self.size[gap]))
+
+    def _needless(self, over: Int64s, gap: int) -> bool:
+        """Fill a chosen gap again, if all stays at the aim."""
+        self._take(over, gap, 1)
+        if (over <= 0).all():
+            return True
+        self._take(over, gap, -1)
+        return False
+
+
+def _add(rows: Int64s, first: Step, length: int, nbytes: Bytes) -> None:
+    """Add to ``length`` moments from ``first`` on, round the end."""
+    moments = rows.shape[1]
+    rows[:, first : first + length] += nbytes
+    rows[:, : max(0, first + length - moments)] += nbytes
+
+
+def _free_runs(busy: Bools, page: int) -> Iterator[tuple[int, int, int]]:
+    """(page, first moment, length) of every run of moments without anything, round the end; none for an empty page."""
+    if not busy.any():
+        return
+    start = int(np.argmax(busy))
+    edges = np.diff(np.concatenate(([1], np.roll(busy, -start).astype(np.int8), [1])))
+    for first, end in zip(np.flatnonzero(edges == -1).tolist(), np.flatnonzero(edges == 1).tolist(), strict=True):
+        yield page, (first + start) % len(busy), end - first

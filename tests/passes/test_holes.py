@@ -1,0 +1,194 @@
+"""Holes of the arena: nothing lies in them, they lower the peak, and programs that have them give the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roamc import compat, pipeline
+from roamc.errors import VerifyError
+from roamc.graph import TrainGraph
+from roamc.options import Options
+from roamc.passes import layout
+from roamc.passes.layout import holes
+from roamc.passes.layout.holes import LARGE, Gap, Room, away, punch
+from roamc.pipeline import Planned
+from roamc.runtime.blocks import Block
+from roamc.runtime.program import Pair, Whole
+from roamc.verify import check_layout
+from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
+from tests.random_graphs import random_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only")
+
+
+def room(rows: list[tuple[int, int, int, int]], outside: list[int]) -> Room:
+    """Storages as (offset, size, born, dead) in large pages and steps, and large pages outside per moment."""
+    offset, size, born, dead = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    top = int((offset + size).max(initial=0)) * LARGE
+    return Room(top, offset * LARGE, size * LARGE, born, dead, (np.array(outside, dtype=np.int64) * LARGE,))
+
+
+def test_the_top_goes_while_the_outside_is_large() -> None:
+    # step      0     1     2    between
+    # arena    4+4    4   4+4         the upper half is empty at step 1
+    # outside   0     3     0
+    *_, lowest = punch(room([(0, 4, 0, 3), (4, 4, 0, 1), (4, 4, 2, 3)], [0, 3, 0, 0]))
+    assert lowest.total == 8 * LARGE
+    assert lowest.gaps == (Gap(5 * LARGE, 8 * LARGE, 1, 1),), "the highest pages, and no more than needed"
+    assert lowest.opened == lowest.large == 3 * LARGE
+
+
+def test_a_hole_lasts_into_the_next_step() -> None:
+    *_, lowest = punch(room([(0, 8, 1, 2)], [2, 0, 0, 8]))
+    assert lowest.gaps == (Gap(0, 8 * LARGE, 2, 3),)
+    assert away(lowest.gaps, 3).tolist() == [8 * LARGE, 0, 8 * LARGE, 8 * LARGE]
+
+
+def test_a_full_arena_and_a_small_one_have_no_holes() -> None:
+    assert all(not found.gaps for found in punch(room([(0, 8, 0, 2)], [0, 5, 0])))
+    assert len(list(punch(room([(0, 3, 0, 1)], [0, 3, 0])))) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_choices_are_legal_and_what_they_say(seed: int) -> None:
+    draw = random.Random(seed)
+    steps = draw.randrange(1, 12)
+    rows = []
+    for _ in range(draw.randrange(1, 12)):
+        born = draw.randrange(steps)
+        rows.append((draw.randrange(12), draw.randrange(1, 6), born, draw.randrange(born + 1, steps + 1)))
+    given = room(rows, [draw.randrange(20) for _ in range(steps + 1)])
+    found = list(punch(given))
+    for choice in found:
+        top = given.arena_bytes - away(choice.gaps, steps)
+        assert choice.total == int((top + given.outsides[0]).max()), seed
+        for gap in choice.gaps:
+            moments = {(gap.first + i) % (steps + 1) for i in range(gap.length)}
+            for offset, size, born, dead in rows:
+                apart = gap.high <= offset * LARGE or (offset + size) * LARGE <= gap.low
+                assert apart or moments.isdisjoint(range(born, dead)), f"seed {seed}: {gap}"
+    assert min(found, key=lambda choice: choice.total).total <= found[0].total
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holes of 64 bytes in every arena, free of charge; what goes back is poisoned."""
+    monkeypatch.setattr(holes, "LEAST", 1)
+    monkeypatch.setattr(holes, "PIECES", (64,))
+    monkeypatch.setattr(holes, "LARGE", 64)
+    for price in ("PRICE", "SMALL_PRICE"):
+        monkeypatch.setattr(f"roamc.passes.layout.choose.{price}", 1 << 40)
+    monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
+    monkeypatch.setattr("roamc.passes.layout.choose.LITTLE", 0)
+    monkeypatch.setattr("roamc.passes.layout.held.LITTLE", 0)
+    plain = Block.give_back
+
+    def give_back(block: Block, low: int, high: int) -> None:
+        plain(block, low, high)
+        whole = torch.empty(0, dtype=torch.uint8).set_(block.storage, block.start, (block.nbytes,), (1,))
+        whole[low:high].fill_(255)
+
+    monkeypatch.setattr(Block, "give_back", give_back)
+
+
+def planned(seed: int, route: str, *, with_holes: bool) -> tuple[Planned, list[Any]]:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_holes:
+            patch.setattr(holes, "LEAST", 1 << 60)
+            patch.setattr("roamc.passes.layout.choose.LEAST", 1 << 60)
+        return pipeline.run(graph, Options()), inputs
+
+
+def two_steps(made: Planned, inputs: list[Any]) -> list[Any]:
+    """The second starts with what the first has left."""
+    torch.manual_seed(3)
+    whole, given = Whole(made), clones(inputs)
+    return [*whole(list(given)), *whole(list(given)), *given]
+
+
+def two_passes(made: Planned, inputs: list[Any], *, elsewhere: bool) -> list[Any]:
+    """Two forwards in flight at the same time; saved tensors of hooks lie elsewhere."""
+    torch.manual_seed(3)
+    pair = Pair(made)
+    late = len(pair.executable.program.entries["backward"]) - len(made.graph.saved)
+    steps = [clones(inputs) for _ in range(2)]
+    forwards = [list(pair.forward(given[: len(given) - late])) for given in steps]
+    found = []
+    for given, results in zip(steps, forwards, strict=True):
+        saved = [t.clone() if elsewhere else t for t in results[pair.first_saved :]]
+        found += results[: pair.first_saved]
+        found += [None if g is None else g.clone() for g in pair.backward([*saved, *given[len(given) - late :]])]
+    return found
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("seed", range(80, 92))
+def test_steps_with_holes_give_the_same_bits(seed: int) -> None:
+    (some, inputs), (none, _) = (planned(seed, "step", with_holes=flag) for flag in (True, False))
+    assert not none.plan.decisions["layout"]["holes"]
+    assert some.plan.peak_bytes <= none.plan.peak_bytes * 1.01
+    assert_same(two_steps(some, inputs), two_steps(none, inputs), f"seed {seed}")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("how", ["plain", "retain_graph", "hooks"])
+@pytest.mark.parametrize("seed", range(80, 86))
+def test_passes_with_holes_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, seed: int, how: str) -> None:
+    monkeypatch.setattr(compat, "keeps_graph", lambda: how == "retain_graph")
+    (some, inputs), (none, _) = (planned(seed, "joint", with_holes=flag) for flag in (True, False))
+    assert some.plan.peak_bytes <= none.plan.peak_bytes * 1.01
+    found, wanted = (two_passes(made, inputs, elsewhere=how == "hooks") for made in (some, none))
+    assert_same(found, wanted, f"seed {seed}, {how}")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_random_graphs_do_have_holes(route: str) -> None:
+    assert sum(bool(planned(seed, route, with_holes=True)[0].plan.decisions["layout"]["holes"]) for seed in range(6))
+
+
+def with_hole(graph: TrainGraph, **changes: Any) -> TrainGraph:
+    """Its first hole changed."""
+    assert graph.layout is not None
+    first, *rest = graph.layout.holes
+    changed = dataclasses.replace(graph.layout, holes=(dataclasses.replace(first, **changes), *rest))
+    return graph.replace(layout=changed)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_the_judge_finds_planted_faults(route: str) -> None:
+    graph = pipeline.run(model_graph("nanogpt-dropout", route)[0], Options()).graph
+    assert graph.layout is not None
+    assert graph.layout.holes
+    check_layout(graph)
+    lower = dataclasses.replace(graph.layout, peak_bytes=graph.layout.peak_bytes - 1)
+    twice = dataclasses.replace(graph.layout, holes=(*graph.layout.holes, graph.layout.holes[0]))
+    whole = {"low": 0, "high": graph.layout.arena_bytes}
+    for broken, says in (
+        (graph.replace(layout=lower), f"above the {lower.peak_bytes} that the layout says"),
+        (graph.replace(layout=twice), "give the same bytes back"),
+        (graph.replace(layout=dataclasses.replace(graph.layout, holes=())), "that the layout says"),
+        (with_hole(graph, **whole, after="", before=""), "which is given back"),
+        (with_hole(graph, high=graph.layout.arena_bytes + 1), "outside the arena"),
+        (with_hole(graph, after="ghost"), "names no operator"),
+    ):
+        with pytest.raises(VerifyError, match=says):
+            check_layout(broken)
+
+
+def test_a_budget_goes_before_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holes, "LEAST", 1)
+    monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
+    monkeypatch.setattr(holes, "PIECES", (4096,))
+    free = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options())
+    tight = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget=1))
+    assert tight.peak_bytes <= free.peak_bytes
