@@ -45,7 +45,7 @@ def parse_budget(given: object) -> Budget | None:
         OptionError: it is no size, no percentage and neither ``"min"`` nor ``"device"``.
     """
     if given is None or given in ("min", "device"):
-        return given  # type: ignore[return-value]
+        return given
     if isinstance(given, str) and _SHARE.fullmatch(given):
         return given.strip()
     try:

@@ -137,7 +137,7 @@ class _Writer:
 
     def _picked(self, pick: fx.Node, fresh: fx.Node, at: fx.Node) -> fx.Node:
         made = self._call(operator.getitem, (fresh, pick.args[1]), {}, pick, at)
-        made.meta["val"] = fresh.meta["val"][pick.args[1]]  # type: ignore[index]
+        made.meta["val"] = fresh.meta["val"][pick.args[1]]
         return made
 
     def _version(self, node: fx.Node, at: fx.Node) -> fx.Node:
