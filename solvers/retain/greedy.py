@@ -15,7 +15,6 @@ from roamc.solvers.retain.ways import ALONE, WAYS
 
 _REFRESH = 8
 _STAGE = 0.98
-_TARGET = 0.93
 _PATIENCE = 3
 _INSTANT = 1e-12
 _NEAR = 0.97
@@ -108,19 +107,21 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     return worth
 
 
-def descend(search: Search, state: State, budget: int, work_limit: int) -> State:
-    """Reach for a low budget by targets on the way, and keep at each of them what can stay: slower than `lower`, and
-    often lower, because what is dropped for the first targets need not have been dropped for the last.
+def descend(search: Search, budget: int, work_limit: int, step: float) -> None:
+    """Go down from the lowest state seen, each time to `step` of the peak, and keep there what can stay.
+
+    What is dropped for the first targets need not have been dropped for the last. `search.lowest` holds the answer; the
+    budget says when to stop and nothing else, so a lower one goes the same way, and further.
     """
-    while state.score.peak > budget and search.work < work_limit:
-        target = max(budget, int(state.score.peak * _TARGET))
+    state = search.lowest.copy()
+    while search.work < work_limit and search.lowest.score.peak > budget:
+        target = int(state.score.peak * step)
         found = lower(search, state, target, work_limit)
         if found.score.peak <= target:
-            found = keep(search, found, target)
+            found = search.note(keep(search, found, target))
         elif found.score.peak >= state.score.peak:
             break
         state = found
-    return state
 
 
 def keep(search: Search, state: State, budget: int) -> State:

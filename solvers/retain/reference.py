@@ -11,9 +11,12 @@ every lower budget, and no rerun can free it:
 import numpy as np
 
 from roamc.solvers.arrays import IntArray
-from roamc.solvers.order.branches import place_branches
+from roamc.solvers.order.branches import LARGEST, place_branches
 from roamc.solvers.order.problem import OrderProblem
 from roamc.solvers.order.stages import one_stage
+
+_SIZES = (LARGEST, 2)
+"""Near the end of the order, large branches hold several gradients; those then move apart as small branches."""
 
 
 def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
@@ -29,4 +32,6 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
     barriers = np.setdiff1d(np.arange(staged.problem.num_ops), staged.number)
     places = np.flatnonzero(np.diff(stage)) + 1
     lifted = np.insert(staged.number[sequence], places, barriers).astype(np.int32)
-    return staged.order_of(place_branches(staged.problem, lifted)[0])
+    for largest in _SIZES:
+        lifted, _ = place_branches(staged.problem, lifted, largest=largest)
+    return staged.order_of(lifted)
