@@ -1,10 +1,12 @@
 """Which buffers are dropped between two reads and made again, so that the peak fits a budget at few seconds more.
 
-Read `problem.py` first (the question and the answer), then `walk.py` (what a decision costs), then `portfolio.py`.
+Read `problem.py` first (the question and the answer), then `reference.py` (the order to begin with), `walk.py` (what a
+decision costs) and `portfolio.py`.
 """
 
 from roamc.solvers.retain.portfolio import frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem
+from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "RetainVerdict",
     "frontier",
     "make_problem",
+    "reference_order",
     "solve",
     "validate",
 ]

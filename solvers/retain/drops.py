@@ -1,13 +1,18 @@
 """The drops that are possible at the peak, and what each of them leads to.
 
-A drop frees a buffer from the peak to its next read. Its chain may bring back buffers long before their own next read,
-which then lie there:
+A drop frees a buffer from the peak to its next read. What its rerun reads may be gone by then, and what it brings back
+on the way may lie there long before its own next read:
 
     block 1's results      ....rebuilt for block 2 =================== read by the backward of block 1
     transient chain        ....rebuilt for block 2|        rebuilt again =====
 
-so each drop is tried alone, and with a transient chain: what is newly rebuilt with it is not held from there. The
-second is how a checkpoint in the middle of a longer segment is given up (recursive checkpointing: Griewank 1992).
+    input of the drop      =====| last read                 rebuilt |
+    kept for the rerun     =========================================|
+
+so each drop is tried in three ways: alone; with a transient chain, where what is newly rebuilt with it is not held from
+there, which is how a checkpoint in the middle of a longer segment is given up (recursive checkpointing: Griewank 1992);
+and with its inputs kept behind their last reads. In each way, what must not run again when a rerun needs it (a weight
+that it reads may be updated by then) is kept too.
 """
 
 from dataclasses import dataclass
@@ -18,57 +23,66 @@ from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, walk, walk_and_measure
+from roamc.solvers.retain.walk import Room
+from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail, drop_in_way, go_back, make_trail
 
 
 @dataclass(frozen=True, eq=False)
 class Drops:
     """Possible moves. gap, release, hold: int64[moves].
 
+    reach: float64[moves], bytes above the budget, summed over the runs in the gap, that the buffer could take away.
     since: int32[gaps], the step of the last rerun in each gap of the schedule that the moves start from, -1 for none.
     """
 
     gap: LongArray
     release: LongArray
     hold: LongArray
+    reach: FloatArray
     since: IntArray
 
 
-def list_drops(search: Search, state: State) -> Drops:
+def list_drops(search: Search, state: State, budget: int) -> Drops:
     """The drops at the first peak of the schedule in the room, which must be that of `state`."""
+    gaps, room, runs = search.gaps, search.room, state.score.runs
     at = np.empty((3, len(search.tables.size)), dtype=np.int64)
-    since = np.full(len(search.gaps.begin), -1, dtype=np.int32)
-    count = _list_drops(search.tables, state.score.runs, search.gaps.end, state.release, search.room, at, since)
-    return Drops(at[0, :count], at[1, :count], at[2, :count], since)
+    since = np.full(len(gaps.begin), -1, dtype=np.int32)
+    count = _list_drops(search.tables, runs, gaps.end, state.release, room, at, since)
+    gap = at[0, :count]
+    first, behind = np.searchsorted(room.step[:runs], (gaps.begin[gap], gaps.end[gap]), side="right")
+    reach = _reach(room.live[:runs], budget, first, behind, search.tables.size[gaps.buffer[gap]])
+    return Drops(gap, at[1, :count], at[2, :count], reach, since)
 
 
 def try_drops(search: Search, state: State, drops: Drops, rows: LongArray, budget: int) -> FloatArray:
-    """Seconds, peak and area after each of the drops alone, and with a transient chain: float64[rows, 2, 3]."""
-    result = np.empty((len(rows), 2, 3))
+    """Seconds, peak and area after each of the drops in each way: float64[rows, WAYS, 3]."""
+    result = np.empty((len(rows), WAYS, 3))
+    gap = drops.gap[rows]
     search.work += _try_drops(
         search.tables,
         state.release,
         state.hold,
-        (drops.gap[rows], drops.release[rows], drops.hold[rows]),
+        (gap, search.gaps.end[gap], drops.release[rows], drops.hold[rows]),
         drops.since,
         budget,
         search.room,
+        make_trail(len(search.gaps.begin)),
         result,
     )
     return result
 
 
-def make_drop(search: Search, state: State, drops: Drops, number: int, alone: bool) -> int:
+def make_drop(search: Search, state: State, drops: Drops, number: int, way: int) -> int:
     """Change the state's decisions in place; the work done."""
-    gap = drops.gap[number]
-    state.release[gap], state.hold[gap] = drops.release[number], drops.hold[number]
-    if alone:
-        return 0
-    runs, _ = walk(search.tables, state.release, state.hold, search.room)
-    changed = np.empty(len(search.gaps.begin), dtype=np.int64)
-    was = np.empty(len(search.gaps.begin), dtype=np.int64)
-    _let_go(search.tables, runs, gap, state.hold, drops.since, search.room, changed, was)
-    return runs
+    gap = int(drops.gap[number])
+    drop = gap, int(search.gaps.end[gap]), int(drops.release[number]), int(drops.hold[number])
+    trail, count, total = make_trail(len(search.gaps.begin)), 0, 0
+    for each in (ALONE, TRANSIENT) if way == TRANSIENT else (way,):
+        *_, work, count = drop_in_way(
+            search.tables, state.release, state.hold, drop, each, drops.since, 0, search.room, trail, count
+        )
+        total += work
+    return total
 
 
 @compiled
@@ -96,69 +110,50 @@ def _list_drops(
 
 
 @compiled
+def _reach(live: LongArray, budget: int, first: LongArray, behind: LongArray, size: LongArray) -> FloatArray:
+    """The sum of min(size, live - budget) over the runs above the budget from `first` to `behind`, of each drop."""
+    above = np.flatnonzero(live > budget)
+    total = np.zeros(len(above) + 1)
+    reach = np.empty(len(size))
+    known = -1
+    for number in np.argsort(size, kind="mergesort"):
+        if size[number] != known:
+            known = size[number]
+            for row in range(len(above)):
+                total[row + 1] = total[row] + min(known, live[above[row]] - budget)
+        begin, end = np.searchsorted(above, first[number]), np.searchsorted(above, behind[number])
+        reach[number] = total[end] - total[begin]
+    return reach
+
+
+@compiled
 def _try_drops(
     tables: Tables,
     release: LongArray,
     hold: LongArray,
-    drops: tuple[LongArray, LongArray, LongArray],
+    drops: tuple[LongArray, LongArray, LongArray, LongArray],
     since: IntArray,
     budget: int,
     room: Room,
+    trail: Trail,
     result: FloatArray,
 ) -> int:
     """Fill `result`; returns the runs walked. The state is as before."""
-    work = 0
-    gaps, new_release, new_hold = drops
-    changed, was = np.empty(len(hold), dtype=np.int64), np.empty(len(hold), dtype=np.int64)
-    for move in range(len(gaps)):
-        gap = gaps[move]
-        old_release, old_hold = release[gap], hold[gap]
-        release[gap], hold[gap] = new_release[move], new_hold[move]
-        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
-        result[move, 0, 0], result[move, 0, 1], result[move, 0, 2] = seconds, peak, area
-        work += runs
+    total = 0
+    for move in range(len(drops[0])):
+        drop = drops[0][move], drops[1][move], drops[2][move], drops[3][move]
         count = 0
-        if seconds < np.inf:
-            count = _let_go(tables, runs, gap, hold, since, room, changed, was)
-        if count > 0:
-            seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
-            work += runs
-        result[move, 1, 0], result[move, 1, 1], result[move, 1, 2] = seconds, peak, area
-        for row in range(count - 1, -1, -1):
-            hold[changed[row]] = was[row]
-        release[gap], hold[gap] = old_release, old_hold
-    return work
-
-
-@compiled
-def _let_go(
-    tables: Tables,
-    runs: int,
-    dropped: int,
-    hold: LongArray,
-    since: IntArray,
-    room: Room,
-    changed: LongArray,
-    was: LongArray,
-) -> int:
-    """Hold nothing from the step on at which `dropped` is rebuilt that was not rebuilt there before.
-
-    The schedule in the room is the one after the drop. Returns how many gaps changed; `was` is what they held.
-    """
-    step = -1
-    for version in range(room.first_made[runs]):
-        if room.again[version] and room.at_gap[version] == dropped and room.last[version] > room.born[version]:
-            step = room.step[room.born[version]]
-            break
-    count = 0
-    for run in range(runs):
-        if room.step[run] != step or room.op[run] == step:
-            continue
-        for version in range(room.first_made[run], room.first_made[run + 1]):
-            gap = room.at_gap[version]
-            held = room.last[version] > run and room.step[room.last[version]] > step and gap != dropped
-            if held and since[gap] != step and hold[gap] <= step and tables.droppable[room.buffer[version]]:
-                changed[count], was[count] = gap, hold[gap]
-                hold[gap] = step + 1
-                count += 1
-    return count
+        for way in (ALONE, TRANSIENT, WITH_INPUTS):
+            if way == TRANSIENT and result[move, ALONE, 0] == np.inf:
+                result[move, way] = np.inf
+                continue
+            if way == WITH_INPUTS:
+                go_back(release, hold, trail, count)
+                count = 0
+            seconds, peak, area, work, count = drop_in_way(
+                tables, release, hold, drop, way, since, budget, room, trail, count
+            )
+            result[move, way, 0], result[move, way, 1], result[move, way, 2] = seconds, peak, area
+            total += work
+        go_back(release, hold, trail, count)
+    return total

@@ -11,10 +11,10 @@ from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
 from roamc.solvers.retain.search import Search, State, keep_more
 from roamc.solvers.retain.walk import Score
+from roamc.solvers.retain.ways import ALONE, WAYS
 
 _REFRESH = 8
 _STAGE = 0.98
-_TARGET = 0.93
 _PATIENCE = 3
 _INSTANT = 1e-12
 _NEAR = 0.97
@@ -44,48 +44,50 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int, wort
     worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
     made = 0
     while state.score.peak > budget and search.work < work_limit:
-        drops = list_drops(search, state)
-        best, alone = _best_drop(search, state, drops, budget, worth)
+        drops = list_drops(search, state, budget)
+        best, way = _best_drop(search, state, drops, budget, worth)
         if best < 0:
             break
-        search.work += make_drop(search, state, drops, best, alone)
+        search.work += make_drop(search, state, drops, best, way)
         state = search.note(search.state(state.release, state.hold, budget))
         made += 1
         if made % max(_REFRESH, len(drops.gap) // _REFRESH) == 0:
-            worth[:] = np.inf
+            worth[:] = np.where(worth > 0, worth * _HOPE, np.inf)
     return state
 
 
-def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: FloatArray) -> tuple[int, bool]:
-    """The drop that frees most per second, -1 if none frees anything, and whether it is best made alone.
+def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: FloatArray) -> tuple[int, int]:
+    """The drop that frees most per second, -1 if none frees anything, and the best way of making it.
 
-    worth: of each gap, when it was last measured, infinite if never. What was worth less than the best is worth less
-    now too, nearly always, and is not measured again (lazy evaluation: Minoux 1978); nor is what seemed hardly better,
-    or every move would measure a whole family of like gaps. Of a family that is not measured yet the first is, for all.
+    worth: of each gap, what a drop in it freed when it was last measured, as a share of its reach, per second; infinite
+    if it never was. So measured, what was worth less than the best is worth less now too, nearly always, and is not
+    measured again (lazy evaluation: Minoux 1978); nor is what seemed hardly better, or every move would measure a whole
+    family of like gaps. Of a family that is not measured yet the first is, for all.
     """
-    gap = drops.gap
-    fresh, alone = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.bool_)
+    gap, reach = drops.gap, np.maximum(drops.reach, 1.0)
+    fresh, way = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.int64)
     while len(gap):
-        best = int(np.argmax(worth[gap]))
-        looked_at = np.where(fresh, worth[gap], -1.0)
+        guess = worth[gap] * reach
+        best = int(np.argmax(guess))
+        looked_at = np.where(fresh, guess, -1.0)
         near = int(np.argmax(looked_at))
-        if looked_at[near] > 0 and looked_at[near] >= worth[gap[best]] * _NEAR:
-            return near, bool(alone[near])
-        rows = np.array([best]) if worth[gap[best]] > 0 else np.flatnonzero(~fresh)
+        if looked_at[near] > 0 and looked_at[near] >= guess[best] * _NEAR:
+            return near, int(way[near])
+        rows = np.array([best]) if guess[best] > 0 else np.flatnonzero(~fresh)
         if len(rows) == 0:
             break
-        if worth[gap[best]] == np.inf:
-            unknown = np.flatnonzero(np.isinf(worth[gap]))
+        if guess[best] == np.inf:
+            unknown = np.flatnonzero(np.isinf(guess))
             rows = unknown[np.unique(search.gaps.family[gap[unknown]], return_index=True)[1]]
         result = try_drops(search, state, drops, rows, budget)
-        by_itself, with_chain = _worth(state.score, result[:, 0]), _worth(state.score, result[:, 1])
-        value = np.maximum(by_itself, with_chain)
-        if worth[gap[best]] == np.inf:
+        by_way = np.stack([_worth(state.score, result[:, each]) for each in range(WAYS)])
+        value = by_way.max(axis=0) / reach[rows]
+        if guess[best] == np.inf:
             _assume(worth, gap, search.gaps.family[gap], search.gaps.family[gap[rows]], value)
         worth[gap[rows]] = value
-        alone[rows] = by_itself >= with_chain
+        way[rows] = by_way.argmax(axis=0)
         fresh[rows] = True
-    return -1, True
+    return -1, ALONE
 
 
 def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, value: FloatArray) -> None:
@@ -105,19 +107,21 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     return worth
 
 
-def descend(search: Search, state: State, budget: int, work_limit: int) -> State:
-    """Reach for a low budget by targets on the way, and keep at each of them what can stay: slower than `lower`, and
-    often lower, because what is dropped for the first targets need not have been dropped for the last.
+def descend(search: Search, budget: int, work_limit: int, step: float) -> None:
+    """Go down from the lowest state seen, each time to `step` of the peak, and keep there what can stay.
+
+    What is dropped for the first targets need not have been dropped for the last. `search.lowest` holds the answer; the
+    budget says when to stop and nothing else, so a lower one goes the same way, and further.
     """
-    while state.score.peak > budget and search.work < work_limit:
-        target = max(budget, int(state.score.peak * _TARGET))
+    state = search.lowest.copy()
+    while search.work < work_limit and search.lowest.score.peak > budget:
+        target = int(state.score.peak * step)
         found = lower(search, state, target, work_limit)
         if found.score.peak <= target:
-            found = keep(search, found, target)
+            found = search.note(keep(search, found, target))
         elif found.score.peak >= state.score.peak:
             break
         state = found
-    return state
 
 
 def keep(search: Search, state: State, budget: int) -> State:

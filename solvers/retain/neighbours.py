@@ -20,17 +20,19 @@ _PROMISING = 1.5
 _INSTANT = 1e-12
 
 
-def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
+def improve(search: Search, best: State, budget: int, work_limit: int, enough: float, low_enough: int = -1) -> State:
     """The best state found from `best`, until nothing better turns up for long: within the budget the fewest seconds,
     above it the lowest peak.
 
-    enough: seconds that need not be improved on. Seeded: the same search gives the same answer.
+    enough, low_enough: seconds and a peak that need not be improved on. Seeded: the same search gives the same answer.
     """
     dice = random.Random(0)
     family = _families(search)
     worth = np.full(len(search.gaps.begin), np.inf)
     in_vain = 0
-    while search.work < work_limit and in_vain < _PATIENCE and best.score.seconds > enough:
+    while search.work < work_limit and in_vain < _PATIENCE:
+        if best.score.seconds <= enough or best.score.peak <= low_enough:
+            break
         target = max(budget, int(best.score.peak * _LOWER)) if above(best, budget) else budget
         state = _changed(search, best, target, dice, family)
         if state.score.peak > target:

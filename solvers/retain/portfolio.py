@@ -21,6 +21,8 @@ WALKS = 12_000
 _OPERATORS = 3
 _MOST_STARTS = 6
 _SHARE = 2
+_STEPS = (0.6, 0.8, 0.9, 0.97)
+_AFTERWARDS = 4
 
 _CLOSE = 1e-9
 
@@ -30,9 +32,10 @@ def solve(
 ) -> RetainSolution:
     """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
 
-    work_limit: operators run in thought and arcs of networks, kept but for one round of moves; None for that of WALKS
-    walks. start: a solution of this problem, for any budget, to improve on.
-    The answer is never worse than a start within the budget. `RetainSolution` says what the status means.
+    work_limit: operators run in thought and arcs of networks, kept but for one round of moves, and once more where the
+    budget is hard to meet; None for that of WALKS walks. start: a solution of this problem, for any budget, to improve.
+    The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
+    of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
     """
     search = Search(problem)
     return _Run(search, _bounds(search), budget, _limit(problem, work_limit)).solve(start)
@@ -123,10 +126,12 @@ class _Run:
             if affordable(search, self.limit):
                 self.offer(exact(search, self.budget))
                 self.complete = True
-            self.greedy(plain)
+            if self.bound < math.inf:
+                self.greedy(plain)
             if not self.complete:
                 self.from_cuts()
-                self.descend(plain)
+                if above(self.best, self.budget):
+                    self.go_low(plain)
                 self.improve()
         found = self.answer()
         if start is not None and _rank(start, self.budget) < _rank(found, self.budget):
@@ -147,6 +152,8 @@ class _Run:
     def from_cuts(self) -> None:
         """Begin with what the cuts keep: those first whose peak is lowest above the budget, the cheapest of equals."""
         starts: dict[bytes, State] = {}
+        if self.bound == math.inf:
+            return
         for cut in self.bounds.cuts.values():
             state = from_cut(self.search, cut, self.budget)
             if state.score.seconds < math.inf:
@@ -155,15 +162,27 @@ class _Run:
         for state in ranked[:_MOST_STARTS]:
             self.greedy(state)
 
-    def descend(self, plain: State) -> None:
-        """Where nothing is within the budget yet, go down slowly, from nothing dropped and from the best."""
-        for state in (plain, self.best):
-            if above(self.best, self.budget) and not self.late():
-                self.offer(descend(self.search, state, self.budget, self.limit))
+    def go_low(self, plain: State) -> None:
+        """Find the lowest peak, with as much work as for everything else, and stop where it is within the budget.
+
+        The road does not depend on the budget: whatever peak is found for one is found for that peak as the budget too.
+        """
+        search, seen, work = self.search, self.search.lowest, self.limit - self.began
+        limit = search.work + work
+        search.lowest = plain.copy()
+        for step in _STEPS:
+            descend(search, self.budget, search.work + (limit - search.work) // _SHARE, step)
+        if above(search.lowest, self.budget):
+            search.note(improve(search, search.lowest.copy(), 0, limit, 0.0, self.budget))
+        low = keep(search, search.lowest, max(self.budget, search.lowest.score.peak))
+        if not above(low, self.budget):
+            self.limit = max(self.limit, search.work + work // _AFTERWARDS)
+        search.note(seen)
+        self.offer(low)
 
     def improve(self) -> None:
-        """Search the neighbourhoods of the best."""
-        if not self.closed() and not self.late():
+        """Search the neighbourhoods of the best, if it is within the budget."""
+        if not self.closed() and not self.late() and not above(self.best, self.budget):
             self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
 
     def offer(self, state: State) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, Csr, FloatArray, IntArray, LongArray, read_only
-from roamc.solvers.order.problem import donors, reads, renumber, writes
+from roamc.solvers.order.problem import OrderProblem, donors, reads, renumber, writes
 from roamc.solvers.retain.problem import RetainProblem
 
 
@@ -20,7 +20,8 @@ class Tables(NamedTuple):
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
     sorted.  slot: for each donor of each buffer, its place among the reads of the buffer's producer, in rows that begin
     at donor_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes, producer (a step),
-    droppable, kept, gap_start (b + 1).  widest_read, widest_made: the most buffers that a step reads, makes.
+    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  widest_read, widest_made:
+    the most buffers that a step reads, makes.
     """
 
     read_start: LongArray
@@ -38,6 +39,7 @@ class Tables(NamedTuple):
     droppable: BoolArray
     kept: BoolArray
     gap_start: LongArray
+    last_read: IntArray
     widest_read: int
     widest_made: int
 
@@ -81,6 +83,7 @@ def make_tables(problem: RetainProblem) -> Tables:
         droppable=problem.droppable,
         kept=order.kept,
         gap_start=read_only(order.consumer_start + np.arange(order.num_buffers + 1)),
+        last_read=_last_reads(order),
         widest_read=int(np.diff(read.start).max(initial=0)),
         widest_made=int(np.diff(made.start).max(initial=0)),
     )
@@ -104,6 +107,12 @@ def make_gaps(problem: RetainProblem) -> Gaps:
     looks = np.stack([order.size[buffer], seconds, reads_of[buffer], np.arange(len(buffer)) - first[buffer]], axis=1)
     family = np.unique(looks, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
     return Gaps(buffer, begin, end, is_last, free, family)
+
+
+def _last_reads(order: OrderProblem) -> IntArray:
+    last = order.producer.copy()
+    np.maximum.at(last, np.repeat(np.arange(order.num_buffers), np.diff(order.consumer_start)), order.consumer)
+    return read_only(last)
 
 
 def _slots(read: Csr, donor: Csr, producer: IntArray) -> IntArray:

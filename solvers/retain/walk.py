@@ -33,6 +33,7 @@ class Room(NamedTuple):
     a rerun), passing (a result nobody reads from a rerun), gap that it was made in.  By buffer: version, gap, held,
     wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
     stuck: the buffer that could not be rebuilt, -1 if the room was full; only where seconds are infinite.
+    runs: how many the last walk made.
     """
 
     op: IntArray
@@ -56,6 +57,7 @@ class Room(NamedTuple):
     rebuilt: IntArray
     live: LongArray
     stuck: IntArray
+    runs: IntArray
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def make_room(tables: Tables, most_runs: int) -> Room:
         again=np.empty(made, dtype=np.bool_), at_gap=longs(made),
         version=ints(b), gap=longs(b), held=np.empty(b, dtype=np.bool_), wanted=ints(b),
         called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(int(tables.gap_start[-1])),
-        live=longs(most_runs + 2), stuck=ints(1),
+        live=longs(most_runs + 2), stuck=ints(1), runs=ints(1),
     )  # fmt: skip
 
 
@@ -158,7 +160,7 @@ def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tup
             at_gap[fresh] = gap[buffer]
             fresh += 1
         run += 1
-    first_read[run], first_made[run] = at, fresh
+    first_read[run], first_made[run], room.runs[0] = at, fresh, run
     for buffer in range(len(tables.size)):
         if tables.kept[buffer]:
             last[version[buffer]] = run - 1

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
 from roamc.solvers.retain import RetainProblem, RetainSolution, frontier, make_problem, solve, validate
+from roamc.solvers.retain.drops import list_drops, try_drops
+from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
 from tests.solvers.retain.cases import chain, layered, problems
@@ -116,3 +119,29 @@ def test_an_impossible_budget_is_said_to_be_so() -> None:
     check(problem, 1, solution)
     assert solution.status is Status.INFEASIBLE
     assert solution.peak_bytes == solution.least_peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_least_peak_is_a_budget_that_is_met(seed: int) -> None:
+    problem = layered(8, seed)
+    least = solve(problem, 0, work_limit=1_000_000)
+    again = solve(problem, least.least_peak_bytes, work_limit=1_000_000)
+    check(problem, least.least_peak_bytes, again)
+    assert least.status is Status.INFEASIBLE
+    assert least.peak_bytes == least.least_peak_bytes
+    assert again.peak_bytes <= least.least_peak_bytes
+
+
+def test_what_must_not_run_again_is_kept_for_a_rerun() -> None:
+    """Buffer 1 is cheap to make again from buffer 0, which only a step that must not run again makes."""
+    sizes = [(60, 0, [1], False), (60, 1, [5], False), (10, 2, [3], False), (100, 3, [4], False), (10, 4, [5], False)]
+    order = make_order([0] * 6, [], sizes)
+    once = [True, False, False, False, False, False]
+    droppable = [not once[producer] for producer in order.producer.tolist()]
+    problem = make_problem(order, range(6), [9.0, 1, 1, 1, 1, 1], [not one for one in once], droppable)
+    state = Search(problem).keep_everything()
+    assert state.score.peak == 170
+    drop = Search(problem)
+    drops = list_drops(drop, drop.keep_everything(), 160)
+    seconds = try_drops(drop, state, drops, np.arange(len(drops.gap)), 160)[:, 0, 0]
+    assert (seconds < np.inf).all()
