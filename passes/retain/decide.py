@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from roamc import cost
@@ -17,7 +18,7 @@ from roamc.passes import donate, reorder
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
 from roamc.regions import is_kept
-from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, solve, validate
+from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, reference_order, solve, validate
 from roamc.units import Bytes, Seconds
 
 
@@ -106,7 +107,7 @@ def question(graph: TrainGraph, options: Options, order: Sequence[str]) -> Quest
     gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
     problem, names = reorder.order_problem(graph, memory, gifts)
     nodes = {op.node.name: op.node for op in memory.operators}
-    sequence = _sequence(names, order, memory.boundary)
+    sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
     profile = cost.load_profile(main_device(graph), options.profile)
     storages = reorder.buffers_of(memory)
     made = make_problem(
