@@ -7,7 +7,7 @@ above parameters, optimizer state and batch. Values are compared there as well: 
 losses and parameters after three, with the program that they have to be like. Times are those of whole steps with one
 thread, program after program in turn in one process per family, eager always among them; a ratio is taken within its
 round, and the median over rounds is quoted. They are processor seconds of the process: what else runs on the machine
-does not count. roamc predicts with a profile that is calibrated first, with one thread.
+does not count. roamc plans with a shipped profile, so that the plans are the same on every machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
     from benchmarks.programs import build, timed_planning
     from roamc.errors import BudgetError
 
-    program = build(row, make(model, quick=quick), profile or None)
+    program = build(row, make(model, quick=quick), profile)
     losses, gradients = [], []
 
     def look() -> None:
@@ -83,7 +83,7 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
     torch.save([*torch.load(values), *losses, *parameters], values)
     if program.plans():
         values.with_suffix(".json").write_text(program.plans()[0].to_json())
-        result |= {"planning": sum(planning), **_planned(program.plans(), lambda: step(3))}
+        result |= {**_planned(program.plans(), lambda: step(3)), **_foreseen(planning, profile)}
     return result
 
 
@@ -118,6 +118,14 @@ def _planned(plans: list[Any], step: Callable[[], None]) -> dict[str, Any]:
     }
 
 
+def _foreseen(planning: list[tuple[float, Any]], profile: str) -> dict[str, float]:
+    """Seconds that planning took, and predicted seconds of a step."""
+    from roamc.cost import load_profile, step_seconds
+
+    ((taken, graph),) = planning
+    return {"planning": taken, "predicted_seconds": step_seconds(graph, load_profile("cpu", profile))}
+
+
 def time_worker(model: str, rows: list[str], quick: bool, profile: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Time steps of all ``rows`` in turn in this process; seconds by row."""
     import torch
@@ -126,7 +134,7 @@ def time_worker(model: str, rows: list[str], quick: bool, profile: str, folder: 
     from benchmarks.programs import build, plan_kept_in
 
     torch._dynamo.config.recompile_limit = 64  # every program compiles the same code anew
-    steps = {row: build(row, make(model, quick=quick), profile or None).step for row in rows}
+    steps = {row: build(row, make(model, quick=quick), profile).step for row in rows}
     times: dict[str, list[float]] = {row: [] for row in rows}
     for row in rows:
         with plan_kept_in(folder / f"{model} {row}.json"):
@@ -174,6 +182,9 @@ class Sheet:
             like = Name.parse(row).values_like()
             if like in self.found and values.exists():
                 found["like"] = {"row": like, **_compare(values, self.folder / f"{self.model} {like}.pt")}
+            free = self.found.get(Name.parse(row).family, {})
+            if "predicted_seconds" in found and "predicted_seconds" in free:
+                found["predicted_ratio"] = found["predicted_seconds"] / free["predicted_seconds"]
             self.found[row] = found
             print(line(self.model, row, found), flush=True)
 
@@ -229,6 +240,7 @@ def line(model: str, row: str, found: dict[str, Any]) -> str:
             f"  arena {found['arena_bytes'] / 1e6:6.1f}  reruns {found['reruns']}"
             f"  added {found['added_seconds']:.3f} s (bound {found['added_bound_seconds']:.3f})"
             f"  planning {found['planning']:.1f} s"
+            f"  predicted time {found.get('predicted_ratio', 1.0):.3f}"
         )
     if "like" in found:
         like = found["like"]
@@ -242,29 +254,10 @@ def line(model: str, row: str, found: dict[str, Any]) -> str:
     return text
 
 
-def _profile(folder: Path, quick: bool) -> str:
-    """A profile of this machine, with one thread; the shipped one for a quick run."""
-    if quick:
-        return "cpu"
-    target = folder / "profile.json"
-    fresh(__file__, "calibrate", str(target), threads=1)
-    return str(target)
-
-
-def calibrate_worker(target: str) -> dict[str, Any]:
-    """Calibrate in this process."""
-    from roamc.cost.measure import calibrate
-
-    Path(target).write_text(calibrate("cpu").to_json())
-    return {}
-
-
 def _worker(kind: str, *given: str) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    if kind == "calibrate":
-        return calibrate_worker(*given)
     model, rows, quick, profile, path, *rest = given
     if kind == "peak":
         return peak_worker(model, rows, bool(int(quick)), profile, Path(path))
@@ -277,6 +270,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", help="programs, separated by commas; all of them unless given")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 measures no times")
+    parser.add_argument("--profile", default="cpu", help="that roamc plans with: a file or the name of a shipped one")
     parser.add_argument("--quick", action="store_true", help="tiny models; nothing is written")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -285,10 +279,9 @@ def main() -> None:
         return
     kept = True
     with tempfile.TemporaryDirectory() as folder:
-        profile = _profile(Path(folder), given.quick)
         for model in given.models.split(","):
             rows = given.rows.split(",") if given.rows else rows_of(model)
-            sheet = Sheet(model, rows, given.quick, profile, Path(folder))
+            sheet = Sheet(model, rows, given.quick, given.profile, Path(folder))
             for measured in (sheet.measure, *(functools.partial(sheet.time, given.rounds),) * bool(given.rounds)):
                 measured()
                 if not given.quick:

@@ -72,7 +72,7 @@ class Program:
     plans: Callable[[], list[Plan]]
 
 
-def build(name: str, work: Blocked, profile: str | None = None) -> Program:
+def build(name: str, work: Blocked, profile: str) -> Program:
     """The program called ``name`` over the model and batch of ``work``, which it owns from now on."""
     row, model = Name.parse(name), work.model
     if row.how:
@@ -106,14 +106,15 @@ def plan_kept_in(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def timed_planning() -> Iterator[list[float]]:
-    """Seconds of the process that each plan takes; a plan's own ``seconds`` are those of the last of its attempts."""
-    decide, taken = pipeline.run, []
+def timed_planning() -> Iterator[list[tuple[float, TrainGraph]]]:
+    """Seconds of the process that each plan took, and its graph. (A plan's own ``seconds`` are of its last attempt.)"""
+    decide = pipeline.run
+    taken: list[tuple[float, TrainGraph]] = []
 
     def run(graph: TrainGraph, options: Options, **how: Any) -> pipeline.Planned:
         start = time.process_time()
         planned = decide(graph, options, **how)
-        taken.append(time.process_time() - start)
+        taken.append((time.process_time() - start, planned.graph))
         return planned
 
     with mock.patch.object(pipeline, "run", run):
