@@ -14,7 +14,7 @@ from tests.graphs import assert_same, clones, model_graph
 from tests.models import MODELS
 from tests.test_pipeline import run_program
 
-BUDGETS = ("100%", "70%", "50%", "min")
+BUDGETS = ("70%", "min")
 SMALL = {"layout_nodes": 10_000}
 
 
@@ -42,12 +42,4 @@ def test_budget_leaves_every_bit(name: str, route: str) -> None:
         got = run_program(found, again)
         assert torch.equal(torch.get_rng_state(), state), budget
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, {budget}")
-        plan = found.plan
-        print(
-            name,
-            route,
-            budget,
-            plan.budget_bytes,
-            plan.peak_bytes / plan.baseline_bytes,
-            len(plan.decisions["retain"]["reruns"]),
-        )
+        assert not found.plan.budget_bytes or found.plan.peak_bytes <= found.plan.budget_bytes
