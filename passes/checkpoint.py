@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from roamc.graph import Phase, TrainGraph
 from roamc.memory import MemoryModel, build_memory
 from roamc.options import Options
-from roamc.passes.retain.decide import droppable
+from roamc.passes.retain.decide import droppable, expiries
 from roamc.passes.retain.recompute import Rerun, rerun
 
 NAME = "checkpoint"
@@ -40,11 +39,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         return Decision(())
     memory = build_memory(graph)
     finder = _Finder(memory, _marked(memory))
-    for operator in memory.operators:
+    for step, operator in enumerate(memory.operators):
         if operator.phase is not Phase.FORWARD:
             for storage in operator.reads:
-                finder.renew(storage, operator.node)
-    return Decision(tuple(tuple(again) for again in finder.found))  # type: ignore[misc]
+                finder.renew(storage, step)
+    return Decision(tuple(finder.found))
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -70,26 +69,36 @@ def _marked(memory: MemoryModel) -> set[int]:
 
 
 class _Finder:
-    """Collects reruns: what a rerun reads of other marked storages is renewed before it."""
+    """Collects reruns: what a rerun reads of other marked storages is renewed before it.
+
+    What an operator reads may have been written since, such as a buffer; then its first results stay.
+    """
 
     def __init__(self, memory: MemoryModel, marked: set[int]) -> None:
         self.memory = memory
         self.missing = marked
         self.found: list[Rerun] = []
+        names = [operator.node.name for operator in memory.operators]
+        nodes = {operator.node.name: operator.node for operator in memory.operators}
+        self.until = expiries(memory, nodes, names, range(len(names)))
 
-    def renew(self, storage: int, at: fx.Node) -> None:
-        """Make ``storage`` again in front of ``at``, unless it is there or not marked."""
+    def renew(self, storage: int, step: int) -> None:
+        """Make ``storage`` again in front of ``step``, unless it is there, not marked, or can no longer be made."""
         pending = [storage]
         while pending:
             current = pending[-1]
+            due = self._is_due(current, step)
             maker = self.memory.operators[self.memory.storages[current].producer]
-            needed = [read for read in maker.reads if read in self.missing] if current in self.missing else []
+            needed = [read for read in maker.reads if self._is_due(read, step)] if due else []
             if needed:
                 pending.extend(needed)
                 continue
             pending.pop()
-            if current in self.missing:
+            if due:
                 made = [index for index in maker.births if index in self.missing]
                 names = tuple(self.memory.storages[index].name for index in made)
-                self.found.append(Rerun(at.name, maker.node.name, names))
+                self.found.append(Rerun(self.memory.operators[step].node.name, maker.node.name, names))
                 self.missing.difference_update(made)
+
+    def _is_due(self, storage: int, step: int) -> bool:
+        return storage in self.missing and step < self.until[self.memory.storages[storage].producer]

@@ -19,13 +19,12 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.compat import with_bits
 from roamc.errors import PlanError
 from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
 from roamc.options import Options
-from roamc.rewrite import mode_of
+from roamc.rewrite import mode_of, placed_in
 from roamc.units import Bytes
 
 NAME = "donate"
@@ -151,9 +150,7 @@ def _move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
     """Give one fake tensor of ``node`` the same place in another storage."""
     value = node.meta["val"]
     old = value if isinstance(value, torch.Tensor) else value[position]
-    empty = torch.empty(0, dtype=old.dtype, device=old.device)
-    new = empty.set_(storage, old.storage_offset(), old.shape, old.stride())
-    new = with_bits(new, conj=old.is_conj(), neg=old.is_neg())
+    new = placed_in(old, storage)
     if isinstance(value, torch.Tensor):
         node.meta["val"] = new
     else:

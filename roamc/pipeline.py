@@ -22,7 +22,7 @@ import torch
 from roamc import budget, cost, news, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
-from roamc.memory import build_memory, eager_live_bytes, input_bytes, lifetimes, live_bytes
+from roamc.memory import build_memory, eager_live_bytes, input_bytes, lifetimes, sizes, timeline
 from roamc.options import Options
 from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
 from roamc.plan import Plan
@@ -146,9 +146,10 @@ class _Road:
         if limit is None:
             return self.arrive(clean)
         profile = cost.load_profile(main_device(clean.graph), self.options.profile)
-        alone = cost.step_seconds(clean.graph, profile)
+        prices = cost.prices(clean.graph, profile)
+        alone = sum(prices.values())
         first = self.arrive(_fresh(clean), alone=alone)
-        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first)))
+        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first), prices))
 
         def attempt(target: Bytes) -> _Attempt:
             return _Attempt(self.arrive(_fresh(clean), retain.choose(asked(), target), alone))
@@ -326,7 +327,7 @@ def _largest(graph: TrainGraph, count: int = 3) -> str:
     """The largest storages at the worst step, for a message."""
     memory = build_memory(graph)
     born, dead = lifetimes(memory)
-    step = int(live_bytes(memory).argmax())
+    step = int(timeline(sizes(memory.counted), born, dead, len(memory.operators)).argmax())
     alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
     alive.sort(key=lambda storage: -storage.nbytes)
     return ", ".join(f"{storage.name} {format_bytes(storage.nbytes)}" for storage in alive[:count])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, fake_mode_of
+from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
 from roamc.graph import Phase
 
 
@@ -33,6 +34,16 @@ class Writer:
             node.meta["stack_trace"] = self.like.meta["stack_trace"]
         self.phase[node.name] = self.current
         return node
+
+
+def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A fake tensor with the geometry and the lazy bits of ``tensor``, at the same place in another storage.
+
+    Call it under the fake mode that both belong to.
+    """
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    new = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return with_bits(new, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def value_of(node: fx.Node) -> Any:

@@ -13,9 +13,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import roamc
 from roamc import pipeline
+from roamc.graph import operators
 from roamc.options import Options
+from roamc.passes import checkpoint as checkpoint_pass
 from tests.end_to_end.helpers import assert_backward_equal, assert_steps_equal, noise, optimized, sgd, square
-from tests.graphs import graph_and_inputs
+from tests.graphs import graph_and_inputs, traced
 
 WIDTH = 32
 
@@ -89,6 +91,22 @@ def test_checkpoint_by_hand_lowers_the_peak_without_a_budget(around: Callable[..
 def test_saved_by_policy_is_not_made_again() -> None:
     reruns = plan_of(selective, "step", None).decisions["checkpoint"]["reruns"]
     assert {operator.split("_")[0] for _, operator, _ in reruns} == {"gelu"}
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_mark_is_passed_over_where_what_it_reads_was_written_since(written: bool) -> None:
+    def model(x: Tensor, buffer: Tensor) -> Tensor:
+        y = (x * buffer).sin()
+        if written:
+            buffer.add_(1)
+        return (y + y.sum()).exp()
+
+    graph = traced(model, noise(8, 8), noise(8, 8, seed=4), phases="FFFFBB" if written else "FFFBB")
+    for node in operators(graph.graph):
+        if node.name in ("mul", "sin"):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    reruns = checkpoint_pass.decide(graph, Options()).reruns
+    assert [operator for _, operator, _ in reruns] == (["sin"] if written else ["mul", "sin"])
 
 
 @pytest.mark.parametrize("around", [kept, again, selective])

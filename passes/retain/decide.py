@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
-from roamc import cost
 from roamc.errors import VerifyError
-from roamc.graph import Phase, TrainGraph, main_device, tensors_of
+from roamc.graph import Phase, TrainGraph, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate, reorder
@@ -101,19 +100,18 @@ def _decision(asked: Question, solution: RetainSolution) -> Decision:
     )
 
 
-def question(graph: TrainGraph, options: Options, order: Sequence[str]) -> Question:
-    """The graph as a problem of reruns, for operators in ``order``."""
+def question(graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds]) -> Question:
+    """The graph as a problem of reruns, for operators in ``order``; ``prices`` says how long each takes."""
     memory = build_memory(graph)
     gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
     problem, names = reorder.order_problem(graph, memory, gifts)
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
-    profile = cost.load_profile(main_device(graph), options.profile)
     storages = reorder.buffers_of(memory)
     made = make_problem(
         problem,
         sequence,
-        seconds=[cost.seconds(nodes[name], profile) if name else 0.0 for name in names],
+        seconds=[prices[name] if name else 0.0 for name in names],
         repeatable=[bool(name) and may_run_again(nodes[name]) for name in names],
         droppable=droppable(memory, storages),
         expires=expiries(memory, nodes, names, sequence),

@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.compat import FakeTensorMode, with_bits
+from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.memory import MemoryModel, build_memory, identity
 from roamc.passes.retain.forms import rerun_form, results_of
-from roamc.rewrite import mode_of
+from roamc.rewrite import mode_of, placed_in
 from roamc.runtime.random import replay, save_rng_state
 
 PLACE = torch.uint8
@@ -193,9 +193,7 @@ class _Writer:
             if identity(old) not in storages:
                 count = int(old.untyped_storage().nbytes())
                 storages[identity(old)] = torch.empty(count, dtype=PLACE, device=old.device).untyped_storage()
-            empty = torch.empty(0, dtype=old.dtype, device=old.device)
-            new = empty.set_(storages[identity(old)], old.storage_offset(), old.shape, old.stride())
-            return with_bits(new, conj=old.is_conj(), neg=old.is_neg())
+            return placed_in(old, storages[identity(old)])
 
 
 def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:

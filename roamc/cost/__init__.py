@@ -9,7 +9,7 @@
 
 from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kinds import kind_of
-from roamc.cost.predict import seconds, step_seconds
+from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "flops",
     "kind_of",
     "load_profile",
+    "prices",
     "read_profile",
     "seconds",
     "shipped_names",

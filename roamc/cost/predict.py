@@ -56,9 +56,14 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     return profile.overhead + max(products * _share(node), moved)
 
 
+def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
+    """The predicted time of every operator of ``graph``, by name."""
+    return {node.name: seconds(node, profile) for node in operators(graph.graph)}
+
+
 def step_seconds(graph: TrainGraph, profile: DeviceProfile) -> Seconds:
-    """The sum over all operators: what a step takes that runs one operator after another."""
-    return sum(seconds(node, profile) for node in operators(graph.graph))
+    """The predicted time of one step: the sum over its operators, which run one after the other."""
+    return sum(prices(graph, profile).values())
 
 
 def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:

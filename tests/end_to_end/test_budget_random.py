@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import roamc
 from roamc import cost
+from roamc.graph import operators
 from roamc.ops import rule
 from roamc.plan import Plan
 
@@ -147,11 +148,15 @@ def random_among(names: Iterable[str]) -> list[str]:
 BUDGET = "75%"
 
 
+def _price(node: fx.Node) -> float:
+    return 0.0 if rule(node.target).random else 1.0
+
+
 def check(route: str, seeds: Iterable[int]) -> list[str]:
     """Compare the program under a budget with the one without; names of what runs again, random operators first."""
     _, free, _ = made(route, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "seconds", lambda node, profile: 0.0 if rule(node.target).random else 1.0)
+        patch.setattr(cost, "prices", lambda graph, profile: {n.name: _price(n) for n in operators(graph.graph)})
         model, run, plan = made(route, BUDGET)
         run(0)
     names = reruns(plan())
