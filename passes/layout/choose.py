@@ -30,8 +30,9 @@ SCRATCH = 32
 LAYOUTS = 4
 """How many splits are laid out at most, beside the one to take without holes and the lowest."""
 
-WORSE = 256
-"""A choice with less effort may be above the one without holes by this part."""
+SLIGHT = 256
+"""This part of the peak is not worth an effort: holes that lower it by less are left out, and a choice that has less
+effort may be above the one without holes by as much."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no holes: no other is to be much above it.
             highest = found[0][3].peak_bytes if found else laid.peak_bytes
-            above = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
+            above = laid.peak_bytes > highest + max(LITTLE, highest // SLIGHT)
             fits = limit is None or laid.peak_bytes <= limit
             found.append((not fits, above, laid.cost if fits else laid.peak_bytes, laid))
     return min(found, key=_rank)[3]
@@ -139,7 +140,9 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
 
 def _effort(punched: Punched) -> Bytes:
     """What holes cost, in bytes of a lower peak."""
-    return punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
+    if not punched.gaps:
+        return 0
+    return punched.total // 2 // SLIGHT + punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
 
 
 def _solve(table: Table, split: Split, alignment: Bytes, options: Options) -> LayoutSolution:

@@ -34,7 +34,7 @@ class Arena:
         self.nbytes = nbytes
         self._device = device
         self._away = tuple(away)
-        self._block = blocks.take(nbytes, device, None) if nbytes else None
+        self._block = blocks.take(nbytes, device, None, parts=bool(self._away)) if nbytes else None
         self.have_closed(self._away)
         self._views: list[_View] = []
         self.entry = bind(self)
@@ -61,7 +61,7 @@ class Arena:
         if not self._block:
             return
         before = self._block, self._start
-        self._block = blocks.take(self.nbytes, self._device, self._block)
+        self._block = blocks.take(self.nbytes, self._device, self._block, parts=bool(self._away))
         self.have_closed(self._away)
         if (self._block, self._start) != before:
             for view in self._views:

@@ -25,7 +25,7 @@ class Block:
 
     Attributes:
         storage: the memory; of no bytes while it is given back.
-        start: where in the storage the block begins: at a large page where that matters.
+        start: where in the storage the block begins: at a large page if parts of it are to be given back.
         nbytes: from there on.
         busy: an arena is using it.
         stream: the stream whose work it holds; on another one that work may not have finished. 0 on a CPU.
@@ -40,14 +40,14 @@ class Block:
         self._gone = 0
         _BLOCKS.append(weakref.ref(self))
 
-    def fill(self, nbytes: Bytes) -> None:
-        """Take memory; the block has none."""
-        paged = nbytes >= huge_pages.LEAST and huge_pages.usable(self.storage.device)
+    def fill(self, nbytes: Bytes, *, parts: bool) -> None:
+        """Take memory; the block has none. With ``parts`` it is to be given back in parts."""
+        paged = parts and nbytes >= huge_pages.LEAST and huge_pages.usable(self.storage.device)
         self.storage.resize_(nbytes + huge_pages.SIZE if paged else nbytes)
         self.start = -self.storage.data_ptr() % huge_pages.SIZE if paged else 0
         self.nbytes = nbytes
+        huge_pages.advise(self.storage)
         if paged:
-            huge_pages.advise(self.storage)
             address = self.storage.data_ptr()
             huge_pages.give_back(address, self.start)
             huge_pages.give_back(address + self.start + nbytes, huge_pages.SIZE - self.start)
@@ -98,8 +98,8 @@ MOST = 2
 """A block of at most so many times the bytes that are needed is taken."""
 
 
-def take(nbytes: Bytes, device: torch.device, mine: Block | None) -> Block:
-    """A block of at least ``nbytes``, busy from now on.
+def take(nbytes: Bytes, device: torch.device, mine: Block | None, *, parts: bool = False) -> Block:
+    """A block of at least ``nbytes``, busy from now on; with ``parts`` it is to be given back in parts.
 
     ``mine``, the one used last, if it is idle and of a fitting size; else the smallest idle one of a fitting size;
     else ``mine`` if it has given its memory back, or a new one. The largest idle one that is too small gives its
@@ -122,7 +122,7 @@ def take(nbytes: Bytes, device: torch.device, mine: Block | None) -> Block:
                 small[-1].empty()
         chosen.busy = True
     if not chosen.nbytes:
-        chosen.fill(nbytes)
+        chosen.fill(nbytes, parts=parts)
     return chosen
 
 

@@ -109,7 +109,7 @@ def resident(block: Block) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only")
 def test_the_system_has_the_pages_that_are_given_back() -> None:
-    block = take(4 * huge_pages.SIZE, CPU, None)
+    block = take(4 * huge_pages.SIZE, CPU, None, parts=True)
     assert (block.storage.data_ptr() + block.start) % huge_pages.SIZE == 0
     whole = torch.empty(0, dtype=torch.uint8).set_(block.storage, block.start, (block.nbytes,), (1,))
     whole.fill_(1)
@@ -124,7 +124,7 @@ def test_the_system_has_the_pages_that_are_given_back() -> None:
 
 def test_work_of_another_stream_is_not_overwritten() -> None:
     block = Block(CPU, stream=7)
-    block.fill(100)
+    block.fill(100, parts=False)
     give(block, keep=True)
     assert take(100, CPU, block) is not block
 
