@@ -117,6 +117,8 @@ class _Search:
             self.fitted = max(self.fitted, target)
         else:
             self.failed = min(self.failed, target)
+            if tried.asked_bytes > target:  # retain knows of none lower
+                return None
         wanted = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.budget // ALIGNED
         if fits and min(wanted, self.failed) <= target + self.budget * CLOSE:
             return None

@@ -76,8 +76,10 @@ def test_search_keeps_the_budget_wherever_the_passes_are_off_by_a_little(seed: i
     assert found.needed_bytes <= 600
     assert found.needed_bytes >= 600 - step - 3 * noise - 600 * budget.CLOSE
     assert budget.fit(first, attempt, 1000).added_seconds == 0
+    asked.clear()
     lowest = budget.fit(first, attempt, 100)
     assert lowest.needed_bytes <= 200 + noise
+    assert len(asked) == 1, "there is nothing lower to ask for"
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

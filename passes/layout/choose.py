@@ -28,9 +28,11 @@ and in small pages. Small ones cost what fresh memory from the allocator costs: 
 LAYOUTS = 4
 """How many splits are laid out at most, beside the one to take without holes and the lowest."""
 
-SLIGHT = 256
-"""This part of the peak is not worth an effort: holes that lower it by less are left out, and a choice that has less
-effort may be above the one without holes by as much."""
+WORTH = 64
+"""Holes that lower the peak by less than this part are left out: a few cost a hundredth of a small step's time."""
+
+WORSE = 256
+"""A choice with less effort may be above the one without holes by this part."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no holes: no other is to be much above it.
             highest = found[0][3].peak_bytes if found else laid.peak_bytes
-            above = laid.peak_bytes > highest + max(LITTLE, highest // SLIGHT)
+            above = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = limit is None or laid.needed_bytes <= limit
             found.append((not fits, above, laid.cost if fits else laid.needed_bytes, laid))
     return min(found, key=_rank)[3]
@@ -142,7 +144,7 @@ def _effort(punched: Punched) -> Bytes:
     """What holes cost, in bytes of a lower peak."""
     if not punched.gaps:
         return 0
-    return punched.total // 2 // SLIGHT + punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
+    return punched.total // 2 // WORTH + punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
 
 
 def _solve(table: Table, split: Split, alignment: Bytes, options: Options) -> LayoutSolution:
