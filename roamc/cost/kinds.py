@@ -46,7 +46,7 @@ KINDS: dict[str, str] = {
     "exponential_backward": "of these",
     "tanh": "slow functions: tanh, sine, general powers",
     "random": "draws a number for every element",
-    "random_backward": "of dropout: a gradient by its mask",
+    "random_backward": "of dropout: what it is given, or a gradient, by its mask",
     "softmax": "softmax and log-softmax",
     "safe_softmax": "softmax that looks for rows without a finite element",
     "softmax_backward": "of either",
