@@ -64,6 +64,12 @@ KINDS: dict[str, str] = {
 }
 """Every kind and what is in it."""
 
+HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "scan", UNKNOWN})
+"""Kinds that do much for an element, or read and write memory here and there."""
+
+LIGHT = frozenset(KINDS) - HEAVY
+"""Kinds that do a few operations an element, mostly one after the other in memory: cheap on any device."""
+
 _MEMBERS: dict[str, str] = {
     FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
     "sym_storage_offset _assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range "
@@ -166,6 +172,11 @@ def kind_of(node: fx.Node) -> str:
     kind = _base_kind(call.target, call.name)
     refine = _REFINE.get(kind)
     return refine(call, node) if refine is not None else kind
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether another run of ``node`` is cheap on any device: see :data:`LIGHT`."""
+    return kind_of(node) in LIGHT
 
 
 def _pointwise(call: Call, node: fx.Node) -> str:
