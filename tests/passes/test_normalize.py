@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.testing import FileCheck
 
-from roamc import ops
+from roamc import compat, ops
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, operators
+from roamc.graph import Phase, Port, Role, TrainGraph, operators, placeholders
 from roamc.options import Options
 from roamc.passes import normalize
 from roamc.verify import check_graph, constraints
@@ -123,6 +123,19 @@ def test_dropout_comes_apart_and_gives_the_same_bits(dtype: torch.dtype, share: 
 )
 def test_other_dropouts_stay_whole(function: Callable[..., Any], x: Tensor) -> None:
     assert "native_dropout" not in normalize.decide(traced(function, x), Options()).dropouts
+
+
+def test_dropout_on_a_gpu_stays_one_kernel() -> None:
+    mode = compat.FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 4, device="cuda")
+    module = compat.trace(dropouts(0.3), [x], mode)
+    inputs = tuple(Port(node.name, Role.INPUT) for node in placeholders(module.graph))
+    FileCheck().check_count("aten.native_dropout.default", 2, exactly=True).run(str(module.graph))
+    phase = dict.fromkeys((node.name for node in operators(module.graph)), Phase.FORWARD)
+    outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(4))
+    graph = TrainGraph(name="gpu", module=module, inputs=inputs, outputs=outputs, phase=phase)
+    assert not normalize.decide(graph, Options()).dropouts
 
 
 def test_what_only_an_unread_dropout_reads_goes() -> None:
