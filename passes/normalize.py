@@ -1,21 +1,40 @@
-"""normalize: take out what has no effect, so that later passes see only work that somebody uses."""
+"""normalize: take out what has no effect, so that later passes see only work that somebody uses; dropout in two steps.
+
+    before                                  after
+    native_dropout(x, p, True)              mask = dropout_mask(size, stride, 1 - p)
+    y, mask = its two results               y    = native_dropout_backward(x, mask, 1 / (1 - p))
+
+On a CPU, where dropout is these steps anyway. Then ``y`` may lie in ``x``'s bytes, and whoever wants it again makes it
+from ``x`` and the mask that backward keeps, without drawing. A product by the mask and the scale is dropout's backward
+too; torch rounds the scale to the dtype of ``x`` first in the forward direction, so the scale given here is rounded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from roamc import ops
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
+from roamc.memory import identity
 from roamc.options import Options
+from roamc.runtime.random import dropout_mask
 
 NAME = "normalize"
 
-SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default})
+aten = torch.ops.aten
+
+SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 """Operators whose result is their input, seen by nobody but autograd."""
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""What :func:`rounded` can round to."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +44,12 @@ class Decision:
     Attributes:
         aliases: nodes that only give their input another name; their users read the input instead.
         dead: nodes without effect, users before their inputs.
+        dropouts: dropouts to be made of a mask and a product by it.
     """
 
     aliases: tuple[str, ...]
     dead: tuple[str, ...]
+    dropouts: tuple[str, ...]
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -39,28 +60,106 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """
     named = {*graph.saved, *graph.gradients, *(node.name for node in output_node(graph.graph).all_input_nodes)}
     aliases = [n.name for n in operators(graph.graph) if n.target in SAME and n.name not in named]
+    apart = {node: None for node in operators(graph.graph) if _comes_apart(node)}
     live: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.has_effect(node.target))
-        if wanted or not live.isdisjoint(node.users):
+        if wanted or any(user in live and (user not in apart or _drops(user, live)) for user in node.users):
             live.add(node)
     skipped = set(aliases)
     dead = [n.name for n in reversed(graph.graph.nodes) if n not in live or n.name in skipped]
-    return Decision(tuple(aliases), tuple(dead))
+    return Decision(tuple(aliases), tuple(dead), tuple(node.name for node in apart))
+
+
+def _drops(dropout: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether somebody reads more of ``dropout`` than its mask, which is drawn whatever it is given."""
+    return any(pick in live and pick.args[1] == 0 for pick in dropout.users)
+
+
+def _comes_apart(node: fx.Node) -> bool:
+    """Whether ``node`` is a dropout on a CPU that drops, of a dense tensor: of others torch notes other strides than
+    it makes."""
+    if node.target is not aten.native_dropout.default or len(node.args) != 3:
+        return False
+    given, share, train = node.args
+    if train is False or not share or not isinstance(given, fx.Node):
+        return False
+    x, (dropped, mask) = given.meta["val"], node.meta["val"]
+    alike = x.is_contiguous() and x.stride() == dropped.stride() == mask.stride() and x.dtype == dropped.dtype
+    own = len({identity(tensor) for tensor in (x, dropped, mask)}) == 3
+    return bool(alike and own and x.numel() and x.dtype in FLOATS and x.device.type == "cpu")
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Put inputs in the place of aliases, erase the dead nodes, and phases of nodes that are no more."""
+    """Put inputs in the place of aliases, erase the dead nodes and their phases, take dropouts apart.
+
+    Raises:
+        PlanError: the graph has no such nodes.
+    """
     by_name = {node.name: node for node in graph.graph.nodes}
-    unknown = [name for name in (*decision.aliases, *decision.dead) if name not in by_name]
+    unknown = [name for name in (*decision.aliases, *decision.dead, *decision.dropouts) if name not in by_name]
     loose = [name for name in decision.aliases if name in by_name and not by_name[name].all_input_nodes]
-    if unknown or loose:
-        raise PlanError(f"normalize: the plan names {(unknown + loose)[0]!r}, which this graph does not have as such")
+    whole = [name for name in decision.dropouts if name in by_name and not _comes_apart(by_name[name])]
+    if unknown or loose or whole:
+        odd = (unknown + loose + whole)[0]
+        raise PlanError(f"normalize: the plan names {odd!r}, which this graph does not have as such")
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
-    for name in decision.dead:
-        if by_name[name].users:
-            raise PlanError(f"normalize: the plan takes out {name!r}, which other nodes read")
-        graph.graph.erase_node(by_name[name])
-    phase = {node.name: graph.phase[node.name] for node in operators(graph.graph)}
-    return graph.replace(phase=phase)
+    phase = dict(graph.phase)
+    renamed: dict[str, str] = {}
+    dead, dropouts = frozenset(decision.dead), frozenset(decision.dropouts)
+    for node in reversed(list(graph.graph.nodes)):  # what reads a dropout goes first, what it no longer reads after it
+        if node.name in dead and node.users:
+            raise PlanError(f"normalize: the plan takes out {node.name!r}, which other nodes read")
+        if node.name in dead:
+            graph.graph.erase_node(node)
+        elif node.name in dropouts:
+            made = _take_apart(graph.graph, node)
+            phase |= dict.fromkeys(made.values(), phase[node.name])
+            renamed |= made
+    phase = {node.name: phase[node.name] for node in operators(graph.graph)}
+    return _renamed(graph, renamed).replace(phase=phase)
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
+    """Make the dropout ``node`` its mask, with a product behind it; the picks of its results to what replaces them."""
+    x, keep = node.args[0], 1.0 - float(node.args[1])  # type: ignore[arg-type]
+    dropped, mask = node.meta["val"]
+    picks: dict[fx.Node, Any] = {pick: pick.args[1] for pick in node.users}
+    node.target, node.kwargs = dropout_mask, {"device": mask.device}
+    node.args = (list(mask.shape), list(mask.stride()), keep)
+    node.meta = {**node.meta, "val": mask}
+    made = {1: node}
+    if 0 in picks.values():
+        scale = rounded(1.0 / keep if keep else 0.0, dropped.dtype)
+        with graph.inserting_after(node):
+            product = aten.native_dropout_backward.default
+            made[0] = graph.create_node("call_function", product, (x, node, scale), name=f"{node.name}_by_mask")
+        made[0].meta = {**node.meta, "val": dropped}
+    for pick, position in picks.items():
+        pick.replace_all_uses_with(made[position])
+        graph.erase_node(pick)
+    return {pick.name: made[position].name for pick, position in picks.items()}
+
+
+def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
+    """The graph with other names in its lists of names."""
+    return graph.replace(
+        saved=tuple(names.get(name, name) for name in graph.saved),
+        gradients=tuple(names.get(name, name) for name in graph.gradients),
+        waits={node: names.get(gradient, gradient) for node, gradient in graph.waits.items()},
+    )
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` as a tensor of ``dtype`` holds it, to the nearest and to even; without a tensor, which a fake mode
+    around a compilation would make a fake one."""
+    if dtype is torch.float64:
+        return value
+    narrow = np.float32(value)
+    if dtype is torch.float16:
+        narrow = np.float32(np.float16(narrow))
+    elif dtype is torch.bfloat16:  # the upper half of the bits of a float32
+        bits = int(narrow.view(np.uint32))
+        narrow = np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return float(narrow)

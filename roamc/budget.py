@@ -22,7 +22,10 @@ from roamc.errors import OptionError
 from roamc.units import Bytes, Seconds, parse_bytes
 
 Budget = Bytes | str
-"""Bytes; or ``"80%"`` of what eager holds, ``"min"``, or ``"device"`` for what the device has free."""
+"""Bytes; or ``"80%"`` of what eager holds, ``"min"``, ``"light"``, or ``"device"`` for what the device has free."""
+
+LIGHT = "light"
+"""As little as can be if nothing heavy runs again, see :data:`roamc.cost.kinds.LIGHT`."""
 
 MARGIN = 0.9
 """Of what a device has free, this share is planned with: operators need workspace, allocators lose some."""
@@ -43,9 +46,9 @@ def parse_budget(given: object) -> Budget | None:
     """Check a budget.
 
     Raises:
-        OptionError: it is no size, no percentage and neither ``"min"`` nor ``"device"``.
+        OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``.
     """
-    if given is None or given in ("min", "device"):
+    if given is None or given in ("min", LIGHT, "device"):
         return given
     if isinstance(given, str) and _SHARE.fullmatch(given):
         return given.strip()
@@ -55,11 +58,11 @@ def parse_budget(given: object) -> Budget | None:
             raise OptionError(f"{given!r} is no room at all")
         return count
     except OptionError as error:
-        raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, or device") from None
+        raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, light, or device") from None
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
-    """A budget in bytes; 0 for ``"min"``.
+    """A budget in bytes; 0 for ``"min"`` and ``"light"``.
 
     Args:
         budget: as :func:`parse_budget` returns it.
@@ -69,7 +72,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
     """
     if budget is None or isinstance(budget, int):
         return budget
-    if budget == "min":
+    if budget in ("min", LIGHT):
         return 0
     if budget == "device":
         return max(1, int((_free(device) - state) * MARGIN))

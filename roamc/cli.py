@@ -87,8 +87,9 @@ Limit = Annotated[
     typer.Option(
         "--memory-budget",
         metavar="SIZE",
-        help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, or device. End with 2 if "
-        "no plan keeps it. Repeated, one row for each.",
+        help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, light (as min, but no matrix "
+        "product or other heavy operator runs again), or device. End with 2 if no plan keeps it. Repeated, one row for "
+        "each.",
     ),
 ]
 Others = Annotated[

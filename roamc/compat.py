@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 __all__ = [
     "CaptureMode",
@@ -79,6 +79,19 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     """
     with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _marks_end_with_their_region():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+def graph_so_far() -> fx.Graph:
+    """Inside a function that is being traced: its graph until here.
+
+    Raises:
+        RuntimeError: nothing is being traced.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("nothing is being traced")
+    graph: fx.Graph = mode.tracer.graph
+    return graph
 
 
 @contextlib.contextmanager

@@ -22,8 +22,9 @@ class Options:
 
     Attributes:
         memory_budget: bytes that the step may allocate at its peak, such as "6GiB"; or "80%" of what eager holds, "min"
-            for as little as can be, "device" for what the device has free. Activations are dropped and made again
-            until the plan keeps it; one that cannot is refused before anything runs. None drops nothing.
+            for as little as can be, "light" for as little as can be without running a matrix product, a convolution,
+            attention or another heavy operator again, "device" for what the device has free. Activations are dropped
+            and made again until the plan keeps it; one that cannot is refused before anything runs. None drops nothing.
         alignment: bytes; every tensor of the arena starts at a multiple. 0 takes the device's own.
         layout_nodes: node limit of the layout's tree search.
         order: name of one ordering algorithm, or "best" for all of them and the best kept.

@@ -108,7 +108,8 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         _check_plan(plan, graph, mark)
     verify.check_graph(graph, "capture", deep=deep)
     graph = graph.replace(eager_bytes=int(eager_live_bytes(build_memory(graph)).max(initial=0)))
-    road = _Road(_resolved(graph, options), plan, deep, mark)
+    allowed = "light" if options.memory_budget == budget.LIGHT else "all"
+    road = _Road(_resolved(graph, options), plan, deep, mark, allowed)
     clean = road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
     planned = road.arrive(clean) if plan is not None else road.fit(clean)
     made = planned.plan
@@ -142,12 +143,14 @@ class _Road:
         plan: decisions to use, if there are any.
         deep: derive all metadata again.
         mark: fingerprint of the graph.
+        allowed: what may run again, see :data:`roamc.passes.retain.ALLOWED`.
     """
 
     options: Options
     plan: Plan | None
     deep: bool
     mark: str
+    allowed: str
 
     def fit(self, clean: Stop) -> Planned:
         """Try the passes behind the shared ones until the budget is kept."""
@@ -157,8 +160,8 @@ class _Road:
         profile = cost.load_profile(main_device(clean.graph), self.options.profile)
         prices = cost.prices(clean.graph, profile)
         alone = sum(prices.values())
-        first = self.arrive(_fresh(clean), alone=alone)
-        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first), prices))
+        first = self.arrive(_fresh(clean), dataclasses.replace(retain.NOTHING, allowed=self.allowed), alone)
+        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first), prices, self.allowed))
 
         def attempt(target: Bytes) -> _Attempt:
             return _Attempt(self.arrive(_fresh(clean), retain.choose(asked(), target), alone))

@@ -118,7 +118,8 @@ class Plan:
             return ()
         again = len(self.decisions.get("retain", {}).get("reruns", ()))
         added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark(again))
-        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else "min", "")
+        lowest = "light" if self.decisions.get("retain", {}).get("allowed") == "light" else "min"
+        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, "")
         return (asked, added)
 
     def _added_remark(self, again: int) -> str:

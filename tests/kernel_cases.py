@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roamc.runtime.random import dropout_mask
+
 aten = torch.ops.aten
 Dtypes = tuple[torch.dtype, ...]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -310,6 +312,12 @@ def bernoulli(dtype: torch.dtype) -> list[Call]:
 @cases(FLOATS, aten.rand_like.default, aten.randn_like.default)
 def random_like(dtype: torch.dtype) -> list[Call]:
     return [*(call(x) for x in odd(dtype)), *(call(x, dtype=torch.float64) for x in odd(dtype))]
+
+
+@cases((torch.bool,), dropout_mask)
+def mask_of_dropout(dtype: torch.dtype) -> list[Call]:
+    likes = [torch.empty_like(x) for x in odd(dtype)]
+    return [call(x.shape, x.stride(), keep) for x in likes for keep in (0.0, 0.7, 1.0)]
 
 
 @cases(FLOATS, aten.native_dropout.default)

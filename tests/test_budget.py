@@ -21,7 +21,16 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("given", "read"),
-    [(None, None), (5, 5), ("2kB", 2000), ("80%", "80%"), (" 12.5 % ", "12.5 %"), ("min", "min"), ("device", "device")],
+    [
+        (None, None),
+        (5, 5),
+        ("2kB", 2000),
+        ("80%", "80%"),
+        (" 12.5 % ", "12.5 %"),
+        ("min", "min"),
+        ("light", "light"),
+        ("device", "device"),
+    ],
 )
 def test_budget_is_read(given: object, read: object) -> None:
     assert budget.parse_budget(given) == read
@@ -29,7 +38,7 @@ def test_budget_is_read(given: object, read: object) -> None:
 
 @pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5])
 def test_budget_without_sense_says_what_is_possible(given: object) -> None:
-    with pytest.raises(OptionError, match="80% of what eager holds, min, or device"):
+    with pytest.raises(OptionError, match="80% of what eager holds, min, light, or device"):
         budget.parse_budget(given)
 
 
@@ -39,6 +48,7 @@ def test_budget_in_bytes() -> None:
     assert budget.resolve("80%", 1000, CPU, 0) == 800
     assert budget.resolve("12.5 %", 1000, CPU, 0) == 125
     assert budget.resolve("min", 1000, CPU, 0) == 0
+    assert budget.resolve("light", 1000, CPU, 0) == 0
 
 
 def test_device_leaves_room_for_state_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:

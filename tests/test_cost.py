@@ -28,7 +28,7 @@ from roamc.cost import (
     traffic,
     workspace,
 )
-from roamc.cost.kinds import KINDS, OPERATORS, PRODUCTS, UNKNOWN, VIEW
+from roamc.cost.kinds import KINDS, OPERATORS, PRODUCTS, UNKNOWN, VIEW, is_light
 from roamc.cost.measure import calibrate
 from roamc.cost.probes import ELEMENTS
 from roamc.cost.probes import PRODUCTS as PRODUCT_PROBES
@@ -211,6 +211,25 @@ def test_table_names_operators_that_torch_has() -> None:
 def test_everything_that_is_measured_is_a_kind() -> None:
     assert set(PRODUCT_PROBES) == set(PRODUCTS)
     assert set(ELEMENTS) < set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "light"),
+    [
+        (torch.mm, [floats(4, 4), floats(4, 4)], False),
+        (lambda x: F.conv1d(x, x), [floats(2, 2, 2)], False),
+        (torch.rand_like, [floats(4)], False),
+        (lambda x: x.sort()[0], [floats(4)], False),
+        (lambda x: F.gelu(x), [floats(4)], True),
+        (lambda x: x.softmax(0), [floats(4)], True),
+        (lambda x: F.layer_norm(x, [4]), [floats(4, 4)], True),
+        (lambda x: x.t().contiguous(), [floats(4, 3)], True),
+    ],
+)
+def test_light_is_what_does_little_for_an_element(
+    function: Callable[..., Any], inputs: list[Tensor], light: bool
+) -> None:
+    assert is_light(node_of(function, *inputs)) is light
 
 
 def test_unknown_operator_is_expensive() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from roamc import compat, ops
 from roamc.capture.corrections import is_expanded
 from roamc.runtime.kernels import KERNELS
+from roamc.runtime.random import dropout_mask
 from tests.kernel_cases import CASES, Call
 
 aten = torch.ops.aten
@@ -142,6 +143,7 @@ def test_random_kernels_are_random_in_the_operator_table() -> None:
             aten.rand_like.default,
             aten.randn_like.default,
             aten.native_dropout.default,
+            dropout_mask,
         )
         assert ops.rule(overload).random is draws, str(overload)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
 from roamc.cost import workspace
+from roamc.cost.kinds import is_light
 from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
@@ -35,6 +36,7 @@ class Decision:
         added_seconds: predicted time of all reruns.
         bound_seconds: no choice within the same peak adds less; 0 where that is not known.
         status: ``"optimal"``, ``"gap"``, ``"limit"``, or ``"infeasible"`` if the peak asked for was not reached.
+        allowed: what might run again, ``"all"`` or ``"light"``; the bound and the status hold for that.
     """
 
     order: tuple[str, ...]
@@ -43,9 +45,10 @@ class Decision:
     added_seconds: Seconds
     bound_seconds: Seconds
     status: str
+    allowed: str
 
 
-NOTHING = Decision((), (), 0, 0.0, 0.0, "optimal")
+NOTHING = Decision((), (), 0, 0.0, 0.0, "optimal", "all")
 """Everything is kept, as eager PyTorch does."""
 
 
@@ -57,11 +60,13 @@ class Question:
         problem: for the solver.
         operators: per operator its name; empty for the moment at which the caller hands in the tangents.
         storages: per buffer its storage.
+        allowed: what may run again, ``"all"`` or ``"light"``.
     """
 
     problem: RetainProblem
     operators: tuple[str, ...]
     storages: tuple[Storage, ...]
+    allowed: str
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -99,11 +104,18 @@ def _decision(asked: Question, solution: RetainSolution) -> Decision:
         added_seconds=float(solution.seconds),
         bound_seconds=float(solution.bound_seconds) if math.isfinite(solution.bound_seconds) else 0.0,
         status=str(solution.status.value),
+        allowed=asked.allowed,
     )
 
 
-def question(graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds]) -> Question:
-    """The graph as a problem of reruns, for operators in ``order``; ``prices`` says how long each takes."""
+def question(
+    graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds], allowed: str = "all"
+) -> Question:
+    """The graph as a problem of reruns, for operators in ``order``; ``prices`` says how long each takes.
+
+    With ``"light"`` for ``allowed`` only operators run again that are light on any device.
+    """
+    able = ALLOWED[allowed]
     memory = build_memory(graph)
     gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
     problem, names = reorder.order_problem(graph, memory, gifts, [workspace(op.node) for op in memory.operators])
@@ -114,11 +126,21 @@ def question(graph: TrainGraph, options: Options, order: Sequence[str], prices: 
         problem,
         sequence,
         seconds=[prices[name] if name else 0.0 for name in names],
-        repeatable=[bool(name) and may_run_again(nodes[name]) for name in names],
-        droppable=droppable(memory, storages),
+        repeatable=[bool(name) and able(nodes[name]) for name in names],
+        droppable=droppable(memory, storages, able),
         expires=expiries(memory, nodes, names, sequence),
     )
-    return Question(made, tuple(names), storages)
+    return Question(made, tuple(names), storages, allowed)
+
+
+def _may_run_lightly(node: fx.Node) -> bool:
+    return may_run_again(node) and is_light(node)
+
+
+Able = Callable[[fx.Node], bool]
+
+ALLOWED: dict[str, Able] = {"all": may_run_again, "light": _may_run_lightly}
+"""Which operators may run again, by what :attr:`Decision.allowed` says."""
 
 
 def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list[int]:
@@ -130,18 +152,18 @@ def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list
     return sequence
 
 
-def droppable(memory: MemoryModel, storages: Sequence[Storage]) -> list[bool]:
-    """Temporaries that another run of one operator makes again, and that nothing writes after the first."""
+def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may_run_again) -> list[bool]:
+    """Temporaries that another run of one ``able`` operator makes again, and that nothing writes after the first."""
     written = {storage for op in memory.operators for storage in op.writes}
-    made = {storage for op in memory.operators for storage in _made_again(memory, op)}
+    made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
     again = made - written
     return [s.place is Place.TEMPORARY and s.nbytes > 0 and s.index in again for s in storages]
 
 
-def _made_again(memory: MemoryModel, operator: Operator) -> set[int]:
+def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]:
     """The storages that another run of ``operator`` would make."""
     kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
-    if not operator.births or kept or not may_run_again(operator.node):
+    if not operator.births or kept or not able(operator.node):
         return set()
     target, _, _ = rerun_form(operator.node)
     count = results_of(target, operator.node)

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
+from roamc.capture import rewinds
 from roamc.capture.corrections import correct
 from roamc.capture.optimizers import Rule, rule_for, structure
 from roamc.errors import CaptureError
@@ -151,7 +152,9 @@ class _Trace:
         fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
         try:
             with compat.uncompiled(self.request.model):
-                return compat.trace(self._step, fakes, mode)
+                module = compat.trace(self._step, fakes, mode)
+            rewinds.replay_marked(module.graph)
+            return module
         except compat.DataDependentError as error:
             raise CaptureError(
                 f"the step reads a tensor's value to decide what to do next ({error.func}); "
@@ -181,7 +184,7 @@ class _Trace:
         for index, fake in zip(self.tensor_leaves, flat[count + len(self.buffers) :], strict=True):
             batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
         model = self.request.model
-        with torch.enable_grad(), compat.reparametrized(model, held):
+        with torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed():
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
             check_loss(loss)

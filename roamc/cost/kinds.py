@@ -46,7 +46,7 @@ KINDS: dict[str, str] = {
     "exponential_backward": "of these",
     "tanh": "slow functions: tanh, sine, general powers",
     "random": "draws a number for every element",
-    "random_backward": "of dropout: a gradient by its mask",
+    "random_backward": "of dropout: what it is given, or a gradient, by its mask",
     "softmax": "softmax and log-softmax",
     "safe_softmax": "softmax that looks for rows without a finite element",
     "softmax_backward": "of either",
@@ -63,6 +63,12 @@ KINDS: dict[str, str] = {
     UNKNOWN: "none of the above; taken for expensive, see roamc.cost.predict",
 }
 """Every kind and what is in it."""
+
+HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "scan", UNKNOWN})
+"""Kinds that do much for an element, or read and write memory here and there."""
+
+LIGHT = frozenset(KINDS) - HEAVY
+"""Kinds that do a few operations an element, mostly one after the other in memory: cheap on any device."""
 
 _MEMBERS: dict[str, str] = {
     FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
@@ -166,6 +172,11 @@ def kind_of(node: fx.Node) -> str:
     kind = _base_kind(call.target, call.name)
     refine = _REFINE.get(kind)
     return refine(call, node) if refine is not None else kind
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether another run of ``node`` is cheap on any device: see :data:`LIGHT`."""
+    return kind_of(node) in LIGHT
 
 
 def _pointwise(call: Call, node: fx.Node) -> str:

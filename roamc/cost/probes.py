@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from roamc.runtime.kernels import KERNELS
+from roamc.runtime.random import dropout_mask
 
 aten = torch.ops.aten
 Work = tuple[Callable[[], Any], int]
@@ -191,9 +192,12 @@ def mixed(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random")
 def random(scale: Scale, dtype: torch.dtype) -> Work:
-    """Dropout."""
+    """Dropout; where roamc draws the mask by itself, that."""
     x = scale.matrix(dtype)
-    return lambda: aten.native_dropout(x, 0.1, True), x.numel()
+    if scale.device.type not in KERNELS[dropout_mask].devices:
+        return lambda: aten.native_dropout(x, 0.1, True), x.numel()
+    mask = torch.empty_like(x, dtype=torch.bool)
+    return lambda: mask.bernoulli_(0.9), x.numel()
 
 
 @_of(ELEMENTS, "random_backward")

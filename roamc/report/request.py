@@ -36,7 +36,7 @@ class Request:
         forward_backward: leave the update out.
         meta: call the function of a file with the meta device as torch's default.
         clip_grad_norm: as for :func:`roamc.train_step`.
-        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", or "device".
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device".
         options: ``key=value`` of roamc's options.
     """
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
+from roamc.runtime.random import dropout_mask
 
 aten = torch.ops.aten
 ANYWHERE = frozenset({"cpu", "cuda"})
@@ -257,6 +258,12 @@ def rand_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
 def randn_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
     """Normal with mean 0 and deviation 1."""
     out.normal_(0, 1)
+
+
+@_writes(dropout_mask, devices=CPU_ONLY)
+def keep_some(size: Sequence[int], stride: Sequence[int], keep: float, *, out: Tensor, **geometry: Any) -> None:
+    """Truth with probability ``keep``."""
+    out.bernoulli_(keep)
 
 
 @_writes(aten.native_dropout.default, devices=CPU_ONLY)

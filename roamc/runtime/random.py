@@ -1,10 +1,33 @@
-"""Random operators that run twice: the generator's state is kept, and the second run draws the same numbers."""
+"""Random operators that run twice, the second time with the numbers of the first; and dropout's mask by itself.
+
+A dropout that hands out its mask is one operator in ATen. Here its mask is drawn by an operator of ours, so that what
+was dropped can be made again from a mask that is kept: two products, where a second draw takes ten times as long.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+LIBRARY = torch.library.Library("roamc", "FRAGMENT")
+LIBRARY.define(
+    "dropout_mask(SymInt[] size, SymInt[] stride, float keep, *, Device? device=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@torch.library.impl(LIBRARY, "dropout_mask", "CompositeExplicitAutograd")
+def _dropout_mask(
+    size: Sequence[int], stride: Sequence[int], keep: float, *, device: torch.device | None = None
+) -> torch.Tensor:
+    """True with probability ``keep``: draws what ``aten.native_dropout(x, 1 - keep, True)`` draws on a CPU."""
+    return torch.empty_strided(size, stride, dtype=torch.bool, device=device).bernoulli_(keep)
+
+
+dropout_mask = torch.ops.roamc.dropout_mask.default
+"""Reads nothing: the mask of a tensor of this size and these strides."""
 
 
 def save_rng_state(device: torch.device) -> torch.Tensor:

@@ -129,7 +129,8 @@ def test_random_operators_draw_the_same_again(times: int) -> None:
     graph, inputs = chain(model, "")
     memory = build_memory(graph)
     readers = [op.node.name for op in memory.operators if op.node.target is torch.ops.aten.mul.Tensor]
-    again = [Rerun(name, "native_dropout", ("native_dropout#0", "native_dropout#1")) for name in readers]
+    parts = ("native_dropout", "native_dropout_by_mask")
+    again = [Rerun(name, part, (part,)) for name in readers for part in parts]
     after = check(graph, inputs, again, "dropout")
     states = [node for node in after.graph.nodes if "save_rng_state" in str(node.target)]
     assert len(states) == 1, "one state serves all reruns"

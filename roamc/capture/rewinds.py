@@ -1,0 +1,122 @@
+"""Random operators of a trace that draw what others drew, because the generator was set back in between.
+
+``torch.utils.checkpoint`` does that around its second run, in Python, which leaves nothing in a trace:
+
+    forward     state = get_rng_state()     dropout     rand_like
+    backward    set_rng_state(state)        dropout_1   rand_like_1     draw again what forward's drew
+
+So a state is followed as a place in the list of all draws, and what draws at a place that was drawn at before becomes
+a replay of that operator. All generators count as one: checkpoint keeps and sets back those of all its devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import fx
+
+from roamc import compat, ops
+from roamc.errors import CaptureError
+from roamc.graph import tensors_of
+from roamc.rewrite import mode_of
+from roamc.runtime.random import replay, save_rng_state
+
+FIRST = "roamc_draws_as"
+"""Key of a node's meta: the name of the operator that drew first what it draws."""
+
+
+class _Generator:
+    """Where the generator is, while a graph is being traced."""
+
+    def __init__(self) -> None:
+        self.drawn: list[str] = []
+        self.place = 0
+        self.last: fx.Node | None = None
+        self.states: list[tuple[torch.Tensor, int]] = []
+        self.get, self.set = torch.get_rng_state, torch.set_rng_state
+
+    def get_state(self) -> torch.Tensor:
+        self.catch_up()
+        state = self.get()
+        self.states.append((state, self.place))
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.catch_up()
+        self.place = next((place for known, place in self.states if known is state), len(self.drawn))
+        self.set(state)
+
+    def catch_up(self) -> None:
+        """Mark what was traced since the last time."""
+        fresh = []
+        for node in reversed(compat.graph_so_far().nodes):
+            if node is self.last:
+                break
+            fresh.append(node)
+        for node in reversed(fresh):
+            self.last = node
+            if node.op == "call_function" and ops.rule(node.target).random:
+                self._draw(node)
+
+    def _draw(self, node: fx.Node) -> None:
+        if self.place < len(self.drawn):
+            node.meta[FIRST] = self.drawn[self.place]
+        else:
+            self.drawn.append(node.name)
+        self.place += 1
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+    """While tracing: mark what draws again. To be left before the trace ends."""
+    generator = _Generator()
+    with (
+        mock.patch.object(torch, "get_rng_state", generator.get_state),
+        mock.patch.object(torch, "set_rng_state", generator.set_state),
+    ):
+        yield
+    generator.catch_up()
+
+
+def replay_marked(graph: fx.Graph) -> None:
+    """Let what is marked draw what the first drew, and leave the generator as it finds it.
+
+    Raises:
+        CaptureError: it writes in place, or is not what was drawn first.
+    """
+    by_name = {node.name: node for node in graph.nodes}
+    states: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in graph.nodes if FIRST in node.meta]:
+        first = by_name.get(node.meta.pop(FIRST))
+        if first is None or first.target is not node.target or _geometry(first) != _geometry(node):
+            raise CaptureError(
+                f"{node.target} draws from a generator that was set back, and not what was drawn there first; "
+                "leave set_rng_state out of the step"
+            )
+        if ops.rule(node.target).mutates:
+            raise CaptureError(
+                f"{node.target} draws in place inside a torch.utils.checkpoint region; draw out of place, as "
+                "torch.rand_like and torch.bernoulli do, or use torch.compile"
+            )
+        if first not in states:
+            states[first] = _state(graph, first)
+        node.args = (states[first], node.target, *node.args)
+        node.target = replay
+
+
+def _state(graph: fx.Graph, first: fx.Node) -> fx.Node:
+    """The generator's state in front of ``first``."""
+    device = next(tensor.device for _, tensor in tensors_of(first))
+    with graph.inserting_before(first):
+        state = graph.call_function(save_rng_state, (device,))
+    shape = save_rng_state(device).shape
+    with mode_of(graph) or contextlib.nullcontext():
+        state.meta["val"] = torch.empty(shape, dtype=torch.uint8)
+    return state
+
+
+def _geometry(node: fx.Node) -> list[tuple[object, ...]]:
+    return [(tuple(t.shape), t.stride(), t.dtype, t.device) for _, t in tensors_of(node)]

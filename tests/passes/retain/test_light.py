@@ -1,0 +1,112 @@
+"""Budget "light": the lowest peak without running anything heavy again, and the bytes it saves in known blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roamc import pipeline
+from roamc.cost import flops
+from roamc.cost.kinds import LIGHT, kind_of
+from roamc.graph import TrainGraph, operators
+from roamc.memory import build_memory
+from roamc.options import Options
+from roamc.pipeline import Planned
+from roamc.plan import Plan
+from tests.graphs import assert_same, clones, joint_graph, model_graph, traced
+from tests.passes.retain.blocks import GPTBlock, LlamaBlock
+from tests.test_pipeline import run_program
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 256, 256, 4
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], float, float]] = {
+    "gpt": (lambda: GPTBlock(WIDTH, HEADS, fused=False), 54.03, 34.2),
+    "gpt, fused attention": (lambda: GPTBlock(WIDTH, HEADS, fused=True), 34.09, 22.1),
+    "llama": (lambda: LlamaBlock(WIDTH, HEADS, 688), 49.59, 22.9),
+}
+"""Name to block, and bytes saved a layer by eager and at most under "light", in units of batch · length · width."""
+
+
+def products(graph: TrainGraph) -> int:
+    """FLOPs of all operators: products, convolutions and attention have some."""
+    return sum(flops(node) for node in operators(graph.graph))
+
+
+def again(planned: Planned) -> list[str]:
+    return [operator for _, operator, _, _ in planned.plan.decisions["retain"]["reruns"]]
+
+
+def blocks_planned(name: str, layers: int, budget: str | None) -> Planned:
+    """Under torch.compile's capture, in bfloat16."""
+    model = nn.Sequential(*(BLOCKS[name][0]() for _ in range(layers))).to(torch.bfloat16)
+    graph = joint_graph(model, (torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16),))
+    return pipeline.run(graph, Options(memory_budget=budget, profile="cpu"))
+
+
+def saved_a_layer(planned: list[Planned]) -> float:
+    """What one layer more saves, storages counted once, parameters not."""
+    one, more = (sum(storage.nbytes for storage in build_memory(each.graph).saved) for each in planned)
+    return (more - one) / (BATCH * LENGTH * WIDTH)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_save_what_exact_recomputation_leaves(name: str) -> None:
+    _, eager, most = BLOCKS[name]
+    plain = [blocks_planned(name, layers, None) for layers in (2, 3)]
+    light = [blocks_planned(name, layers, "light") for layers in (2, 3)]
+    assert saved_a_layer(plain) == pytest.approx(eager, abs=0.01)
+    assert saved_a_layer(light) <= most
+    assert [products(each.graph) for each in light] == [products(each.graph) for each in plain]
+    assert all(again(each) for each in light)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("name", ["nanogpt-dropout", "mobilenetv2"])
+def test_nothing_heavy_runs_again_and_no_bit_changes(name: str, route: str) -> None:
+    graph, inputs = model_graph(name, route)
+    whole = pipeline.run(model_graph(name, route)[0], Options())
+    light = pipeline.run(graph, Options(memory_budget="light", profile="cpu"))
+    assert light.plan.peak_bytes < whole.plan.peak_bytes
+    assert products(light.graph) == products(whole.graph)
+    kinds = {kind_of(node) for node in operators(light.graph.graph) if "again" in node.meta}
+    assert kinds
+    assert kinds <= LIGHT, kinds
+    results = []
+    for planned in (whole, light):
+        used = clones(inputs)
+        torch.manual_seed(4)
+        results.append([*run_program(planned, used), *used, torch.get_rng_state()])
+    assert_same(*results, f"{name}, {route}")
+
+
+def test_min_goes_lower_and_runs_products_again() -> None:
+    light, least = (
+        pipeline.run(model_graph("nanogpt-dropout", "step")[0], Options(memory_budget=budget, profile="cpu"))
+        for budget in ("light", "min")
+    )
+    assert least.plan.peak_bytes < light.plan.peak_bytes
+    assert products(least.graph) > products(light.graph)
+    assert ("budget", "light", "") in light.plan.rows()
+    assert ("budget", "min", "") in least.plan.rows()
+
+
+def test_plan_is_data_and_runs_again() -> None:
+    planned = pipeline.run(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget="light", profile="cpu"))
+    read = Plan.from_json(planned.plan.to_json())
+    followed = pipeline.run(model_graph("nanogpt-dropout", "joint")[0], Options(), read)
+    assert followed.plan.decisions == planned.plan.decisions
+    assert followed.plan.decisions["retain"]["allowed"] == "light"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x, lambda x: (x @ x) @ x, lambda x: (x @ x).relu().sum()],
+    ids=["no operator", "only products", "nothing to gain"],
+)
+def test_where_nothing_can_be_dropped_nothing_is(function: Callable[[Tensor], Tensor]) -> None:
+    planned = pipeline.run(traced(function, torch.randn(8, 8)), Options(memory_budget="light", profile="cpu"))
+    assert again(planned) == []
+    assert planned.plan.added_seconds == planned.plan.added_bound_seconds == 0
+    assert planned.plan.decisions["retain"]["allowed"] == "light"
