@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from benchmarks import retain_rivals, table
+from benchmarks.retain_graphs import chain as linear
+from benchmarks.retain_graphs import layers
 from benchmarks.rivals import checkmate, moccasin
 from benchmarks.rivals.one_result import as_graph, judged, one_result
 from roamc.solvers.order import peak_bytes
@@ -46,7 +49,7 @@ def test_chain_is_solved_to_the_optimum(name: str) -> None:
     problem = one_result(chain(2, inner=1))
     assert len(candidates(Search(problem))) <= MOST_GAPS
     budget = peak_bytes(problem.order, problem.sequence) * 7 // 10
-    exact = solve(problem, budget)
+    exact = solve(problem, budget, work_limit=10**9)
     assert exact.status is Status.OPTIMAL
     assert least(name, problem, budget) == pytest.approx(exact.seconds)
 
@@ -74,3 +77,24 @@ def test_answer_above_the_budget_is_no_answer() -> None:
     problem = one_result(layered(2, 1))
     with pytest.raises(ValueError, match="above the budget"):
         judged(problem, 1, [])
+
+
+@pytest.mark.parametrize("problem", [linear(3), layers(8)], ids=["chain", "layers"])
+def test_row_is_judged_printed_and_put_into_the_table(problem: RetainProblem) -> None:
+    problem = one_result(problem)
+    budget = peak_bytes(problem.order, problem.sequence) * 4 // 5
+    row = retain_rivals.row("made up", problem, 80, budget, 30.0)
+    assert row["least"] is not None
+    bound = row["ours"]["bound"]
+    assert bound is None or bound <= row["least"] * (1 + 1e-6)
+    assert retain_rivals.line(row).startswith("made up")
+    shown = "\n".join(table._retain_rivals([row]))
+    assert f"| made up | {problem.num_ops} | 80% |" in shown
+    assert f"{row['least'] / row['step']:.2%}*" in shown
+
+
+def test_rival_with_less_time_is_named() -> None:
+    row = {"ours": {"added": 2.0}, "moccasin": {"added": 1.0}, "checkmate": {"added": None}}
+    assert retain_rivals.worse(row) == ["moccasin"]
+    assert retain_rivals.worse({**row, "ours": {"added": 1.0}}) == []
+    assert retain_rivals.worse({**row, "ours": {"added": None}}) == ["moccasin"]
