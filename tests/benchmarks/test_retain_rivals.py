@@ -79,7 +79,7 @@ def test_answer_above_the_budget_is_no_answer() -> None:
         judged(problem, 1, [])
 
 
-@pytest.mark.parametrize("problem", [linear(3), layers(8)], ids=["chain", "layers"])
+@pytest.mark.parametrize("problem", [linear(3), layers(12)], ids=["chain", "layers"])
 def test_row_is_judged_printed_and_put_into_the_table(problem: RetainProblem) -> None:
     problem = one_result(problem)
     budget = peak_bytes(problem.order, problem.sequence) * 4 // 5
