@@ -34,6 +34,7 @@ BUDGETS = {"gpt": ("430MB", "300MB", "170MB", "110MB", "min")}
 SHARES = ("70%", "50%", "30%", "min")
 ROUNDS = 9
 
+
 def rows_of(model: str) -> list[str]:
     """All programs of the table for one model; a program comes behind the one that it has to be like."""
     ours = [route + at for route in ("optimize", "train_step") for at in ("", *_budgets(model))]

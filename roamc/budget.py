@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -86,8 +86,8 @@ def _free(device: torch.device) -> Bytes:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class Tried(Protocol):
-    """A plan that was tried."""
+class Made(Protocol):
+    """A plan."""
 
     @property
     def needed_bytes(self) -> Bytes:
@@ -97,11 +97,16 @@ class Tried(Protocol):
     def added_seconds(self) -> Seconds:
         """What it takes longer than without a budget."""
 
+
+class Tried(Made, Protocol):
+    """A plan that was tried."""
+
     @property
     def asked_bytes(self) -> Bytes:
         """The peak of live bytes that ``retain`` foresaw."""
 
 
+M = TypeVar("M", bound=Made)
 T = TypeVar("T", bound=Tried)
 
 
@@ -149,7 +154,15 @@ def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
         if wanted is None:
             break
         target = wanted
+    return best(found, budget)
+
+
+def best(found: Sequence[M], budget: Bytes) -> M:
+    """Of those that keep ``budget`` the one with the least added time; the lowest where none does.
+
+    Of the same plans, a lower budget takes one with no higher peak and no less added time.
+    """
     fitting = [one for one in found if one.needed_bytes <= budget]
     if fitting:
         return min(fitting, key=lambda one: (one.added_seconds, one.needed_bytes))
-    return min(found, key=lambda one: one.needed_bytes)
+    return min(found, key=lambda one: (one.needed_bytes, one.added_seconds))

@@ -150,6 +150,9 @@ def explain(
     option: Others = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Also print the emitted program.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost?")
+    ] = True,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
 ) -> None:  # fmt: skip
     """Why is the peak this big: what lives at the worst step, and which line of the model made it.
@@ -160,7 +163,7 @@ def explain(
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()))  # fmt: skip
-        found = _answer(request, source) if html is None else _drawn(request, source, html)
+        found = _answer(request, source, curve) if html is None else _drawn(request, source, curve, html)
         if as_json:
             _print_json(found.to_dict(top))
         else:
@@ -288,16 +291,16 @@ def _only(budgets: list[str] | None) -> str | None:
     return budgets[0] if budgets else None
 
 
-def _answer(request: Request, source: bool = False) -> Explanation:
+def _answer(request: Request, source: bool = False, curve: bool = False) -> Explanation:
     with Stages(f"building {request.target}") as stages:
-        return answer(request, source=source, say=stages.now)
+        return answer(request, source=source, curve=curve, say=stages.now)
 
 
-def _drawn(request: Request, source: bool, path: Path) -> Explanation:
+def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:
     """As :func:`_answer`, and the page is written."""
     _check_writable(path)
     with Stages(f"building {request.target}") as stages:
-        drawn = picture(request, source=source, say=stages.now)
+        drawn = picture(request, source=source, curve=curve, say=stages.now)
         stages.now(f"drawing {request.target}")
         write(path, drawn)
     return drawn.found

@@ -28,6 +28,7 @@ from roamc.options import Options
 from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
 from roamc.plan import Plan
 from roamc.regions import is_kept
+from roamc.solvers.retain import WALKS, Frontier
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
@@ -101,20 +102,134 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
+    if plan is None:
+        return Trials(graph, options, deep=deep).run()
     begun = time.perf_counter()
     _check_disabled(options)
     mark = fingerprint(graph)
-    if plan is not None:
-        _check_plan(plan, graph, mark)
+    _check_plan(plan, graph, mark)
+    road, clean = _set_out(graph, options, plan, deep, mark)
+    return _finished(road.arrive(clean), road.options.limit_bytes, begun)
+
+
+class Trials:
+    """Plans of one graph for one peak after another; what does not depend on the peak is done once.
+
+    Attributes:
+        options: the user's, with the budget in bytes.
+        found: the plans so far, in the sequence in which they were made.
+    """
+
+    def __init__(self, graph: TrainGraph, options: Options, *, deep: bool = False, many: bool = False) -> None:
+        """Take the shared passes.
+
+        Args:
+            graph: straight from capture; it is changed in place.
+            options: what the user set.
+            deep: also derive all metadata again after every pass.
+            many: more plans than that of :meth:`run` will be asked for.
+
+        Raises:
+            VerifyError: a pass left an invalid graph.
+        """
+        self._begun = time.perf_counter()
+        _check_disabled(options)
+        self._road, self._clean = _set_out(graph, options, None, deep, fingerprint(graph))
+        self.options, self.found, self._many = self._road.options, list[Plan](), many
+
+    def limit(self, asked: budget.Budget) -> Bytes:
+        """A budget in bytes, 0 for the lowest peak."""
+        return _resolved(self._clean.graph, dataclasses.replace(self.options, memory_budget=asked)).limit_bytes or 0
+
+    @property
+    def has_reruns(self) -> bool:
+        """Whether anything may run again."""
+        return retain.NAME not in self.options.disable
+
+    def run(self) -> Planned:
+        """The plan for the budget of the options.
+
+        Raises:
+            VerifyError: a pass left an invalid graph.
+            BudgetError: no plan was found that keeps the budget.
+        """
+        limit = self.options.limit_bytes
+        return _finished(self.fit(limit), limit, self._begun)
+
+    def fit(self, limit: Bytes | None, *, together: bool = False) -> Planned:
+        """A plan within the limit at the least added time, 0 for the lowest peak; the lowest found if none is.
+
+        Args:
+            limit: bytes; None to run nothing again, whatever the peak.
+            together: as for :meth:`attempt`.
+        """
+        if limit is None or not self.has_reruns:
+            if not self._many:
+                return self._noted(self._road.arrive(self._clean))
+            return dataclasses.replace(self.first, plan=dataclasses.replace(self.first.plan, step_seconds=0.0))
+
+        def attempt(target: Bytes) -> _Attempt:
+            return _Attempt(self.attempt(target, together=together))
+
+        return budget.fit(_Attempt(self.first), attempt, limit).planned
+
+    def attempt(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Planned:
+        """A plan with ``target`` live bytes asked of ``retain``.
+
+        Args:
+            target: live bytes.
+            together: begin the choice with one for more bytes. The plan then depends on those made together before.
+            walks: the solver's work is limited to that of so many walks.
+        """
+        kept = retain.choose(self.asked, target, self.known if together else None, walks)
+        return self._noted(self._road.arrive(_fresh(self._clean), kept, self.alone))
+
+    @functools.cached_property
+    def first(self) -> Planned:
+        """The plan in which nothing runs again."""
+        nothing = dataclasses.replace(retain.NOTHING, allowed=self._road.allowed)
+        return self._noted(self._road.arrive(_fresh(self._clean), nothing, self.alone))
+
+    @functools.cached_property
+    def asked(self) -> retain.Question:
+        """The choice of reruns as a problem for the solver."""
+        order, allowed = _order(self.first), self._road.allowed
+        return retain.question(self._clean.graph, self.options, order, self._prices, allowed)
+
+    @functools.cached_property
+    def known(self) -> Frontier:
+        """The solver's answers so far, of those that begin with one another, and its bound."""
+        return Frontier(self.asked.problem)
+
+    @functools.cached_property
+    def alone(self) -> Seconds:
+        """Predicted time of a step in which nothing runs again."""
+        return sum(self._prices.values())
+
+    @functools.cached_property
+    def _prices(self) -> Mapping[str, Seconds]:
+        profile = cost.load_profile(main_device(self._clean.graph), self.options.profile)
+        return cost.prices(self._clean.graph, profile)
+
+    def _noted(self, planned: Planned) -> Planned:
+        self.found.append(planned.plan)
+        return planned
+
+
+def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool, mark: str) -> tuple[_Road, Stop]:
+    """Check the graph, read the budget, and take the passes that are the same whatever the budget."""
     verify.check_graph(graph, "capture", deep=deep)
     graph = graph.replace(eager_bytes=int(eager_live_bytes(build_memory(graph)).max(initial=0)))
     allowed = "light" if options.memory_budget == budget.LIGHT else "all"
     road = _Road(_resolved(graph, options), plan, deep, mark, allowed)
-    clean = road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
-    planned = road.arrive(clean) if plan is not None else road.fit(clean)
+    return road, road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
+
+
+def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
+    """Note what else took time since ``begun``, check the budget and log."""
     made = planned.plan
     made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
-    _check_budget(planned, road.options.limit_bytes)
+    _check_budget(planned, limit)
     log.info("%s", made)
     return planned
 
@@ -151,22 +266,6 @@ class _Road:
     deep: bool
     mark: str
     allowed: str
-
-    def fit(self, clean: Stop) -> Planned:
-        """Try the passes behind the shared ones until the budget is kept."""
-        limit = None if retain.NAME in self.options.disable else self.options.limit_bytes
-        if limit is None:
-            return self.arrive(clean)
-        profile = cost.load_profile(main_device(clean.graph), self.options.profile)
-        prices = cost.prices(clean.graph, profile)
-        alone = sum(prices.values())
-        first = self.arrive(_fresh(clean), dataclasses.replace(retain.NOTHING, allowed=self.allowed), alone)
-        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first), prices, self.allowed))
-
-        def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.arrive(_fresh(clean), retain.choose(asked(), target), alone))
-
-        return budget.fit(_Attempt(first), attempt, limit).planned
 
     def arrive(self, clean: Stop, kept: retain.Decision | None = None, alone: Seconds = 0.0) -> Planned:
         """Run the passes behind the shared ones, check the layout and write the plan.

@@ -133,6 +133,17 @@ def test_several_budgets_are_compared_in_one_table() -> None:
     assert [point["fits"] for point in json.loads(refused.stdout)] == [False, True]
 
 
+def test_explain_shows_what_lower_peaks_cost() -> None:
+    curve = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "70%", "--json").stdout)["curve"]
+    peaks, added = ([spot[key] for spot in curve["spots"]] for key in ("peak_bytes", "added_seconds"))
+    assert peaks == sorted(peaks, reverse=True)
+    assert added == sorted(added)
+    assert curve["now"]["added_seconds"] > 0
+    shown = run("explain", "gpt", *SMALL, "--memory-budget", "70%").stdout
+    assert len(re.findall(r"[\d.]+%  +[\d.]+%  #*-* +this plan", shown)) == 1
+    assert json.loads(run("explain", "gpt", *SMALL, "--no-curve", "--json").stdout)["curve"] is None
+
+
 def test_explain_says_what_is_made_again() -> None:
     found = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
     assert found["dropped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ from roamc.passes import donate, reorder
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
 from roamc.regions import is_kept
-from roamc.solvers.retain import RetainProblem, RetainSolution, make_problem, reference_order, solve, validate
+from roamc.solvers.retain import (
+    WALKS,
+    Frontier,
+    RetainProblem,
+    RetainSolution,
+    make_problem,
+    reference_order,
+    solve,
+    validate,
+)
 from roamc.units import Bytes, Seconds
 
 
@@ -74,13 +84,21 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     return NOTHING
 
 
-def choose(asked: Question, target: Bytes) -> Decision:
+def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks: int = WALKS) -> Decision:
     """Choose reruns so that no step has more than ``target`` live bytes, at the least added time.
+
+    Args:
+        asked: the graph as a problem.
+        target: live bytes.
+        known: what was found for other targets, to begin with; this answer goes there too.
+        walks: limit of the solver's work, as of :data:`roamc.solvers.retain.WALKS`.
 
     Raises:
         VerifyError: the solver broke a rule of its problem.
     """
-    solution = solve(asked.problem, target)
+    limit = walks * asked.problem.num_ops
+    solver = functools.partial(solve, asked.problem) if known is None else known.solve
+    solution = solver(target, work_limit=limit)
     report = validate(asked.problem, target, solution)
     if not report.good:
         raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")

@@ -159,14 +159,14 @@ def box_chart(
 
 def step_ticks(steps: int) -> tuple[Mark, ...]:
     """Round numbers of steps, counted from 1, each in the middle of its step."""
-    apart = max(1, _round_up(steps / 8))
+    apart = max(1, round_up(steps / 8))
     numbers = range(apart, steps + 1, apart)
     return tuple(Mark("", number - 0.5, f"{number:,}", number - 0.5) for number in numbers)
 
 
 def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
     """Round sizes from 0 on, at least 40 pixels apart."""
-    apart = max(1, _round_up(top * 40 / height))
+    apart = max(1, round_up(top * 40 / height))
     marks = [(round(_y(size, top, height), 1), format_bytes(size)) for size in range(0, top + 1, apart)]
     return tuple(Mark("", at, text, at) for at, text in marks)
 
@@ -189,7 +189,7 @@ def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> li
     return found
 
 
-def _round_up(value: float) -> int:
+def round_up(value: float) -> int:
     """The next of 1, 2, 5, 10, 20, 50, …"""
     power = 10 ** max(0, math.floor(math.log10(value))) if value > 1 else 1
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= value)

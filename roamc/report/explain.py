@@ -19,6 +19,7 @@ from roamc.layout import Layout
 from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eager_lifetimes, lifetimes, sizes, timeline
 from roamc.pipeline import Planned
 from roamc.plan import Plan
+from roamc.report.curve import Curve
 from roamc.report.origin import origin, parameter_names
 from roamc.report.rerun import Dropped, dropped
 from roamc.units import Bytes
@@ -127,6 +128,7 @@ class Explanation:
         candidates: every order that was tried and its peak, lowest first.
         order: the candidate that was taken.
         source: the emitted program, if it was asked for.
+        curve: what lower peaks cost, if it was asked for.
     """
 
     plan: Plan
@@ -137,6 +139,7 @@ class Explanation:
     candidates: tuple[tuple[str, Bytes], ...] = ()
     order: str = ""
     source: str = field(default="", repr=False)
+    curve: Curve | None = None
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
         """Plain data, ready for JSON; ``top`` cuts the lists of storages and groups."""
@@ -148,12 +151,15 @@ class Explanation:
             data[key]["storages"] = data[key]["storages"][:top]
         for key in ("allocating", "dropped"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
+        data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
             del data["source"]
         return data
 
 
-def explain(eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None) -> Explanation:
+def explain(
+    eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None, curve: Curve | None = None
+) -> Explanation:
     """Put together what was found before planning (``eager``, from :func:`find_peak`) and after it (``lives``)."""
     order = planned.plan.decisions.get("reorder", {})
     candidates = tuple((str(name), int(peak)) for name, peak in order.get("candidates", ()))
@@ -166,6 +172,7 @@ def explain(eager: Peak, planned: Planned, source: str = "", lives: Lives | None
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),
         source=source,
+        curve=curve,
     )
 
 

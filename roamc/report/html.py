@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from roamc.report import text
 from roamc.report.chart import Chart, box_chart, timeline_chart
+from roamc.report.curve_chart import curve_chart
 from roamc.report.explain import KINDS, groups
 from roamc.report.picture import Box, Course, Picture
 from roamc.units import Bytes, format_bytes
@@ -66,6 +67,7 @@ def render(picture: Picture) -> str:
         kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
         meaning=MEANING,
         charts=charts(picture),
+        curve=None if found.curve is None else curve_chart(found.curve, found.eager.live_bytes),
         data=table(picture),
     )
 

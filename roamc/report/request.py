@@ -13,6 +13,7 @@ from roamc.codegen.source import emit
 from roamc.errors import OptionError
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
+from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
 from roamc.report.picture import Picture, draw, follow
@@ -51,12 +52,15 @@ class Request:
     options: tuple[str, ...] = ()
 
 
-def answer(request: Request, *, source: bool = False, say: Say = lambda stage: None) -> Explanation:
+def answer(
+    request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None
+) -> Explanation:
     """Build, capture and plan what was asked for.
 
     Args:
         request: what.
         source: also emit the program.
+        curve: also plan for other peaks; takes as long as half a dozen plans.
         say: told what is being done.
 
     Raises:
@@ -67,8 +71,8 @@ def answer(request: Request, *, source: bool = False, say: Say = lambda stage: N
     options = options_of(request)
     graph, seconds = _captured(request, say)
     eager = find_peak(graph, eager=True)
-    planned = _planned(graph, options, seconds, say)
-    return explain(eager, planned, emit(planned.graph).source if source else "")
+    planned, traced = _planned(graph, options, seconds, say, curve)
+    return explain(eager, planned, emit(planned.graph).source if source else "", curve=traced)
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -82,15 +86,15 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
     return frontier(graph, options, asked)
 
 
-def picture(request: Request, *, source: bool = False, say: Say = lambda stage: None) -> Picture:
+def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
     """As :func:`answer`, with live bytes at every step and the place of every storage beside the explanation."""
     options = options_of(request)
     graph, seconds = _captured(request, say)
     lives = lives_of(graph, eager=True)
     eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
-    planned = _planned(graph, options, seconds, say)
+    planned, traced = _planned(graph, options, seconds, say, curve)
     lives = lives_of(planned.graph)
-    found = explain(eager, planned, emit(planned.graph).source if source else "", lives)
+    found = explain(eager, planned, emit(planned.graph).source if source else "", lives, traced)
     return draw(found, before, planned.graph, lives)
 
 
@@ -102,15 +106,19 @@ def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
     return graph, time.perf_counter() - start
 
 
-def _planned(graph: TrainGraph, options: Options, seconds: Seconds, say: Say) -> pipeline.Planned:
-    """The plan, with the ``seconds`` of capture among its times."""
+def _planned(
+    graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
+) -> tuple[pipeline.Planned, Curve | None]:
+    """The plan, with the ``seconds`` of capture among its times, and the curve that it lies on if that is wanted."""
     say("getting the solvers ready, for which a new installation compiles them")
     warm_up()
     say(f"planning {graph.name}")
     with news.listening(lambda text: say(f"planning {graph.name}, {text}")):
-        planned = pipeline.run(graph, options)
+        trials = pipeline.Trials(graph, options, many=curve)
+        planned = trials.run()
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
-    return dataclasses.replace(planned, plan=plan)
+    traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
+    return dataclasses.replace(planned, plan=plan), traced
 
 
 def options_of(request: Request) -> Options:

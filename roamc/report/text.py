@@ -11,9 +11,13 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from roamc.plan import Plan
+from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point
 from roamc.units import Bytes, Seconds, format_bytes
+
+BAR = 20
+"""Characters of the longest bar."""
 
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
@@ -41,6 +45,7 @@ def show_plan(out: Console, plan: Plan) -> None:
 def show_explanation(out: Console, found: Explanation, top: int) -> None:
     """Why the peak is this big: one section each."""
     show_plan(out, found.plan)
+    _show_curve(out, found)
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
     _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
     _show_dropped(out, found, top)
@@ -141,6 +146,33 @@ def _seconds(value: Seconds) -> str:
 
 def _bytes_of(parts: Mapping[str, Bytes]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+
+def _show_curve(out: Console, found: Explanation) -> None:
+    if found.curve is None:
+        return
+    _heading(out, "peak against added time: plans for other budgets, and the least that any reruns add")
+    headings = ("peak", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
+    show_rows(out, headings, curve_rows(found.curve, found.eager.live_bytes), right=(0, 1, 2, 3))
+
+
+def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
+    """Peak, share of eager's, added time, its bound, both as a bar, and what it is; highest peak first."""
+    spots = sorted({*curve.spots, curve.now}, key=lambda spot: (-spot.peak_bytes, spot.added_seconds))
+    most = max(spot.added_seconds for spot in spots)
+
+    def row(spot: Spot) -> tuple[str, ...]:
+        length, least = (round(BAR * part / most) if most else 0 for part in (spot.added_seconds, spot.bound_seconds))
+        return (
+            format_bytes(spot.peak_bytes),
+            f"{spot.peak_bytes / eager:.3f}",
+            f"{spot.added_seconds / curve.step_seconds:.1%}",
+            f"{spot.bound_seconds / curve.step_seconds:.1%}",
+            "#" * least + "-" * (length - least),
+            "this plan" if spot == curve.now else "the lowest" if spot == curve.spots[-1] else "",
+        )
+
+    return [row(spot) for spot in spots]
 
 
 def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:

@@ -41,21 +41,58 @@ def solve(
     return _Run(search, _bounds(search), budget, _limit(problem, work_limit)).solve(start)
 
 
+@dataclass(eq=False)
+class Frontier:
+    """Solutions of one problem for one budget after another: each search begins with one for a larger budget.
+
+    found: all solutions so far.
+    """
+
+    problem: RetainProblem
+    found: list[RetainSolution] = field(default_factory=list)
+    _search: Search = field(init=False)
+    _bounds: Bounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._search = Search(self.problem)
+        self._bounds = _bounds(self._search)
+
+    def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
+        """As the function `solve`, and never worse than what was found for another budget."""
+        limit = self._search.work + _limit(self.problem, work_limit)
+        own = _Run(self._search, self._bounds, budget, limit).solve(self._start(budget))
+        self.found.append(own)
+        return self.best(budget, own)
+
+    def best(self, budget: Bytes, own: RetainSolution) -> RetainSolution:
+        """The best for a budget of all that was found; `own` was found for it."""
+        best = min(self.found, key=lambda solution: _rank(solution, budget))
+        least = min(solution.least_peak_bytes for solution in self.found)
+        return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
+
+    def bound(self, budget: Bytes) -> Seconds:
+        """No reruns within the budget, in any order of the operators, add less; infinite if there are none."""
+        found = self._bounds.seconds(budget)
+        self._search.work += self._bounds.new_work()
+        return found
+
+    def _start(self, budget: Bytes) -> RetainSolution | None:
+        """The lowest above the budget: something more is dropped in it."""
+        above = [solution for solution in self.found if solution.peak_bytes > budget]
+        return min(above, key=lambda solution: (solution.peak_bytes, solution.seconds)) if above else None
+
+
 def frontier(
     problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None
 ) -> tuple[RetainSolution, ...]:
     """One solution for each budget, in their sequence; `work_limit` is for each of them.
 
-    Each starts from the solution for the next larger budget, and takes that of another budget where it is better, so
-    a lower budget never has a higher peak or fewer seconds.
+    Largest first, each to begin with the one before, and that of another budget where it is better: so a lower budget
+    never has a higher peak or fewer seconds.
     """
-    search = Search(problem)
-    bounds = _bounds(search)
-    found: dict[Bytes, RetainSolution] = {}
-    start = None
-    for budget in sorted(set(budgets), reverse=True):
-        start = found[budget] = _Run(search, bounds, budget, search.work + _limit(problem, work_limit)).solve(start)
-    return tuple(_best_within(budget, found) for budget in budgets)
+    known = Frontier(problem)
+    own = {budget: known.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
+    return tuple(known.best(budget, own[budget]) for budget in budgets)
 
 
 def _limit(problem: RetainProblem, work_limit: int | None) -> int:
@@ -66,13 +103,6 @@ def _bounds(search: Search) -> Bounds:
     bounds = Bounds(search.problem)
     bounds.look_at(_OPERATORS)
     return bounds
-
-
-def _best_within(budget: Bytes, found: dict[Bytes, RetainSolution]) -> RetainSolution:
-    own = found[budget]
-    best = min(found.values(), key=lambda solution: _rank(solution, budget))
-    least = min(solution.least_peak_bytes for solution in found.values())
-    return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:

@@ -20,6 +20,7 @@ from roamc.report.html import render, table, write
 from roamc.report.picture import Box, Picture, draw, follow
 from roamc.report.request import Request, picture
 from roamc.report.text import short
+from roamc.units import format_bytes
 from tests.graphs import model_graph
 
 SIZES = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 64}
@@ -77,7 +78,7 @@ def without_times(found: Picture) -> Picture:
 
 @pytest.fixture(scope="module")
 def small() -> Picture:
-    return picture(Request("gpt", sizes=SIZES))
+    return picture(Request("gpt", sizes=SIZES), curve=True)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,16 @@ def test_page_lists_all_that_lives_at_both_peaks_largest_first(small: Picture, p
     assert listed == [*at_captions, *expected]
 
 
+def test_page_draws_the_curve(small: Picture, page: Reader) -> None:
+    curve = small.found.curve
+    assert curve is not None
+    kinds = [attributes["class"] for _, attributes in page.elements if "spot" in (attributes.get("class") or "")]
+    assert sorted(kinds) == ["spot"] * (len({*curve.spots, curve.now}) - 1) + ["spot now"]
+    for spot in curve.spots:
+        said = [title for title in page.texts["title"] if title.startswith(f"peak {format_bytes(spot.peak_bytes)},")]
+        assert any(f"added time {spot.added_seconds / curve.step_seconds:.2%}" in title for title in said)
+
+
 def test_page_loads_nothing(small: Picture, page: Reader) -> None:
     written = render(small)
     assert re.findall(r"https?:|url\(|@import|fetch\(|XMLHttp|innerHTML|[\"'(=]//", written) == []
@@ -112,7 +123,7 @@ def test_page_loads_nothing(small: Picture, page: Reader) -> None:
 
 
 def test_page_is_the_same_every_time(small: Picture) -> None:
-    again = picture(Request("gpt", sizes=SIZES))
+    again = picture(Request("gpt", sizes=SIZES), curve=True)
     assert render(without_times(small)) == render(without_times(again))
 
 

@@ -174,5 +174,13 @@
     plot.addEventListener("pointercancel", () => { start = null; hide(); });
     plot.addEventListener("pointerleave", () => { if (start === null) hide(); });
   }
+  for (const spot of document.querySelectorAll(".spot")) {
+    const title = spot.querySelector("title");
+    const lines = title.textContent.split("\n");
+    title.remove(); // the browser's own note would lie over ours
+    spot.setAttribute("aria-label", lines.join(", "));
+    spot.addEventListener("pointermove", (event) => show(lines, event));
+    spot.addEventListener("pointerleave", hide);
+  }
   document.body.classList.add("live");
 })();

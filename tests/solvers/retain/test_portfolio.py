@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
-from roamc.solvers.retain import RetainProblem, RetainSolution, frontier, make_problem, solve, validate
+from roamc.solvers.retain import Frontier, RetainProblem, RetainSolution, frontier, make_problem, solve, validate
 from roamc.solvers.retain.drops import list_drops, try_drops
 from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
@@ -64,6 +64,21 @@ def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
     within = [row[1] for row in rows if row[1].status is not Status.INFEASIBLE]
     assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in pairwise(rows))
     assert all(after.seconds >= before.seconds for before, after in pairwise(within))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
+    problem = layered(5, seed)
+    known = Frontier(problem)
+    budgets = [full_peak(problem) * percent // 100 for percent in (70, 40, 55, 1)]
+    for budget in budgets:
+        solution = known.solve(budget, work_limit=300_000)
+        check(problem, budget, solution)
+        for other in known.found:
+            assert other.peak_bytes > budget or other.seconds >= solution.seconds
+        assert solution.status is Status.INFEASIBLE or known.bound(budget) <= solution.seconds
+    rising = [known.bound(budget) for budget in sorted(budgets, reverse=True)]
+    assert rising == sorted(rising)
 
 
 @pytest.mark.parametrize("seed", range(3))

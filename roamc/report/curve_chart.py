@@ -1,0 +1,132 @@
+"""The curve of peak against added time as shapes in the coordinates of an SVG plot: x to the right, y downwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roamc.report.chart import Mark, round_up
+from roamc.report.curve import Curve, Spot
+from roamc.units import Bytes, Seconds, format_bytes
+
+WIDTH, HEIGHT = 784, 240
+"""Pixels."""
+
+EDGE = 0.04
+"""Air around the dots, as a share of the plot."""
+
+TICKS = 7
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One plan: where its dot is, what is said of it (one line each), and whether it is the plan of the page."""
+
+    x: float
+    y: float
+    text: str
+    now: bool
+
+
+@dataclass(frozen=True)
+class CurveChart:
+    """The plot.
+
+    Attributes:
+        width: in pixels.
+        height: in pixels.
+        line: path of what the plans reach: between two of them the one with the lower peak.
+        bound: path of the area in which there is no plan.
+        dots: the plans.
+        x_ticks: peaks.
+        y_ticks: added time, as a share of the step's.
+    """
+
+    width: int
+    height: int
+    line: str
+    bound: str
+    dots: tuple[Dot, ...]
+    x_ticks: tuple[Mark, ...]
+    y_ticks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From bytes and seconds to pixels. low, high: bytes at the edges. most: seconds at the upper one."""
+
+    low: float
+    high: float
+    most: Seconds
+
+    def x(self, peak: float) -> float:
+        return round(WIDTH * (peak - self.low) / (self.high - self.low), 1)
+
+    def y(self, seconds: Seconds) -> float:
+        return round(HEIGHT * (1 - seconds / self.most), 1)
+
+
+def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
+    """Draw the curve; ``eager`` is the peak that shares are of."""
+    spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.peak_bytes)
+    low, high = spots[-1].peak_bytes, spots[0].peak_bytes
+    air = EDGE * ((high - low) or high)
+    # Where nothing costs time, one percent keeps the axis.
+    most = max(spot.added_seconds for spot in spots) or curve.step_seconds / 100
+    scale = _Scale(low - air, high + air, most * (1 + EDGE))
+    reached = [(spot.peak_bytes, spot.added_seconds) for spot in curve.spots]
+    return CurveChart(
+        width=WIDTH,
+        height=HEIGHT,
+        line=_stairs(reached, scale),
+        bound=f"{_stairs(curve.bounds, scale, early=False)}V{HEIGHT}H{WIDTH}Z",
+        dots=tuple(
+            Dot(scale.x(spot.peak_bytes), scale.y(spot.added_seconds), _text(spot, curve, eager), spot == curve.now)
+            for spot in spots
+        ),
+        x_ticks=_peak_ticks(scale),
+        y_ticks=_time_ticks(scale, curve.step_seconds),
+    )
+
+
+def _stairs(steps: Iterable[tuple[Bytes, Seconds]], scale: _Scale, early: bool = True) -> str:
+    """From the right edge to the lowest peak; ``early`` goes up at the higher peak of two, else at the lower one.
+
+    ```
+    early:  __            else:  __
+              |                 |
+              |__           ____|
+    ```
+    """
+    parts = []
+    for number, (peak, seconds) in enumerate(steps):
+        x, y = f"H{scale.x(peak)}", f"V{scale.y(seconds)}"
+        if not number:
+            parts += [f"M{WIDTH} {scale.y(seconds)}", x]
+        else:
+            parts += [y, x] if early else [x, y]
+    return "".join(parts)
+
+
+def _text(spot: Spot, curve: Curve, eager: Bytes) -> str:
+    share, least = (seconds / curve.step_seconds for seconds in (spot.added_seconds, spot.bound_seconds))
+    lines = [
+        f"peak {format_bytes(spot.peak_bytes)}, {spot.peak_bytes / eager:.3f} of eager's",
+        f"added time {share:.2%}, {spot.added_seconds:.4g} s a step",
+        f"no reruns at this peak add less than {least:.2%}",
+    ]
+    return "\n".join([*lines, *(["this plan"] if spot == curve.now else [])])
+
+
+def _peak_ticks(scale: _Scale) -> tuple[Mark, ...]:
+    apart = round_up((scale.high - scale.low) / TICKS)
+    peaks = range(int(scale.low // apart + 1) * apart, int(scale.high) + 1, apart)
+    return tuple(Mark("", scale.x(peak), format_bytes(peak), scale.x(peak)) for peak in peaks)
+
+
+def _time_ticks(scale: _Scale, step: Seconds) -> tuple[Mark, ...]:
+    """Counted in hundredths of a percent, so that they are whole."""
+    whole = 10_000 / step
+    apart = round_up(scale.most * whole / TICKS)
+    places = [(scale.y(number / whole), number) for number in range(0, int(scale.most * whole) + 1, apart)]
+    return tuple(Mark("", at, f"{number / 100:g} %", at) for at, number in places)

@@ -1,0 +1,138 @@
+"""Budgets compared, and the curve of peak against added time: true plans, never better where the peak is lower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from roamc.options import Options
+from roamc.pipeline import Trials
+from roamc.report.chart import Mark
+from roamc.report.curve import BETWEEN, Curve, Spot, staircase, targets, trace
+from roamc.report.curve_chart import HEIGHT, WIDTH, curve_chart
+from roamc.report.frontier import frontier
+from roamc.report.text import BAR, curve_rows
+from tests.graphs import model_graph
+
+SHARES = ("100%", "95%", "90%", "85%", "80%", "75%", "70%", "65%", "55%", "min")
+QUICK = Options(layout_nodes=0)
+
+
+@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt-dropout", "joint"), ("vit", "step")])
+def test_ten_falling_budgets_have_no_higher_peak_and_no_less_time(name: str, route: str) -> None:
+    graph, _ = model_graph(name, route)
+    points = frontier(graph, QUICK, SHARES)
+    assert [point.budget for point in points] == list(SHARES)
+    plans = [point.plan for point in points]
+    assert all(after.needed_bytes <= before.needed_bytes for before, after in pairwise(plans))
+    assert all(after.added_seconds >= before.added_seconds for before, after in pairwise(plans))
+    assert all(point.fits == (point.plan.needed_bytes <= point.plan.budget_bytes) for point in points[:-1])
+    assert points[-1].plan.needed_bytes < points[0].plan.needed_bytes
+    assert points[-1].plan.added_seconds > points[0].plan.added_seconds
+
+
+def test_budgets_may_come_in_any_sequence() -> None:
+    graph, _ = model_graph("nanogpt", "step")
+    falling = {point.budget: point.plan for point in frontier(graph, QUICK, ("90%", "70%", "min"))}
+    mixed = {point.budget: point.plan for point in frontier(graph, QUICK, ("min", "90%", "70%"))}
+    assert mixed == falling
+
+
+@pytest.fixture(scope="module", params=["nanogpt", "nanogpt-dropout"])
+def traced(request: pytest.FixtureRequest) -> tuple[Trials, Curve]:
+    trials = Trials(model_graph(request.param, "step")[0], replace(QUICK, memory_budget="80%"), many=True)
+    curve = trace(trials, trials.run().plan)
+    assert curve is not None
+    return trials, curve
+
+
+def test_curve_is_made_of_plans(traced: tuple[Trials, Curve]) -> None:
+    trials, curve = traced
+    plans = {(plan.needed_bytes, plan.added_seconds) for plan in trials.found}
+    assert {(spot.peak_bytes, spot.added_seconds) for spot in (*curve.spots, curve.now)} <= plans
+    assert curve.spots[-1].peak_bytes == min(plan.needed_bytes for plan in trials.found)
+    assert curve.spots[0].added_seconds == 0
+
+
+def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[Trials, Curve]) -> None:
+    _, curve = traced
+    for before, after in pairwise(curve.spots):
+        assert after.peak_bytes < before.peak_bytes
+        assert after.added_seconds > before.added_seconds
+    assert [seconds for _, seconds in curve.bounds] == sorted(seconds for _, seconds in curve.bounds)
+    for spot in (*curve.spots, curve.now):
+        assert 0 <= spot.bound_seconds <= spot.added_seconds
+        assert all(seconds <= spot.added_seconds for peak, seconds in curve.bounds if peak >= spot.peak_bytes)
+    assert curve.spots[-1].bound_seconds > 0
+
+
+def test_plan_of_the_curve_is_that_of_the_budget_alone() -> None:
+    options = replace(QUICK, memory_budget="80%")
+    alone = Trials(model_graph("nanogpt", "step")[0], options).run().plan
+    assert Trials(model_graph("nanogpt", "step")[0], options, many=True).run().plan == alone
+    free = Trials(model_graph("nanogpt", "step")[0], QUICK).run().plan
+    assert Trials(model_graph("nanogpt", "step")[0], QUICK, many=True).run().plan == free
+
+
+def test_no_curve_where_nothing_may_run_again() -> None:
+    trials = Trials(model_graph("nanogpt", "step")[0], Options(disable=("retain",)), many=True)
+    assert trace(trials, trials.run().plan) is None
+
+
+def test_targets_fall_by_the_same_share() -> None:
+    found = targets(1 << 20, 1 << 27)
+    assert found == tuple(1 << power for power in range(26, 20, -1))
+    assert len(found) == BETWEEN
+    assert targets(5, 5) == ()
+
+
+def test_only_plans_that_no_other_beats_stay() -> None:
+    trials = Trials(model_graph("nanogpt", "step")[0], QUICK, many=True)
+    trials.first  # noqa: B018 - is made when it is asked for
+    trials.attempt(0)
+    both = staircase(trials.found)
+    assert [plan.added_seconds for plan in both] == sorted(plan.added_seconds for plan in trials.found)
+    assert staircase([*both, *both]) == both
+
+
+SPOTS = (Spot(1000, 0.0, 0.0), Spot(500, 1.0, 0.5), Spot(100, 4.0, 2.0))
+HAND_MADE = Curve(SPOTS, SPOTS[1], tuple((spot.peak_bytes, spot.bound_seconds) for spot in SPOTS), 10.0)
+
+
+def test_rows_are_narrow_and_bars_are_to_scale() -> None:
+    rows = curve_rows(HAND_MADE, 2000)
+    assert [row[:4] for row in rows] == [
+        ("1 kB", "0.500", "0.0%", "0.0%"),
+        ("500 B", "0.250", "10.0%", "5.0%"),
+        ("100 B", "0.050", "40.0%", "20.0%"),
+    ]
+    assert [row[4] for row in rows] == ["", "##---", "#" * (BAR // 2) + "-" * (BAR // 2)]
+    assert [row[5] for row in rows] == ["", "this plan", "the lowest"]
+
+
+def test_drawing_places_plans_and_bound() -> None:
+    chart = curve_chart(HAND_MADE, 2000)
+    assert [dot.now for dot in chart.dots] == [False, True, False]
+    xs, ys = [dot.x for dot in chart.dots], [dot.y for dot in chart.dots]
+    assert WIDTH > xs[0] > xs[1] > xs[2] > 0
+    assert HEIGHT == ys[0] > ys[1] > ys[2] > 0
+    assert "peak 500 B, 0.250 of eager's\nadded time 10.00%, 1 s a step" in chart.dots[1].text
+    # Down from the right: what the plan with the lower peak costs holds from the next higher one on.
+    assert chart.line == f"M{WIDTH} {ys[0]}H{xs[0]}V{ys[1]}H{xs[1]}V{ys[2]}H{xs[2]}"
+    assert chart.bound.startswith(f"M{WIDTH} {ys[0]}H{xs[0]}H{xs[1]}V")
+    assert labels(chart.y_ticks)[:3] == ["0 %", "10 %", "20 %"]
+    assert labels(chart.x_ticks) == ["200 B", "400 B", "600 B", "800 B", "1 kB"]
+
+
+def test_drawing_of_one_plan_has_axes() -> None:
+    only = Spot(1000, 0.0, 0.0)
+    chart = curve_chart(Curve((only,), only, ((1000, 0.0),), 10.0), 1000)
+    assert len(chart.dots) == 1
+    assert chart.x_ticks
+    assert chart.y_ticks
+
+
+def labels(ticks: tuple[Mark, ...]) -> list[str]:
+    return [tick.text for tick in ticks]
