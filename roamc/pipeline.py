@@ -146,13 +146,12 @@ class _Road:
         if limit is None:
             return self.arrive(clean)
         profile = cost.load_profile(main_device(clean.graph), self.options.profile)
-        prices = cost.prices(clean.graph, profile)
-        alone = sum(prices.values())
+        alone = cost.step_seconds(clean.graph, profile)
         first = self.arrive(_fresh(clean), alone=alone)
-        asked = functools.cache(lambda: retain.question(clean.graph, self.options, _order(first), prices))
+        choice = functools.cache(lambda: retain.Choice(clean.graph, self.options, _order(first), profile))
 
         def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.arrive(_fresh(clean), retain.choose(asked(), target), alone))
+            return _Attempt(self.arrive(_fresh(clean), choice().decide(target), alone))
 
         return budget.fit(_Attempt(first), attempt, limit).planned
 

@@ -4,12 +4,15 @@ Read `problem.py` first (the question and the answer), then `reference.py` (the 
 decision costs) and `portfolio.py`.
 """
 
+from roamc.solvers.retain.bound import Bounds, Codes
 from roamc.solvers.retain.portfolio import frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem
 from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
 
 __all__ = [
+    "Bounds",
+    "Codes",
     "Rerun",
     "RetainProblem",
     "RetainReport",
