@@ -7,6 +7,7 @@ decided here, by a few sets of them; each is one question to the solver, and the
     none                            the reruns alone
     those worth the price           seconds for a byte less below what a byte is worth at the worst step of the bound
     ... twice that, all of them     where the peak is what is missing, whatever the time
+    of each, those needed           without what fits as it is
 
 The bound is that of :class:`roamc.solvers.retain.Bounds` over all choices, codecs included.
 """
@@ -26,8 +27,11 @@ from roamc.cost import DeviceProfile
 from roamc.graph import TrainGraph, copied, operators
 from roamc.memory import MemoryModel, build_memory
 from roamc.options import Options
+from roamc.passes import donate
+from roamc.passes.retain.apply import apply
 from roamc.passes.retain.compress import MARK, Code, best_codec, compress, values
 from roamc.passes.retain.decide import Decision, Question, choose, question
+from roamc.passes.retain.prune import not_needed
 from roamc.solvers.retain import Bounds, Codes
 from roamc.units import Bytes, Seconds
 
@@ -96,6 +100,9 @@ class Choice:
             if _closed(min(found, key=lambda one: _rank(one, target)), target, bound):
                 break
             found.append(self._decide_coded(codes, target))
+            fewer = self._fewer(codes, found[-1], target)
+            if fewer:
+                found.append(self._decide_coded(fewer, target))
         return _bounded(min(found, key=lambda one: _rank(one, target)), target, bound)
 
     @functools.cached_property
@@ -143,6 +150,17 @@ class Choice:
         rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
         sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
         return list(dict.fromkeys(chosen for chosen in sets if chosen))
+
+    def _fewer(self, codes: tuple[Candidate, ...], decision: Decision, target: Bytes) -> tuple[Candidate, ...]:
+        """Those that the decision needs, if these are not all."""
+        if decision.peak_bytes > target:
+            return ()
+        graph = apply(copied(self.graph), decision)
+        if donate.NAME not in self.options.disable:
+            graph = donate.apply(graph, donate.decide(graph, self.options))
+        dearest = sorted(codes, key=lambda candidate: -candidate.seconds)
+        idle = not_needed(graph, [(c.code.storage, c.before - c.after) for c in dearest], target)
+        return tuple(c for c in codes if c.code.storage not in idle) if idle else ()
 
     def _compressed(self, codes: Sequence[Code]) -> TrainGraph:
         """The graph with these codecs; all of them are asked for twice in turn."""

@@ -44,10 +44,17 @@ class Code(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What a node does for which storage: "encode", "decode", "shape" (a stand-in) or "read" (in another way)."""
+    """What a node does for a storage that is kept smaller.
+
+    Attributes:
+        storage: its name.
+        role: "encode", "decode", "shape" (a stand-in) or "read" (in another way).
+        operator: what makes the storage, such as ``aten.native_dropout.default``.
+    """
 
     storage: str
     role: str
+    operator: str
 
 
 class Value(NamedTuple):
@@ -158,8 +165,8 @@ class _Writer(Versions):
     Attributes:
         encodings: last reader in forward, or maker, to (value, coding) that are encoded behind it.
         decodings: first reader behind forward to (value, coding) that are decoded in front of it.
-        shapes: reader to positions of arguments that it is given a stand-in for, and the storage.
-        readers: reader to the operator that reads what was decoded, and the storage.
+        shapes: reader to positions of arguments that it is given a stand-in for, and the value.
+        readers: reader to the operator that reads what was decoded, and the value.
         codes: value's node to the node of its code.
     """
 
@@ -167,53 +174,56 @@ class _Writer(Versions):
         super().__init__(graph)
         self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.decodings: dict[fx.Node, list[tuple[Value, Coding]]] = {}
-        self.shapes: dict[fx.Node, list[tuple[int, str]]] = {}
-        self.readers: dict[fx.Node, tuple[Any, str]] = {}
+        self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
+        self.readers: dict[fx.Node, tuple[Any, Value]] = {}
         self.codes: dict[fx.Node, fx.Node] = {}
 
     def add(self, value: Value, coding: Coding | None) -> None:
         """Keep ``value`` as ``coding``, or not at all."""
         for read in value.shapes:
-            self.shapes.setdefault(read.reader, []).append((read.position, value.storage.name))
+            self.shapes.setdefault(read.reader, []).append((read.position, value))
         if coding is None:
             return
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
-        mark = Mark(value.storage.name, "encode")
+        mark = self._mark(value, "encode")
         self.codes[node] = self._insert(
             _recorded(coding, "encode", *_geometry(node)), node, node, last.next, last, mark
         )
         self.decodings.setdefault(late[0].reader, []).append((value, coding))
         for read in late if coding.readers else ():
-            self.readers[read.reader] = coding.readers[read.reader.target], value.storage.name  # type: ignore[index]
+            self.readers[read.reader] = coding.readers[read.reader.target], value  # type: ignore[index]
 
     def write(self) -> None:
         """Decode where due, and let everybody read what is theirs."""
         for node in list(self.makers.values()):
             for value, coding in self.decodings.get(node, ()):
                 self._decode(value, coding, node)
-            for position, storage in self.shapes.get(node, ()):
-                self._stand_in(node, position, storage)
+            for position, value in self.shapes.get(node, ()):
+                self._stand_in(node, position, value)
             self.redirect(node)
             if node in self.readers:
-                node.target, storage = self.readers[node]
-                node.meta[MARK] = Mark(storage, "read")
+                node.target, value = self.readers[node]
+                node.meta[MARK] = self._mark(value, "read")
+
+    def _mark(self, value: Value, role: str) -> Mark:
+        maker = self.memory.operators[value.storage.producer].node
+        return Mark(value.storage.name, role, str(maker.target))
 
     def _decode(self, value: Value, coding: Coding, at: fx.Node) -> None:
         node = value.saved.node
         code = self.codes[node]
-        mark = Mark(value.storage.name, "decode")
+        mark = self._mark(value, "decode")
         made = self._insert(_recorded(coding, "decode", *_geometry(code)), code, node, at, at, mark)
         names = [node]
         for name in names:
             self.newest[name] = made
             names += [user for user in name.users if user.target in SAME]
 
-    def _stand_in(self, reader: fx.Node, position: int, storage: str) -> None:
-        value = reader.args[position]
-        tensor = value.meta["val"]  # type: ignore[union-attr]
-        recorded = _recorded_stand_in(tuple(tensor.shape), tensor.dtype, tensor.device)
-        made = self._insert(recorded, None, value, reader, reader, Mark(storage, "shape"))  # type: ignore[arg-type]
+    def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
+        tensor = value.saved.tensor
+        recorded = _recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
+        made = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
         reader.args = (*reader.args[:position], made, *reader.args[position + 1 :])
 
     def _insert(

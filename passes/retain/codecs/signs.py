@@ -1,7 +1,8 @@
 """signs: of a relu whose result backward compares with zero and does not use otherwise, one bit an element is kept.
 
 ``threshold_backward(gradient, result, 0)`` is zero where ``result <= 0`` and else the gradient, bit for bit; NaN is not
-below anything, and -0.0 is not above 0. ``masked_fill(gradient, result <= 0, 0)`` is the same.
+below anything, and -0.0 is not above 0. ``masked_fill(gradient, result <= 0, 0)`` is the same. (Of a gradient that is
+NaN itself, vector code for narrow dtypes may write another NaN.)
 """
 
 from __future__ import annotations
@@ -73,5 +74,8 @@ def _reads_sign(read: Read, value: fx.Node) -> bool:
     gradient, _, threshold = reader.args
     if threshold != 0 or not isinstance(gradient, fx.Node) or gradient is value:
         return False
-    given, made = gradient.meta["val"], reader.meta["val"]
-    return bool(given.stride() == made.stride() and given.shape == made.shape and given.dtype == made.dtype)
+    mask = value.meta["val"]
+    with mask.fake_mode:
+        instead: Tensor = READERS[reader.target](gradient.meta["val"], torch.empty_like(mask, dtype=torch.bool), 0)
+    made: Tensor = reader.meta["val"]
+    return instead.stride() == made.stride() and instead.shape == made.shape and instead.dtype == made.dtype
