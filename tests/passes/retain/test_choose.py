@@ -178,7 +178,9 @@ def test_copy_of_what_is_kept_anyway_is_dropped_and_made_again(copy: str) -> Non
     peak = choose(choice.plain, 1 << 60).peak_bytes
     decision = choice.decide(peak - 1)
     assert decision.peak_bytes < peak
-    assert [name for _, name, _, _ in decision.reruns] == [copy]
+    again = {name for _, name, _, _ in decision.reruns}
+    assert copy in again
+    assert "tanh" not in again
     assert not decision.codes
 
 
