@@ -41,6 +41,9 @@ WORTH = 1_000
 GENEROUS = 2.0
 """The second set takes what costs up to so many times the price."""
 
+NEAR = 0.02
+"""What was best for a peak that differs by no more than this share is tried first and alone."""
+
 OPERATORS = 3
 """The bound looks at so many operators, as that of the solver does."""
 
@@ -83,6 +86,7 @@ class Choice:
         self.prices = cost.prices(graph, profile)
         self.memory = build_memory(graph)
         self._asked: dict[tuple[Candidate, ...], Question] = {}
+        self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
         self._last: tuple[tuple[Code, ...], TrainGraph] | None = None
 
     def decide(self, target: Bytes) -> Decision:
@@ -103,7 +107,10 @@ class Choice:
             fewer = self._fewer(codes, found[-1], target)
             if fewer:
                 found.append(self._decide_coded(fewer, target))
-        return _bounded(min(found, key=lambda one: _rank(one, target)), target, bound)
+        best = min(found, key=lambda one: _rank(one, target))
+        names = {code[0] for code in best.codes}
+        self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
+        return _bounded(best, target, bound)
 
     @functools.cached_property
     def plain(self) -> Question:
@@ -145,7 +152,10 @@ class Choice:
         return bounds
 
     def _sets(self, target: Bytes, bound: Seconds) -> list[tuple[Candidate, ...]]:
-        """The sets of storages to try, each once, the cheapest first."""
+        """The sets of storages to try, each once, the cheapest first; that which won for nearly the same peak alone."""
+        asked, won = self._won
+        if won and abs(asked - target) <= NEAR * target:
+            return [won]
         price = self.bounds.price(target)
         rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
         sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
