@@ -58,8 +58,8 @@ class Candidate:
         code: the storage and its codec.
         before: bytes of the storage.
         after: bytes of the smaller form.
-        decoded: bytes of what the late readers are given instead.
-        seconds: predicted time of writing and reading it, less what readers save; not below 0.
+        decoded: the fewest bytes that a late reader is given instead.
+        seconds: predicted time of writing and reading it.
     """
 
     code: Code
@@ -130,8 +130,8 @@ class Choice:
                 code=code,
                 before=value.storage.nbytes,
                 after=coding.nbytes if coding is not None else 0,
-                decoded=min(coding.decoded_bytes, value.storage.nbytes) if coding is not None else 0,
-                seconds=max(seconds.get(code.storage, 0.0), 0.0),
+                decoded=0 if value.shapes else value.storage.nbytes,
+                seconds=seconds.get(code.storage, 0.0),
             )
             for code, (value, (_, coding)) in zip(codes, large, strict=True)
         )
@@ -189,13 +189,12 @@ class Choice:
         return self._asked[codes]
 
     def _seconds(self, graph: TrainGraph) -> dict[str, Seconds]:
-        """By storage what its codec adds: operators that are new, and readers that take more or less time."""
+        """By storage what its codec adds."""
         found: dict[str, Seconds] = {}
         for node in operators(graph.graph):
             if MARK in node.meta:
-                now, before = cost.seconds(node, self.profile), self.prices.get(node.name, 0.0)
                 storage = node.meta[MARK].storage
-                found[storage] = found.get(storage, 0.0) + now - before
+                found[storage] = found.get(storage, 0.0) + cost.seconds(node, self.profile)
         return found
 
     def _decide_coded(self, codes: tuple[Candidate, ...], target: Bytes) -> Decision:
@@ -246,7 +245,7 @@ def coded_order(plain: MemoryModel, coded: MemoryModel, order: Sequence[str]) ->
         last, first, shape = places[mark.storage]
         if mark.role == "encode":
             behind.setdefault(last, []).append(name)
-        elif mark.role != "read":
+        else:
             front.setdefault(first if mark.role == "decode" else shape, []).append(name)
     there = {op.node.name for op in coded.operators}
     found = [n for step, name in enumerate(order) for n in (*front.get(step, ()), name, *behind.get(step, ()))]

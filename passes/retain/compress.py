@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 
     Attributes:
         storage: its name.
-        role: "encode", "decode", "shape" (a stand-in) or "read" (in another way).
+        role: "encode", "decode" or "shape" (a stand-in).
         operator: what makes the storage, such as ``aten.native_dropout.default``.
     """
 
@@ -166,7 +166,6 @@ class _Writer(Versions):
         encodings: last reader in forward, or maker, to (value, coding) that are encoded behind it.
         decodings: first reader behind forward to (value, coding) that are decoded in front of it.
         shapes: reader to positions of arguments that it is given a stand-in for, and the value.
-        readers: reader to the operator that reads what was decoded, and the value.
         codes: value's node to the node of its code.
     """
 
@@ -175,7 +174,6 @@ class _Writer(Versions):
         self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.decodings: dict[fx.Node, list[tuple[Value, Coding]]] = {}
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
-        self.readers: dict[fx.Node, tuple[Any, Value]] = {}
         self.codes: dict[fx.Node, fx.Node] = {}
 
     def add(self, value: Value, coding: Coding | None) -> None:
@@ -191,8 +189,6 @@ class _Writer(Versions):
             _recorded(coding, "encode", *_geometry(node)), node, node, last.next, last, mark
         )
         self.decodings.setdefault(late[0].reader, []).append((value, coding))
-        for read in late if coding.readers else ():
-            self.readers[read.reader] = coding.readers[read.reader.target], value  # type: ignore[index]
 
     def write(self) -> None:
         """Decode where due, and let everybody read what is theirs."""
@@ -202,9 +198,6 @@ class _Writer(Versions):
             for position, value in self.shapes.get(node, ()):
                 self._stand_in(node, position, value)
             self.redirect(node)
-            if node in self.readers:
-                node.target, value = self.readers[node]
-                node.meta[MARK] = self._mark(value, "read")
 
     def _mark(self, value: Value, role: str) -> Mark:
         maker = self.memory.operators[value.storage.producer].node

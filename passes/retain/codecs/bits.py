@@ -16,13 +16,11 @@ Every operator works on bytes in memory's sequence: no wider temporaries, and ve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roamc.compat import OpOverload
 from roamc.passes.retain.codecs.codec import Saved, fills_storage, flat
 from roamc.units import Bytes
 
@@ -43,20 +41,10 @@ class Bits:
         """One bit an element, whole bytes."""
         return -(-math.prod(self.shape) // PARTS)
 
-    @property
-    def decoded_bytes(self) -> Bytes:
-        """The mask, with its last part filled up."""
-        return self.nbytes * PARTS
-
-    @property
-    def readers(self) -> Mapping[OpOverload, OpOverload]:
-        """Everybody reads the mask itself."""
-        return {}
-
     def encode(self, value: Tensor) -> Tensor:
         """uint8[ceil(n / 8)] for a bool tensor of n elements that lie side by side."""
         row = aten.view.dtype(flat(value), torch.uint8)
-        missing = self.decoded_bytes - row.numel()
+        missing = self.nbytes * PARTS - row.numel()
         if missing:
             row = aten.constant_pad_nd.default(row, [0, missing])
         parts = aten.view.default(row, [PARTS, self.nbytes])

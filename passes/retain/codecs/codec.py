@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import OpOverload
 from roamc.units import Bytes
 
 
@@ -58,24 +57,14 @@ class Coding(Protocol):
     """How one value is kept smaller. Hashable, and equal for values of one geometry.
 
     ``encode`` and ``decode`` are functions of tensors that call ATen operators and nothing else, without regard to
-    what is in the tensors: they are traced into the graph. What ``decode`` gives has the shape and the strides of the
-    value, and its dtype too unless ``readers`` says otherwise.
+    what is in the tensors: they are traced into the graph. What ``decode`` gives has the shape, the strides and the
+    dtype of the value, and leads everybody who reads it behind forward to the same results, or near them by the
+    codec's error.
     """
 
     @property
     def nbytes(self) -> Bytes:
         """Bytes of the code."""
-
-    @property
-    def decoded_bytes(self) -> Bytes:
-        """Bytes of what ``decode`` gives."""
-
-    @property
-    def readers(self) -> Mapping[OpOverload, OpOverload]:
-        """Operators that read the value to those that read what ``decode`` gives in its place, and else the same.
-
-        Empty where ``decode`` gives the value, which everybody can read.
-        """
 
     def encode(self, value: Tensor) -> Tensor:
         """The code, in one storage of ``nbytes``."""
@@ -90,7 +79,7 @@ class Codec:
 
     Attributes:
         name: in plans and reports.
-        error: the most by which an element may come back changed; 0 for exact.
+        error: the most by which what is read off an element may change; 0 for exact.
         fit: the coding of a value; None where this codec does not apply.
     """
 

@@ -7,7 +7,7 @@ has read it in forward: that one raises an error if an index is out of its range
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,16 +50,6 @@ class Integers:
     def nbytes(self) -> Bytes:
         """Of the narrow numbers."""
         return self.count * self.narrow.itemsize
-
-    @property
-    def decoded_bytes(self) -> Bytes:
-        """Of the wide numbers."""
-        return self.count * self.wide.itemsize
-
-    @property
-    def readers(self) -> Mapping[OpOverload, OpOverload]:
-        """Everybody reads the wide numbers."""
-        return {}
 
     def encode(self, value: Tensor) -> Tensor:
         """The numbers in the narrow dtype, laid out as before."""
