@@ -236,7 +236,7 @@ class _Writer(Versions):
                 fresh.meta[MARK] = mark
                 with self.mode:
                     values = fx.map_arg((args, kwargs), value_of)
-                    fresh.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
+                    fresh.meta["val"] = node.target(*values[0], **values[1])
                 self.phase[fresh.name] = self.graph.phase[phase_of.name]
                 made[node] = fresh
         result: fx.Node = made[next(node for node in recorded.nodes if node.op == "output").args[0]]

@@ -54,13 +54,16 @@ class Saved:
 
 
 class Coding(Protocol):
-    """How one value is kept smaller. Hashable, and equal for values of one geometry.
+    """How one value is kept smaller. Equal for values of one geometry.
 
     ``encode`` and ``decode`` are functions of tensors that call ATen operators and nothing else, without regard to
     what is in the tensors: they are traced into the graph. What ``decode`` gives has the shape, the strides and the
     dtype of the value, and leads everybody who reads it behind forward to the same results, or near them by the
     codec's error.
     """
+
+    def __hash__(self) -> int:
+        """What was traced for a coding is found again by it."""
 
     @property
     def nbytes(self) -> Bytes:

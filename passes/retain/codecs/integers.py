@@ -87,19 +87,14 @@ def _holds(dtype: torch.dtype, within: Range) -> bool:
 
 def _all_ranges(saved: Saved) -> Iterator[Range | None]:
     made = saved.node
-    pick, maker = (made.args[1], made.args[0]) if not _is_single(made) else (0, made)
-    rule = MAKERS.get((maker.target, pick))  # type: ignore[union-attr]
+    pick, maker = (0, made) if isinstance(made.target, OpOverload) else (made.args[1], made.all_input_nodes[0])
+    rule = MAKERS.get((maker.target, pick))
     if rule is not None:
         yield rule(maker)
     for read in saved.early:
         checked = READERS.get((read.reader.target, read.position))
         if checked is not None and _is_whole(read, saved):
             yield checked(read.reader)
-
-
-def _is_single(node: fx.Node) -> bool:
-    """Whether the node runs an operator, and does not pick one of its results."""
-    return isinstance(node.target, OpOverload)
 
 
 def _is_whole(read: Read, saved: Saved) -> bool:

@@ -43,10 +43,10 @@ def reads_shape(read: Read, value: fx.Node) -> bool:
     On a GPU these operators make a contiguous copy of that argument first: a stand-in would be copied to full size.
     """
     reader = read.reader
-    if READERS.get(reader.target) != read.position or read.argument is not value:
+    if not isinstance(reader.target, OpOverload) or READERS.get(reader.target) != read.position:
         return False
     tensor = value.meta["val"]
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not isinstance(reader.target, OpOverload):
+    if read.argument is not value or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     args, keywords = given(reader)
     with tensor.fake_mode:

@@ -58,4 +58,4 @@ def _reads_sign(read: Read, value: fx.Node) -> bool:
     """Whether the reader only compares with zero."""
     reader = read.reader
     compares = reader.target is aten.threshold_backward.default and read.position == 1
-    return compares and read.argument is value and reader.args[2] == 0
+    return compares and read.argument is value and bool(reader.args[2] == 0)
