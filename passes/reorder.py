@@ -82,12 +82,13 @@ HANDOVER = ""
 
 
 def order_problem(
-    graph: TrainGraph, memory: MemoryModel, gifts: Iterable[donate.Gift] = ()
+    graph: TrainGraph, memory: MemoryModel, gifts: Iterable[donate.Gift] = (), scratch: Sequence[Bytes] | None = None
 ) -> tuple[OrderProblem, list[str]]:
     """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
 
     Between forward and backward stands one operator more, which brings the tangents into being. ``gifts`` are the
-    results that may take over the bytes of an argument.
+    results that may take over the bytes of an argument; ``scratch`` is what each operator of ``memory`` takes for
+    itself, to be counted or not.
     """
     names = [op.node.name for op in memory.operators]
     stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
@@ -96,6 +97,9 @@ def order_problem(
     if graph.boundary:
         names.insert(at, HANDOVER)
         stage.insert(at, 1)
+    own = [0] * len(stage)
+    for operator_, count in zip(new, scratch or (), strict=False):
+        own[operator_] = count
     edges = [(new[before], new[after]) for before, after in memory.edges]
     buffers: list[tuple[Bytes, int, list[int], bool]] = []
     number: dict[int, int] = {}
@@ -107,7 +111,7 @@ def order_problem(
     donors: list[list[int]] = [[] for _ in buffers]
     for gift in gifts:
         donors[number[gift.taker]].append(number[gift.giver])
-    return make_problem(stage, edges, buffers, [0] * len(stage), donors), names
+    return make_problem(stage, edges, buffers, own, donors), names
 
 
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from roamc.cost import objects
 from roamc.errors import OptionError
 from roamc.units import Bytes, Seconds, parse_bytes
 
@@ -86,8 +87,8 @@ class Tried(Protocol):
     """A plan that was tried."""
 
     @property
-    def peak_bytes(self) -> Bytes:
-        """Its peak, layout and all."""
+    def needed_bytes(self) -> Bytes:
+        """Its peak, layout and workspace and all."""
 
     @property
     def added_seconds(self) -> Seconds:
@@ -111,12 +112,12 @@ class _Search:
 
     def next(self, target: Bytes, tried: Tried) -> Bytes | None:
         """What to ask for after the plan for ``target``; None if another would hardly be better."""
-        fits = tried.peak_bytes <= self.budget
+        fits = tried.needed_bytes <= self.budget
         if fits:
             self.fitted = max(self.fitted, target)
         else:
             self.failed = min(self.failed, target)
-        wanted = self.budget - (tried.peak_bytes - tried.asked_bytes) - self.budget // ALIGNED
+        wanted = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.budget // ALIGNED
         if fits and min(wanted, self.failed) <= target + self.budget * CLOSE:
             return None
         if not self.fitted < wanted < self.failed:  # known already: look in between, or lower
@@ -132,9 +133,9 @@ def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
         attempt: plans with this many live bytes asked of ``retain``.
         budget: bytes; 0 for the lowest peak.
     """
-    if first.peak_bytes <= budget:
+    if first.needed_bytes <= budget:
         return first
-    search, target = _Search(budget), budget - budget // ALIGNED
+    search, target = _Search(budget), budget - budget // ALIGNED - objects(budget)
     found = [first]
     for _ in range(ROUNDS if budget else 1):
         now = attempt(target)
@@ -143,7 +144,7 @@ def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
         if wanted is None:
             break
         target = wanted
-    fitting = [one for one in found if one.peak_bytes <= budget]
+    fitting = [one for one in found if one.needed_bytes <= budget]
     if fitting:
-        return min(fitting, key=lambda one: (one.added_seconds, one.peak_bytes))
-    return min(found, key=lambda one: one.peak_bytes)
+        return min(fitting, key=lambda one: (one.added_seconds, one.needed_bytes))
+    return min(found, key=lambda one: one.needed_bytes)

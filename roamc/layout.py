@@ -41,6 +41,7 @@ class Layout:
         held: storages that the allocator keeps: results of operators without an ``out=`` form that
             are not worth a copy.
         peak_bytes: most bytes at one step, of the arena without its holes and of all that lies outside it.
+        needed_bytes: the same with what operators take for themselves, and tensors' own objects.
         holes: what the arena gives back for a while.
     """
 
@@ -49,6 +50,7 @@ class Layout:
     offset: Mapping[str, Bytes]
     held: frozenset[str]
     peak_bytes: Bytes
+    needed_bytes: Bytes
     holes: tuple[Hole, ...] = ()
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from roamc import budget, cost, news, typed, verify
@@ -120,8 +121,16 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
 def _resolved(graph: TrainGraph, options: Options) -> Options:
     """The options with the budget in bytes."""
     state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
-    limit = budget.resolve(options.memory_budget, graph.eager_bytes or 0, main_device(graph), state)
+    limit = budget.resolve(options.memory_budget, _eager_needs(graph), main_device(graph), state)
     return dataclasses.replace(options, memory_budget=limit)
+
+
+def _eager_needs(graph: TrainGraph) -> Bytes:
+    """What eager PyTorch takes at its worst step, operators' own memory and objects included."""
+    memory = build_memory(graph)
+    own = np.array([cost.workspace(operator.node) for operator in memory.operators], dtype=np.int64)
+    most = int((eager_live_bytes(memory) + own).max(initial=0))
+    return most + cost.objects(most)
 
 
 @dataclass(frozen=True)
@@ -222,8 +231,8 @@ class _Attempt:
     planned: Planned
 
     @property
-    def peak_bytes(self) -> Bytes:
-        return self.planned.plan.peak_bytes
+    def needed_bytes(self) -> Bytes:
+        return self.planned.plan.needed_bytes
 
     @property
     def added_seconds(self) -> Seconds:
@@ -294,6 +303,7 @@ def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
         versions={"roamc": __version__, "torch": torch.__version__},
         budget_bytes=limit or 0,
         peak_bytes=peak_bytes,
+        needed_bytes=placed.needed_bytes,
         arena_bytes=placed.arena_bytes,
         live_bytes=placed.live_bytes,
         bound_bytes=bound_bytes,
@@ -311,11 +321,11 @@ def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:
 
 def _check_budget(planned: Planned, limit: Bytes | None) -> None:
     plan = planned.plan
-    if not limit or plan.peak_bytes <= limit:
+    if not limit or plan.needed_bytes <= limit:
         return
     again = "all that can be dropped and made again dropped" if plan.step_seconds else "nothing dropped"
     raise BudgetError(
-        f"{plan.name} needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) at its peak, above "
+        f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
         f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
         "Raise the budget, or use a smaller batch",
         plan,

@@ -16,7 +16,7 @@ from roamc import typed
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form; raised when a reader of an older version could misread it."""
 
 
@@ -31,7 +31,9 @@ class Plan:
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
         peak_bytes: predicted peak of everything that the step allocates: the arena without what it gives
             back at that time, and outside it outputs, held results and results on their way into the arena.
-            Parameters, optimizer state and inputs are not in it, nor the workspace inside operators.
+            Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
+        needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
+            estimated by :mod:`roamc.cost.scratch`. This is what a budget is compared with.
         arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
@@ -51,6 +53,7 @@ class Plan:
     versions: Mapping[str, str]
     budget_bytes: Bytes
     peak_bytes: Bytes
+    needed_bytes: Bytes
     arena_bytes: Bytes
     live_bytes: Bytes
     bound_bytes: Bytes
@@ -97,6 +100,7 @@ class Plan:
         """The numbers as they are shown: (label, value, remark)."""
         return (
             ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
+            *self._workspace_rows(),
             *self._budget_rows(),
             ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
             ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
@@ -104,6 +108,10 @@ class Plan:
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
             ("status", self.status, ""),
         )
+
+    def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
+        more = self.needed_bytes - self.peak_bytes
+        return (("workspace", format_bytes(more), "more, inside operators and for objects, estimated"),) if more else ()
 
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.step_seconds:

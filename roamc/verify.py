@@ -16,6 +16,7 @@ from torch import fx
 
 from roamc import ops
 from roamc.compat import OpOverload
+from roamc.cost import workspace
 from roamc.errors import VerifyError
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, tensors_of
@@ -168,10 +169,13 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], close
     total = layout.arena_bytes
     for node, more in zip(nodes, change, strict=False):
         total += more
-        if total > layout.peak_bytes and node.op == "call_function":
-            raise VerifyError(
-                f"after pass 'layout': {total} bytes at {node.name}, above the {layout.peak_bytes} that the layout says"
-            )
+        if node.op != "call_function":
+            continue
+        for found, said in ((total, layout.peak_bytes), (total + workspace(node), layout.needed_bytes)):
+            if found > said:
+                raise VerifyError(
+                    f"after pass 'layout': {found} bytes at {node.name}, above the {said} that the layout says"
+                )
 
 
 def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:

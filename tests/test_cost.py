@@ -19,12 +19,14 @@ from roamc.cost import (
     flops,
     kind_of,
     load_profile,
+    objects,
     read_profile,
     seconds,
     shipped_names,
     step_seconds,
     store_profile,
     traffic,
+    workspace,
 )
 from roamc.cost.kinds import KINDS, OPERATORS, PRODUCTS, UNKNOWN, VIEW
 from roamc.cost.measure import calibrate
@@ -339,3 +341,60 @@ def test_calibration_makes_a_readable_profile() -> None:
     assert {"float32", "bfloat16"} <= set(profile.flops["matmul"])
     assert [done for _, done in said] == [0, 1]
     assert torch.is_grad_enabled()
+
+
+# -- workspace ------------------------------------------------------------------------------------
+
+
+def _image(channels: int, side: int, *, last: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = floats(4, channels, side, side, dtype=dtype)
+    return made.contiguous(memory_format=torch.channels_last) if last else made
+
+
+def _convolved(stride: int = 1, groups: int = 1) -> Callable[..., Tensor]:
+    def run(image: Tensor, weight: Tensor) -> Tensor:
+        half = weight.shape[-1] // 2
+        return F.conv2d(image, weight, stride=stride, padding=half, groups=groups)
+
+    return run
+
+
+MB = 2**20
+WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    "a mask times floats converts the mask": (torch.mul, (floats(512, 512), floats(512, 512).bool()), MB),
+    "two dtypes convert the narrower": (torch.add, (floats(512, 512, dtype=torch.bfloat16), floats(512, 512)), MB),
+    "one dtype converts nothing": (torch.mul, (floats(512, 512), floats(512, 512)), 0),
+    "a condition is not converted": (torch.where, (floats(512, 512).bool(), floats(512, 512), floats(512, 512)), 0),
+    "numbers are not tensors": (lambda x: x * 2.5, (floats(512, 512),), 0),
+    "whole numbers times a fraction": (lambda x: x * 2.5, (floats(512, 512).int(),), MB),
+    "copies convert on the way": (lambda x: x.to(torch.float32), (floats(512, 512, dtype=torch.bfloat16),), 0),
+    "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB),
+    "the mean of floats": (lambda x: x.mean(1), (floats(512, 512),), 0),
+    "matrix products": (torch.mm, (floats(512, 512), floats(512, 512)), 0),
+    "convolution": (_convolved(), (_image(64, 32), floats(64, 64, 3, 3)), MB + 4 * 64 * 64 * 9 + 32 * 1024),
+    "channels last": (_convolved(), (_image(64, 32, last=True), floats(64, 64, 3, 3)), 4 * 64 * 64 * 9 + 32 * 1024),
+    "17 channels take two blocks": (_convolved(), (_image(17, 32), floats(8, 17, 1, 1)), MB // 2 + 544 + 32 * 1024),
+    "double precision makes windows": (
+        _convolved(),
+        (_image(16, 32, dtype=torch.float64), floats(16, 16, 3, 3, dtype=torch.float64)),
+        9 * MB // 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WORKSPACES)
+def test_workspace_of_an_operator(case: str) -> None:
+    function, inputs, expected = WORKSPACES[case]
+    assert workspace(node_of(function, *inputs)) == expected
+
+
+def test_views_and_picks_take_nothing() -> None:
+    graph = model_graph("nanogpt", "step")[0]
+    views = [node for node in operators(graph.graph) if ops.is_view(node.target)]
+    assert views
+    assert not any(workspace(node) for node in views)
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (2560, 10), (1 << 30, 256 << 10)])
+def test_objects_take_a_little(nbytes: int, expected: int) -> None:
+    assert objects(nbytes) == expected

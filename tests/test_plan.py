@@ -17,7 +17,7 @@ from roamc import pipeline
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
 from roamc.options import Options
-from roamc.plan import Plan
+from roamc.plan import FORMAT, Plan
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -74,7 +74,7 @@ def test_seconds_are_left_out_unless_asked_for() -> None:
         "{}",
         "\x00",
         "NaN",
-        '{"format": 3}',
+        '{"format": 4}',
         "[" * 100_000,
         '{"a":' * 50_000,
     ],
@@ -87,7 +87,7 @@ def test_text_that_is_no_plan(bad: str) -> None:
 
 @pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True])
 def test_other_format_says_to_plan_again(version: object) -> None:
-    with pytest.raises(PlanError, match=r"plan format .*this roamc reads format 2: plan again"):
+    with pytest.raises(PlanError, match=rf"plan format .*this roamc reads format {FORMAT}: plan again"):
         Plan.from_json(changed(format=version))
 
 

@@ -41,6 +41,7 @@ class Decision:
         copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
         held_bytes: most bytes of held results at one step.
         peak_bytes: most bytes at one step, of the arena without its holes and of what lies outside it.
+        needed_bytes: the same with what operators take for themselves, and tensors' own objects, as estimated.
         holes: (low, high, after, before) of every :class:`roamc.layout.Hole`.
         opened_bytes: bytes of the arena that come again, after having been given back, per step.
         status: ``"optimal"`` if the arena is its lower bound, else ``"gap"`` or ``"limit"``.
@@ -56,6 +57,7 @@ class Decision:
     copied_bytes: Bytes
     held_bytes: Bytes
     peak_bytes: Bytes
+    needed_bytes: Bytes
     holes: tuple[tuple[Bytes, Bytes, str, str], ...]
     opened_bytes: Bytes
     status: str
@@ -86,6 +88,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         copied_bytes=int(table.size[table.allocated & ~split.held].sum()),
         held_bytes=peak(timeline(table.size * split.held, table.born, table.dead, table.steps)),
         peak_bytes=found.peak_bytes,
+        needed_bytes=found.needed_bytes,
         holes=tuple(hole for gap in found.punched.gaps for hole in _holes(gap, names)),
         opened_bytes=found.punched.opened,
         status=str(solution.status.value),
@@ -111,6 +114,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             offset=dict(decision.offset),
             held=frozenset(decision.held),
             peak_bytes=decision.peak_bytes,
+            needed_bytes=decision.needed_bytes,
             holes=tuple(Hole(*hole) for hole in decision.holes),
         )
     )

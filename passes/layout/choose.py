@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roamc.cost import objects
 from roamc.errors import VerifyError
 from roamc.memory import Int64s
 from roamc.options import Options
@@ -23,9 +24,6 @@ from roamc.units import Bytes
 PRICE, SMALL_PRICE = 256, 32
 """A lower peak is worth so many bytes, for each byte less, that are given back and come again at every step, in large
 and in small pages. Small ones cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
-
-SCRATCH = 32
-"""An operator without an ``out=`` form is taken to need this part of the peak for itself while it runs."""
 
 LAYOUTS = 4
 """How many splits are laid out at most, beside the one to take without holes and the lowest."""
@@ -43,7 +41,8 @@ class Laid:
         split: what the allocator holds.
         solution: offsets of the rest.
         punched: what the arena gives back.
-        peak_bytes: most bytes at one step, inside and outside.
+        peak_bytes: most bytes of tensors at one step, inside and outside.
+        needed_bytes: the same with what operators take for themselves, and tensors' own objects.
         cost: what decides, in bytes.
     """
 
@@ -51,6 +50,7 @@ class Laid:
     solution: LayoutSolution
     punched: Punched
     peak_bytes: Bytes
+    needed_bytes: Bytes
     cost: Bytes
 
 
@@ -79,8 +79,8 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
             # The first of all is what we would take if there were no holes: no other is to be much above it.
             highest = found[0][3].peak_bytes if found else laid.peak_bytes
             above = laid.peak_bytes > highest + max(LITTLE, highest // SLIGHT)
-            fits = limit is None or laid.peak_bytes <= limit
-            found.append((not fits, above, laid.cost if fits else laid.peak_bytes, laid))
+            fits = limit is None or laid.needed_bytes <= limit
+            found.append((not fits, above, laid.cost if fits else laid.needed_bytes, laid))
     return min(found, key=_rank)[3]
 
 
@@ -104,19 +104,17 @@ def _estimated(table: Table, ranked: Sequence[Split], *, shrinks: bool) -> Itera
 def _moments(table: Table, split: Split) -> tuple[Int64s, ...]:
     """Bytes outside the arena at every step, and between this step and the next.
 
-    What we can only guess is in it where the arena is large enough for holes: operators' own memory, and that of the
-    optimizer with ``torch.compile``, as much again as the caller's gradients. It is not to lift the peak because the
-    arena is there at that time; what it would lift without any arena is no concern of ours.
+    With ``torch.compile`` the optimizer runs there; it is taken to need as much again as the caller's gradients, but
+    not more than the step does anyway. Arenas without room for holes have no use for the guess.
     """
     arena = arena_live(table, split.held)
     if peak(arena) < LEAST:
-        return tuple(np.append(outside, 0) for outside in outsides(table, split.held))
+        return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, split.held))
     gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
     found = []
     for outside in outsides(table, split.held):
-        floor = peak(arena + outside)
-        own = np.minimum(floor // SCRATCH, floor - arena - outside) * table.scratch
-        found.append(np.append(outside + own, min(2 * gradients, floor)))
+        inside = outside + table.workspace
+        found.append(np.append(inside, min(2 * gradients, peak(arena + inside))))
     return tuple(found)
 
 
@@ -134,8 +132,10 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
     )
     outside = outside_live(table, split.held)
     for punched in punch(room) if shrinks else itertools.islice(punch(room), 1):
-        total = peak(room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside)
-        yield Laid(split, solution, punched, total, cost(punched.total // 2, split) + _effort(punched))
+        tensors = room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside
+        needed = peak(tensors + table.workspace)
+        needed += objects(needed)
+        yield Laid(split, solution, punched, peak(tensors), needed, cost(punched.total // 2, split) + _effort(punched))
 
 
 def _effort(punched: Punched) -> Bytes:

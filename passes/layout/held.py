@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from roamc.cost import workspace
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase
 from roamc.memory import Int64s, MemoryModel, Operator, Place, lifetimes, sizes, timeline
@@ -61,7 +62,7 @@ class Table:
         saved: made in forward and waiting for backward, in a graph with a boundary.
         allocated: temporaries made by an operator without an ``out=`` form.
         elsewhere: temporaries on another device than the arena's.
-        scratch: per step, whether its operator has no ``out=`` form: most of these take memory for themselves too.
+        workspace: per step, what its operator takes for itself, as estimated.
     """
 
     steps: int
@@ -74,7 +75,7 @@ class Table:
     saved: Bools
     allocated: Bools
     elsewhere: Bools
-    scratch: Bools
+    workspace: Int64s
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: 
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
-        scratch=_mask(_allocates(operator) for operator in memory.operators),
+        workspace=np.array([workspace(operator.node) for operator in memory.operators], dtype=np.int64),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from roamc.cost import workspace
 from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
@@ -29,7 +30,8 @@ class Decision:
         order: names of all operators, first to last; empty if nothing was asked.
         reruns: (operator in front of which it runs, operator that runs again, storages that it renews, predicted
             seconds), in the order in which they run.
-        peak_bytes: live bytes at the worst step of that order; the passes behind may lower it.
+        peak_bytes: live bytes at the worst step of that order, what operators take for themselves included; the passes
+            behind may lower it.
         added_seconds: predicted time of all reruns, and of what ``codes`` add.
         bound_seconds: no choice within the same peak adds less; 0 where that is not known.
         status: ``"optimal"``, ``"gap"``, ``"limit"``, or ``"infeasible"`` if the peak asked for was not reached.
@@ -107,7 +109,7 @@ def question(graph: TrainGraph, options: Options, order: Sequence[str], prices: 
     """The graph as a problem of reruns, for operators in ``order``; ``prices`` says how long each takes."""
     memory = build_memory(graph)
     gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
-    problem, names = reorder.order_problem(graph, memory, gifts)
+    problem, names = reorder.order_problem(graph, memory, gifts, [workspace(op.node) for op in memory.operators])
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
     storages = reorder.buffers_of(memory)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
+from roamc.cost import workspace
 from roamc.graph import TrainGraph
 from roamc.memory import MemoryModel, build_memory, live_bytes
 from roamc.passes.retain.compress import MARK
@@ -23,10 +26,10 @@ def not_needed(graph: TrainGraph, coded: Iterable[Spare], target: Bytes) -> set[
     Args:
         graph: with codecs, reruns and donation, in the order in which it will run.
         coded: those that may be taken back, the dearest first.
-        target: live bytes that no step may exceed.
+        target: live bytes, operators' own memory included, that no step may exceed.
     """
     memory = build_memory(graph)
-    live = live_bytes(memory)
+    live = live_bytes(memory) + np.array([workspace(op.node) for op in memory.operators], dtype=np.int64)
     waits = _waits(memory)
     found: set[str] = set()
     for storage, more in coded:

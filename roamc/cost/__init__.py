@@ -11,6 +11,7 @@ from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kinds import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
+from roamc.cost.scratch import objects, workspace
 
 __all__ = [
     "DeviceProfile",
@@ -18,6 +19,7 @@ __all__ = [
     "flops",
     "kind_of",
     "load_profile",
+    "objects",
     "prices",
     "read_profile",
     "seconds",
@@ -25,4 +27,5 @@ __all__ = [
     "step_seconds",
     "store_profile",
     "traffic",
+    "workspace",
 ]

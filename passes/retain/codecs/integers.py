@@ -7,6 +7,7 @@ has read it in forward: that one raises an error if an index is out of its range
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import OpOverload
 from roamc.graph import tensors_of
 from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage, is_dense
 from roamc.units import Bytes
@@ -87,7 +87,8 @@ def _holds(dtype: torch.dtype, within: Range) -> bool:
 
 def _all_ranges(saved: Saved) -> Iterator[Range | None]:
     made = saved.node
-    pick, maker = (0, made) if isinstance(made.target, OpOverload) else (made.args[1], made.all_input_nodes[0])
+    picked = made.target is operator.getitem
+    pick, maker = (made.args[1], made.all_input_nodes[0]) if picked else (0, made)
     rule = MAKERS.get((maker.target, pick))
     if rule is not None:
         yield rule(maker)

@@ -1,0 +1,120 @@
+"""Whether budgets are kept: what a step allocates, counted on the heap, against ``memory_budget``.
+
+    python -m benchmarks.kept [MODEL ...] [--dtype DTYPE]
+
+Every model, on both routes, under five budgets, in a process for each model and route. Measured is the third step: from
+its start to the end of backward with ``optimize`` (the optimizer is not roamc's there), to its end with ``train_step``.
+"within" is the budget less what was measured; a budget that the planner refuses is a row without a measurement. Where
+torch.compile splits a model, each piece has a plan and keeps the budget by itself; shown is the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from typing import Any
+
+from benchmarks._measure import Heap, fresh, save
+from benchmarks.models import WORKLOADS, make
+
+ROUTES = ("train_step", "optimize")
+BUDGETS = ("100%", "70%", "50%", "30%", "min")
+
+
+def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
+    """One model under every budget."""
+    from roamc.errors import BudgetError
+
+    rows = []
+    for budget in BUDGETS:
+        row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {budget}"}
+        try:
+            row |= _kept(name, dtype, route, budget)
+        except Exception as error:
+            cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
+            if not isinstance(cause, BudgetError) or cause.plan is None:
+                raise
+            row |= {"refused": cause.plan.needed_bytes, "budget": cause.plan.budget_bytes}
+        rows.append(row)
+        gc.collect()
+    return rows
+
+
+def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
+    """Plan, take three steps, count the third."""
+    import torch
+
+    import roamc
+    from roamc.runtime import blocks
+
+    torch._dynamo.reset()
+    work = make(name, dtype)
+    optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
+    heap, peaks = Heap(), []
+    options: dict[str, Any] = {"memory_budget": budget, "strict": True, "idle_arena": "free"}
+    if route == "train_step":
+        planned = roamc.train_step(work.model, work.loss, optimizer, **options)
+    else:
+        roamc.optimize(work.model, **options)
+
+    def step() -> None:
+        if route == "train_step":
+            planned(*work.batch)
+            peaks.append(heap.peak())
+            return
+        loss = work.loss(work.model, *work.batch)
+        loss.backward()
+        peaks.append(heap.peak())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(2):
+        step()
+    before = heap.live() - blocks.held()
+    heap.reset()
+    step()
+    plans = planned.plans if route == "train_step" else roamc.plans(work.model)
+    plan = max(plans, key=lambda found: found.needed_bytes)
+    return {
+        "budget": plan.budget_bytes or plan.needed_bytes,
+        "pieces": len(plans),
+        "planned": plan.peak_bytes,
+        "needed": plan.needed_bytes,
+        "measured": peaks[-1] - before,
+        "reruns": len(plan.decisions["retain"]["reruns"]),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['model']:<16}{row['kind']:<17} budget {row['budget'] / 1e6:8.2f}"
+    if "refused" in row:
+        return f"{head}  refused: needs {row['refused'] / 1e6:.2f}"
+    return (
+        f"{head}  planned {row['planned'] / 1e6:8.2f}  with workspace {row['needed'] / 1e6:8.2f}  measured "
+        f"{row['measured'] / 1e6:8.2f}  within {(row['budget'] - row['measured']) / 1e6:7.3f}  reruns {row['reruns']}"
+        f"{'' if row['pieces'] == 1 else '  pieces ' + str(row['pieces'])}"
+    )
+
+
+def main() -> None:
+    """Measure every model and route; print a line each; write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(WORKLOADS))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--worker", nargs=3, metavar=("MODEL", "DTYPE", "ROUTE"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(*given.worker)))
+        return
+    rows = []
+    for name in given.models:
+        for route in ROUTES:
+            found = fresh(__file__, name, given.dtype, route, count_heap=True, threads=2)
+            rows += found
+            print("\n".join(map(_line, found)), flush=True)
+    print(save("kept", rows, __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

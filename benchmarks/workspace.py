@@ -1,0 +1,118 @@
+"""Memory that operators take for themselves: what roamc.cost.scratch estimates against the heap.
+
+    python -m benchmarks.workspace [MODEL ...] [--threads N]
+
+Every distinct operator call of a model's training step runs on tensors of its shapes, in a process whose heap is
+counted. A row is one call that takes, or is said to take, at least a hundredth of the largest storage of its graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks._measure import Heap, fresh, save
+from benchmarks.models import make
+
+MODELS = ("nanogpt-dropout", "bert", "vit", "resnet50", "mobilenetv2", "lstm")
+SHARE = 0.01
+"""Of the largest storage; calls that take less are left out."""
+
+
+def worker(name: str, threads: int) -> dict[str, Any]:
+    """Measure one model's operators."""
+    import torch
+
+    from roamc import workload
+    from roamc.cost.scratch import workspace
+    from roamc.memory import build_memory
+
+    torch.set_num_threads(threads)
+    work = make(name)
+    step = workload.Workload(name, work.model, work.batch, work.loss, torch.optim.AdamW)
+    graph = workload.capture(step)
+    memory = build_memory(graph)
+    largest = max(storage.nbytes for storage in memory.counted)
+    heap, rows = Heap(), {}
+    for operator in memory.operators:
+        call = (str(operator.node.target), str([_geometry(node) for node in operator.node.all_input_nodes]))
+        if call not in rows:
+            rows[call] = {"operator": call[0], "arguments": call[1], "count": 0}
+            rows[call]["estimated"] = workspace(operator.node)
+            rows[call]["measured"] = _measured(operator.node, heap)
+        rows[call]["count"] += 1
+    large = [row for row in rows.values() if max(row["estimated"], row["measured"]) >= SHARE * largest]
+    large.sort(key=lambda row: -row["measured"])
+    return {"model": name, "kind": f"{threads} threads", "largest storage": largest, "operators": large}
+
+
+def _geometry(node: Any) -> list[Any]:
+    from roamc.graph import tensors_of
+
+    return [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for _, t in tensors_of(node)]
+
+
+def _measured(node: Any, heap: Heap, rounds: int = 2) -> int:
+    """Most bytes of the heap during the call, above those before it and those behind it."""
+    import torch
+    from torch import fx
+    from torch.utils._pytree import tree_map
+
+    fakes = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    args, kwargs = tree_map(lambda value: _real(value) if isinstance(value, torch.Tensor) else value, fakes)
+    node.target(*args, **kwargs)
+    found = []
+    for _ in range(rounds):
+        before = heap.live()
+        heap.reset()
+        result = node.target(*args, **kwargs)
+        found.append(heap.peak() - max(before, heap.live()))
+        del result
+    return min(found)
+
+
+def _real(fake: Any) -> Any:
+    """Memory of the same geometry; numbers between 0 and 1, indices 0, masks true."""
+    import torch
+
+    count = fake.untyped_storage().nbytes() // fake.itemsize
+    flat = torch.zeros(count, dtype=fake.dtype)
+    if fake.is_floating_point():
+        flat.uniform_(0.1, 0.9)
+    if fake.dtype is torch.bool:
+        flat.fill_(True)
+    return flat.as_strided(tuple(fake.shape), tuple(fake.stride()), fake.storage_offset())
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['model']}, {found['kind']}"
+    for row in found["operators"]:
+        ratio = row["estimated"] / max(1, row["measured"])
+        yield (
+            f"  {row['measured'] / 1e6:9.2f} MB  estimated {row['estimated'] / 1e6:9.2f} MB  {ratio:8.2f}  "
+            f"{row['count']:3d} x {row['operator']}  {row['arguments'][:150]}"
+        )
+
+
+def main() -> None:
+    """Run every model in a process of its own and print estimates beside measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(*given.models, given.threads)))
+        return
+    rows = []
+    for name in given.models:
+        threads = given.threads
+        rows.append(fresh(__file__, name, f"--threads={threads}", count_heap=True, threads=threads))
+        print("\n".join(_lines(rows[-1])), flush=True)
+    save("workspace", rows, __doc__ or "")
+
+
+if __name__ == "__main__":
+    main()

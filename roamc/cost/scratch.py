@@ -1,0 +1,196 @@
+"""Memory that an operator takes for itself while it runs, beside its results: estimated, on a CPU.
+
+No interface tells how much; what is here was read off the heap with torch 2.13 (``benchmarks/workspace.py`` measures
+it again). Where torch converts or copies an argument the rule is exact. Convolutions run in oneDNN, which chooses
+among its kernels by rules of its own: the estimate is at the upper end of what its kernels take.
+
+    convolution, channels first    arguments and results once more, in blocks of 16 channels
+                 channels last     the weight once more
+    mul(float, bool)               the mask, as floats
+
+On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import fx
+
+from roamc.cost.call import Call, call_of, fakes, tensors_in
+from roamc.cost.kinds import COPIES, kind_of
+from roamc.units import Bytes
+
+BLOCK = 16
+"""oneDNN's blocked layouts have channels in groups of so many."""
+
+THREADS = 2
+"""Buffers of so many threads are counted: a plan is not to depend on the machine that makes it."""
+
+FEW = 16
+"""Convolutions of fewer input channels have kernels of their own."""
+
+SMALL: Bytes = 32 << 10
+"""What a convolution takes in any case."""
+
+OBJECTS: Bytes = 256 << 10
+"""What the process takes for tensor objects and the like while a step runs: at most so much,"""
+
+OBJECTS_SHARE = 256
+"""and of small steps this part."""
+
+ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that oneDNN convolves; others take torch's own kernels."""
+
+
+def workspace(node: fx.Node) -> Bytes:
+    """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known."""
+    made = next(tensors_in(node.meta.get("val")), None)
+    if made is None or made.device.type != "cpu":
+        return 0
+    call = call_of(node)
+    rule = _RULES.get(call.name)
+    if rule is not None:
+        return rule(call, made)
+    return _converted(call, made) if kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root") else 0
+
+
+def objects(nbytes: Bytes) -> Bytes:
+    """Bytes for the objects of a step that takes ``nbytes`` for tensors; measured: 50 to 120 kB."""
+    return min(OBJECTS, nbytes // OBJECTS_SHARE)
+
+
+def _converted(call: Call, made: torch.Tensor) -> Bytes:
+    """What pointwise operators convert to the dtype that they compute in."""
+    if call.name in COPIES or call.name in ("where", "masked_fill"):
+        return 0
+    read = [tensor for tensor in tensors_in(fakes([*call.args, *call.kwargs.values()])) if tensor.dim()]
+    if not read:
+        return 0
+    computed = functools.reduce(torch.promote_types, [tensor.dtype for tensor in read])
+    if made.dtype.is_floating_point and not (computed.is_floating_point or computed.is_complex):
+        computed = made.dtype
+    return sum(tensor.numel() * computed.itemsize for tensor in read if tensor.dtype != computed)
+
+
+def _nbytes(tensor: torch.Tensor) -> Bytes:
+    return tensor.numel() * tensor.itemsize
+
+
+def _argument(call: Call, position: int) -> torch.Tensor:
+    return next(tensors_in(fakes(call.args[position])))
+
+
+def _first_again(call: Call, made: torch.Tensor) -> Bytes:
+    """The first argument is copied, or something of its size made of it."""
+    return _nbytes(_argument(call, 0))
+
+
+def _reduced(call: Call, made: torch.Tensor) -> Bytes:
+    """The argument in the dtype of the result, where that is another; means of half precision compute in float32."""
+    read = _argument(call, 0)
+    if read.dtype != made.dtype:
+        return read.numel() * made.itemsize
+    half = call.name == "mean" and read.dtype in (torch.bfloat16, torch.float16)
+    return read.numel() * 4 if half else 0
+
+
+def _compared(call: Call, made: torch.Tensor) -> Bytes:
+    """The losses make one tensor of differences, and in half precision some in float32."""
+    read = _argument(call, 0)
+    return read.numel() * (4 if read.itemsize == 4 else 6)
+
+
+def _crossed(call: Call, made: torch.Tensor) -> Bytes:
+    """Two tensors in float32."""
+    return 8 * _argument(call, 0).numel()
+
+
+def _rms_norm(call: Call, made: torch.Tensor) -> Bytes:
+    """One tensor of squares; in half precision two and a half in float32."""
+    read = _argument(call, 0)
+    return read.numel() * (4 if read.itemsize == 4 else 10)
+
+
+def _products(call: Call, made: torch.Tensor) -> Bytes:
+    """Batches of half-precision products copy arguments that are not in order."""
+    if made.itemsize != 2:
+        return 0
+    return sum(_nbytes(t) for t in tensors_in(fakes(call.args)) if t.dim() == 3 and not _in_order(t))
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.mT.is_contiguous()
+
+
+def _convolution(call: Call, made: torch.Tensor) -> Bytes:
+    image, weight = _argument(call, 0), _argument(call, 1)
+    if image.dtype not in ONEDNN:
+        return _columns(weight, made) if not call.args[6] else _columns(weight, image)
+    again = _nbytes(weight) + SMALL
+    if _channels_last(image):
+        return again
+    read, written = _blocked(image), _blocked(made)
+    most = max(read, written) if image.dtype is torch.float32 else read + written
+    return most + again + _gathered(image, weight, call.args[3])
+
+
+def _convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
+    gradient, image, weight = (_argument(call, at) for at in range(3))
+    if image.dtype not in ONEDNN:
+        return _columns(weight, gradient)
+    per_image = (_nbytes(image) + _nbytes(gradient)) // max(1, image.shape[0])
+    again = _nbytes(weight) * (1 if image.dtype is torch.float32 else 3) + SMALL
+    if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
+        again += 7 * _nbytes(weight)
+    if _channels_last(image):
+        return again + _nbytes(weight) + THREADS * per_image
+    read, written = _blocked(image), _blocked(gradient)
+    strided = any(step > 1 for step in call.args[4]) and call.args[-2] == 1
+    most = max(read + written, 2 * read) if strided and call.args[-1][0] else read + written
+    return most + again + (0 if image.dtype is torch.float32 else THREADS * per_image)
+
+
+def _blocked(tensor: torch.Tensor) -> Bytes:
+    """Its bytes with channels in whole blocks; images of few channels stay as they are."""
+    channels = tensor.shape[1]
+    return _nbytes(tensor) // max(1, channels) * (channels if channels <= 4 else -(-channels // BLOCK) * BLOCK)
+
+
+def _gathered(image: torch.Tensor, weight: torch.Tensor, strides: list[int]) -> Bytes:
+    """Strided convolutions without a window first gather the pixels that they read."""
+    if prod(weight.shape[2:]) > 1 or prod(strides) == 1:
+        return 0
+    return THREADS * _nbytes(image) // max(1, image.shape[0] * prod(strides))
+
+
+def _columns(weight: torch.Tensor, pixels: torch.Tensor) -> Bytes:
+    """torch's own kernels multiply the weight with a matrix of windows, which they make first."""
+    window = prod(weight.shape[1:])
+    return pixels.shape[0] * window * prod(pixels.shape[2:]) * pixels.itemsize
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    """As oneDNN sees it: channels are the fastest dimension, and there is more than one."""
+    return tensor.dim() > 2 and tensor.shape[1] > 1 and tensor.stride(1) == 1
+
+
+_RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "native_batch_norm_backward": _first_again,
+    "native_dropout": _first_again,
+    "native_dropout_backward": _first_again,
+    "_safe_softmax": lambda call, made: made.numel(),
+    "_fused_rms_norm": _rms_norm,
+    "logsumexp": _first_again,
+    "mse_loss": _compared,
+    "binary_cross_entropy_with_logits": _crossed,
+    "mean": _reduced,
+    "sum": _reduced,
+    "bmm": _products,
+    "baddbmm": _products,
+}
