@@ -28,7 +28,7 @@ from roamc.options import Options
 from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
 from roamc.plan import Plan
 from roamc.regions import is_kept
-from roamc.solvers.retain import WALKS, Frontier
+from roamc.solvers.retain import WALKS
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
@@ -181,7 +181,7 @@ class Trials:
             together: begin the choice with one for more bytes. The plan then depends on those made together before.
             walks: the solver's work is limited to that of so many walks.
         """
-        kept = retain.choose(self.asked, target, self.known if together else None, walks)
+        kept = self.choice.decide(target, together=together, walks=walks)
         return self._noted(self._road.arrive(_fresh(self._clean), kept, self.alone))
 
     @functools.cached_property
@@ -191,25 +191,18 @@ class Trials:
         return self._noted(self._road.arrive(_fresh(self._clean), nothing, self.alone))
 
     @functools.cached_property
-    def asked(self) -> retain.Question:
-        """The choice of reruns as a problem for the solver."""
-        order, allowed = _order(self.first), self._road.allowed
-        return retain.question(self._clean.graph, self.options, order, self._prices, allowed)
-
-    @functools.cached_property
-    def known(self) -> Frontier:
-        """The solver's answers so far, of those that begin with one another, and its bound."""
-        return Frontier(self.asked.problem)
+    def choice(self) -> retain.Choice:
+        """What can be dropped or kept smaller."""
+        return retain.Choice(self._clean.graph, self.options, _order(self.first), self._profile, self._road.allowed)
 
     @functools.cached_property
     def alone(self) -> Seconds:
         """Predicted time of a step in which nothing runs again."""
-        return sum(self._prices.values())
+        return cost.step_seconds(self._clean.graph, self._profile)
 
     @functools.cached_property
-    def _prices(self) -> Mapping[str, Seconds]:
-        profile = cost.load_profile(main_device(self._clean.graph), self.options.profile)
-        return cost.prices(self._clean.graph, profile)
+    def _profile(self) -> cost.DeviceProfile:
+        return cost.load_profile(main_device(self._clean.graph), self.options.profile)
 
     def _noted(self, planned: Planned) -> Planned:
         self.found.append(planned.plan)

@@ -16,7 +16,7 @@ from roamc import typed
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON form; raised when a reader of an older version could misread it."""
 
 
@@ -39,8 +39,8 @@ class Plan:
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
         baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
         step_seconds: predicted time of a step in which nothing runs again; 0 if no budget was asked for.
-        added_seconds: predicted time of all operators that run again, per step.
-        added_bound_seconds: no choice of reruns within the same peak adds less.
+        added_seconds: predicted time of all operators that run again and of codecs, per step.
+        added_bound_seconds: no choice of reruns and codecs within the same peak adds less.
         status: "optimal" if no order and no layout can be better, else "gap" or "limit".
         fixed_bytes: bytes of parameters, optimizer state, buffers and inputs, by role.
         decisions: pass name to that pass's decision, as plain data.
@@ -116,17 +116,19 @@ class Plan:
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.step_seconds:
             return ()
-        again = len(self.decisions.get("retain", {}).get("reruns", ()))
-        added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark(again))
+        added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
         lowest = "light" if self.decisions.get("retain", {}).get("allowed") == "light" else "min"
         asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, "")
         return (asked, added)
 
-    def _added_remark(self, again: int) -> str:
-        if not again:
+    def _added_remark(self) -> str:
+        kept = self.decisions.get("retain", {})
+        again, smaller = len(kept.get("reruns", ())), len(kept.get("codes", ()))
+        if not again and not smaller:
             return "nothing has to run again"
         least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
-        return f"predicted: {again} operators run again{least}"
+        codes = f", {smaller} values are kept in fewer bytes" if smaller else ""
+        return f"predicted: {again} operators run again{codes}{least}"
 
     def __str__(self) -> str:
         lines = [f"plan of {self.name}"]

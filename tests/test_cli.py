@@ -123,7 +123,7 @@ def test_several_budgets_are_compared_in_one_table() -> None:
     points = json.loads(run("plan", "gpt", *SMALL, *budgets, "--json").stdout)
     assert [point["budget"] for point in points] == ["90%", "60%", "min"]
     assert all(point["fits"] for point in points)
-    peaks, added = ([point[key] for point in points] for key in ("peak_bytes", "added_seconds"))
+    peaks, added = ([point[key] for point in points] for key in ("needed_bytes", "added_seconds"))
     assert peaks == sorted(peaks, reverse=True)
     assert added == sorted(added)
     shown = run("plan", "gpt", *SMALL, *budgets).stdout
@@ -142,6 +142,20 @@ def test_explain_shows_what_lower_peaks_cost() -> None:
     shown = run("explain", "gpt", *SMALL, "--memory-budget", "70%").stdout
     assert len(re.findall(r"[\d.]+%  +[\d.]+%  #*-* +this plan", shown)) == 1
     assert json.loads(run("explain", "gpt", *SMALL, "--no-curve", "--json").stdout)["curve"] is None
+
+
+def test_explain_says_what_is_kept_in_fewer_bytes() -> None:
+    sizes = ("--batch", "8", "--seq", "64", "--layers", "1", "--width", "128", "--heads", "4", "--vocab", "64")
+    asked = ("explain", "gpt", *sizes, "--set", "dropout=0.1", "--memory-budget", "55%")
+    found = json.loads(run(*asked, "--json").stdout)
+    codes = found["plan"]["decisions"]["retain"]["codes"]
+    assert codes
+    assert sum(row["count"] for row in found["smaller"]) == len(codes)
+    assert all(0 < row["after"] < row["before"] and row["source"] for row in found["smaller"])
+    assert {row["operator"] for row in found["smaller"]} == {"aten.native_dropout.default"}
+    spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in found[key])
+    assert spent == pytest.approx(found["plan"]["added_seconds"])
+    assert re.search(r"kept as +storages .*\n.*bits +native_dropout", run(*asked).stdout)
 
 
 def test_explain_says_what_is_made_again() -> None:

@@ -74,7 +74,7 @@ def test_seconds_are_left_out_unless_asked_for() -> None:
         "{}",
         "\x00",
         "NaN",
-        '{"format": 2}',
+        '{"format": 4}',
         "[" * 100_000,
         '{"a":' * 50_000,
     ],

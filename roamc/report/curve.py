@@ -107,7 +107,7 @@ def _bounds(trials: Trials, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
     between = {low + (high - low) * number // BOUNDS for number in range(BOUNDS + 1)}
     found, least = {}, 0.0
     for peak in sorted({*between, *peaks}, reverse=True):
-        bound = trials.known.bound(peak)
+        bound = trials.choice.bounds.seconds(peak)
         least = max(least, bound) if math.isfinite(bound) else least
         found[peak] = least
     return found

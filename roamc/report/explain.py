@@ -21,7 +21,7 @@ from roamc.pipeline import Planned
 from roamc.plan import Plan
 from roamc.report.curve import Curve
 from roamc.report.origin import origin, parameter_names
-from roamc.report.rerun import Dropped, dropped
+from roamc.report.rerun import Dropped, Smaller, dropped, smaller
 from roamc.units import Bytes
 
 KINDS = ("saved", "gradient", "output", "tangent", "temporary")
@@ -125,6 +125,7 @@ class Explanation:
         planned: the peak in the chosen order.
         allocating: operators without an ``out=`` form, most bytes first.
         dropped: what is made again to keep the budget, most bytes first.
+        smaller: what is kept in fewer bytes to keep the budget, those first that save most.
         candidates: every order that was tried and its peak, lowest first.
         order: the candidate that was taken.
         source: the emitted program, if it was asked for.
@@ -136,6 +137,7 @@ class Explanation:
     planned: Peak
     allocating: tuple[Allocating, ...]
     dropped: tuple[Dropped, ...] = ()
+    smaller: tuple[Smaller, ...] = ()
     candidates: tuple[tuple[str, Bytes], ...] = ()
     order: str = ""
     source: str = field(default="", repr=False)
@@ -149,7 +151,7 @@ class Explanation:
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
             data[key]["storages"] = data[key]["storages"][:top]
-        for key in ("allocating", "dropped"):
+        for key in ("allocating", "dropped", "smaller"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
         data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
@@ -169,6 +171,7 @@ def explain(
         planned=find_peak(planned.graph, lives),
         allocating=allocating(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
+        smaller=smaller(planned.graph, planned.plan),
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),
         source=source,

@@ -49,6 +49,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
     _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
     _show_dropped(out, found, top)
+    _show_smaller(out, found, top)
     _show_allocating(out, found.allocating, top)
     _show_orders(out, found)
     _show_layout(out, found.plan)
@@ -247,6 +248,27 @@ def _show_dropped(out: Console, found: Explanation, top: int) -> None:
     ]
     show_rows(out, ("bytes", "storages", "runs", "of the step's time", "operator", "line"), rows, right=(0, 1, 2, 3))
     _show_rest(out, [d.nbytes for d in found.dropped[top:]])
+
+
+def _show_smaller(out: Console, found: Explanation, top: int) -> None:
+    if not found.smaller:
+        return
+    _heading(out, "kept in fewer bytes for backward, to keep the budget")
+    rows = [
+        (
+            format_bytes(s.before),
+            format_bytes(s.after),
+            str(s.count),
+            f"{s.seconds / found.plan.step_seconds:.2%}",
+            s.codec,
+            short(s.operator),
+            s.source,
+        )
+        for s in found.smaller[:top]
+    ]
+    headings = ("bytes", "kept as", "storages", "of the step's time", "codec", "operator", "line")
+    show_rows(out, headings, rows, right=(0, 1, 2, 3))
+    _show_rest(out, [s.before for s in found.smaller[top:]])
 
 
 def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:

@@ -4,6 +4,7 @@ Read `problem.py` first (the question and the answer), then `reference.py` (the 
 decision costs) and `portfolio.py`.
 """
 
+from roamc.solvers.retain.bound import Bounds, Codes
 from roamc.solvers.retain.portfolio import WALKS, Frontier, frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem
 from roamc.solvers.retain.reference import reference_order
@@ -11,6 +12,8 @@ from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
 
 __all__ = [
     "WALKS",
+    "Bounds",
+    "Codes",
     "Frontier",
     "Rerun",
     "RetainProblem",

@@ -18,6 +18,10 @@ buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum
 
 and for every rate, cut(rate) - rate * (budget - fixed) is a lower bound (weak duality). The best rate is found by
 cutting planes, a handful of cuts. The sets of buffers that the cuts keep are good solutions to begin with.
+
+Where buffer k may also be kept in a smaller form (`Codes`), of code[k] bytes for extra[k] seconds, x_k costs the less
+of rate * size[k] and rate * code[k] + extra[k], and an operator that reads k may find it in decoded[k] bytes. The
+bound then holds for every choice of reruns and of smaller forms.
 """
 
 import math
@@ -39,6 +43,19 @@ _MOST_CUTS = 12
 _EXAMINED = 64
 _ROUNDING = 1e-9
 _SOURCE, _SINK = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Smaller forms in which buffers can wait for readers, which then read another buffer, made from that form.
+
+    code: int64[b] bytes of the form; the buffer's size where it has none.  extra: float64[b] seconds for writing and
+    reading it.  decoded: int64[b] bytes of what is made from it; the buffer's size where it has none.
+    """
+
+    code: LongArray
+    extra: FloatArray
+    decoded: LongArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +97,7 @@ class Bounds:
     """Cuts of one problem, kept for further budgets, and the arcs that they took."""
 
     problem: RetainProblem
+    codes: Codes | None = None
     order: OrderProblem = field(init=False)
     pairs: IntArray = field(init=False)
     alone: Bytes = field(init=False)
@@ -90,8 +108,16 @@ class Bounds:
     def __post_init__(self) -> None:
         self.order = renumber(self.problem.order, self.problem.sequence)
         self.pairs = dependencies(self.order)
-        self.alone = int(operator_bound(self.order).max(initial=0))
+        self.alone = int((operator_bound(self.order) - self._read_smaller()).max(initial=0))
         self.networks = []
+
+    def _read_smaller(self) -> LongArray:
+        """int64[n]: by how much smaller each operator may find what it reads, at most."""
+        less = np.zeros(self.order.num_ops, dtype=np.int64)
+        if self.codes is not None:
+            saved = self.order.size - self.codes.decoded
+            np.add.at(less, self.order.consumer, np.repeat(saved, np.diff(self.order.consumer_start)))
+        return less
 
     def look_at(self, count: int) -> None:
         """Take `count` operators with the most bytes live in any order, apart from each other."""
@@ -105,22 +131,29 @@ class Bounds:
         """No reruns that keep to `budget` add less; infinite if there are none."""
         if self.alone > budget:
             return math.inf
-        return max((self._at(network, budget) for network in self.networks), default=0.0)
+        return max((self._at(network, budget)[0] for network in self.networks), default=0.0)
+
+    def price(self, budget: Bytes) -> float:
+        """Seconds that a byte is worth where the bound is highest; infinite if there are no reruns that keep it."""
+        if self.alone > budget:
+            return math.inf
+        return max((self._at(network, budget) for network in self.networks), default=(0.0, 0.0))[1]
 
     def new_work(self) -> int:
         """Arcs of the networks since it was last asked."""
         work, self.work = self.work, 0
         return work
 
-    def _at(self, network: _Network, budget: Bytes) -> Seconds:
+    def _at(self, network: _Network, budget: Bytes) -> tuple[Seconds, float]:
+        """The bound at one operator, and the rate that gives it."""
         room = budget - network.fixed
         if network.needed <= room:
-            return 0.0
+            return 0.0, 0.0
         least = self._cut(network, math.inf)
         if room < 0 or least.kept_bytes > room:
-            return math.inf
+            return math.inf, math.inf
         above, below = (0.0, network.needed), (least.seconds, least.kept_bytes)
-        best = 0.0
+        best = 0.0, 0.0
         for _ in range(_MOST_CUTS):
             if above[1] <= below[1]:
                 break
@@ -128,14 +161,14 @@ class Bounds:
             if rate <= 0:
                 break
             cut = self._cut(network, rate)
-            best = max(best, cut.value - rate * room)
+            best = max(best, (cut.value - rate * room, rate))
             if cut.seconds + rate * cut.kept_bytes >= (above[0] + rate * above[1]) * (1 - _ROUNDING):
                 break
             if cut.kept_bytes > room:
                 above = cut.seconds, cut.kept_bytes
             else:
                 below = cut.seconds, cut.kept_bytes
-        return max(best * (1 - _ROUNDING), 0.0)
+        return max(best[0] * (1 - _ROUNDING), 0.0), best[1]
 
     def _network(self, step: Step) -> _Network:
         """Arcs from the operators before `step` and the buffers that they make; buffer k is node 2 + k."""
@@ -152,6 +185,7 @@ class Bounds:
         free = before & (read_here | order.kept)
         here = free | (order.producer == step)
         fixed = int(order.size[here].sum() + order.scratch[step] - most_donated(order)[step])
+        fixed -= int(self._read_smaller()[step])
         again = problem.repeatable[problem.sequence] & (place == -1)
         node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)
         priced = np.flatnonzero(before & ~free)
@@ -183,8 +217,10 @@ class Bounds:
     def _new_cut(self, network: _Network, rate: float) -> Cut:
         order = self.order
         seconds = self.problem.seconds[self.problem.sequence]
-        per_byte, per_second = (1.0, _tiny(order, seconds)) if rate == math.inf else (rate, 1.0)
-        price, time = order.size[network.priced] * per_byte, seconds[network.timed] * per_second
+        per_byte, per_second = (1.0, self._tiny(seconds)) if rate == math.inf else (rate, 1.0)
+        size, extra = self._forms(per_byte, per_second)
+        price = (size * per_byte + extra * per_second)[network.priced]
+        time = seconds[network.timed] * per_second
         scale = _WHOLE / max(float(price.sum() + time.sum()), 1e-300)
         endless = np.full(len(network.tail) - len(price) - len(time), _ENDLESS)
         capacity = np.concatenate([np.floor(price * scale).astype(np.int64), endless])
@@ -205,15 +241,23 @@ class Bounds:
             network.step,
             rate,
             value,
-            float(seconds[network.timed][rerun[network.timed]].sum()),
-            int(order.size[kept].sum()),
+            float(seconds[network.timed][rerun[network.timed]].sum() + extra[kept].sum()),
+            int(size[kept].sum()),
             kept | network.free,
         )
 
+    def _forms(self, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
+        """Bytes and seconds of every buffer in the form that costs less."""
+        size = self.order.size
+        if self.codes is None:
+            return size, np.zeros(len(size))
+        smaller = self.codes.code * per_byte + self.codes.extra * per_second < size * per_byte
+        return np.where(smaller, self.codes.code, size), np.where(smaller, self.codes.extra, 0.0)
 
-def _tiny(order: OrderProblem, seconds: FloatArray) -> float:
-    """A price of a second in bytes so low that all seconds together cost less than a byte."""
-    return 0.5 / max(float(seconds.sum()), 1e-300)
+    def _tiny(self, seconds: FloatArray) -> float:
+        """A price of a second in bytes so low that all seconds together cost less than a byte."""
+        total = float(seconds.sum()) + (float(self.codes.extra.sum()) if self.codes is not None else 0.0)
+        return 0.5 / max(total, 1e-300)
 
 
 @compiled

@@ -1,0 +1,22 @@
+"""Do what was decided: codecs first, then the order, then the reruns."""
+
+from __future__ import annotations
+
+from roamc.graph import TrainGraph
+from roamc.passes import reorder
+from roamc.passes.retain.compress import Code, compress
+from roamc.passes.retain.decide import Decision
+from roamc.passes.retain.recompute import Rerun, rerun
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Write the codecs, bring the operators into the decided order and write the reruns between them.
+
+    Raises:
+        PlanError: the decision names operators, storages or codecs that there are not.
+    """
+    if decision.codes:
+        graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
+    if decision.order and (decision.codes or decision.reruns):
+        graph = reorder.arrange(graph, decision.order)
+    return rerun(graph, [Rerun(*again[:3]) for again in decision.reruns]) if decision.reruns else graph

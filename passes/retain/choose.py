@@ -1,0 +1,284 @@
+"""Choose between three ways for a value that backward reads: keep it, keep a smaller form of it, or make it again.
+
+The solver of :mod:`roamc.solvers.retain` decides on reruns in a graph whose codecs are given: ``encode`` and ``decode``
+are operators like others to it, and their results may be dropped and made again. Which storages get a codec is
+decided here, by a few sets of them; each is one question to the solver, and the least added time wins:
+
+    none                            the reruns alone
+    those worth the price           seconds for a byte less below what a byte is worth at the worst step of the bound
+    ... twice that, all of them     where the peak is what is missing, whatever the time
+    of each, those needed           without what fits as it is
+
+The bound is that of :class:`roamc.solvers.retain.Bounds` over all choices, codecs included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roamc import cost
+from roamc.cost import DeviceProfile
+from roamc.graph import TrainGraph, copied, operators
+from roamc.memory import MemoryModel, build_memory
+from roamc.options import Options
+from roamc.passes import donate
+from roamc.passes.retain.apply import apply
+from roamc.passes.retain.compress import MARK, Code, best_codec, compress, values
+from roamc.passes.retain.decide import Decision, Question, choose, question
+from roamc.passes.retain.prune import not_needed
+from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier
+from roamc.units import Bytes, Seconds
+
+WORTH = 1_000
+"""A storage of less than one part in so many of all that is saved is kept as it is: too little to be worth planning."""
+
+GENEROUS = 2.0
+"""The second set takes what costs up to so many times the price."""
+
+NEAR = 0.02
+"""What was best for a peak that differs by no more than this share is tried first and alone."""
+
+OPERATORS = 3
+"""The bound looks at so many operators, as that of the solver does."""
+
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A storage that can be kept smaller.
+
+    Attributes:
+        code: the storage and its codec.
+        before: bytes of the storage.
+        after: bytes of the smaller form.
+        decoded: the fewest bytes that a late reader is given instead.
+        seconds: predicted time of writing and reading it.
+    """
+
+    code: Code
+    before: Bytes
+    after: Bytes
+    decoded: Bytes
+    seconds: Seconds
+
+    @property
+    def rate(self) -> float:
+        """Seconds for every byte less."""
+        return self.seconds / (self.before - self.after)
+
+
+class Choice:
+    """All that can be chosen for one graph, and the least added time for any peak."""
+
+    def __init__(
+        self, graph: TrainGraph, options: Options, order: Sequence[str], profile: DeviceProfile, allowed: str = "all"
+    ) -> None:
+        """Ask about ``graph`` with its operators in ``order``, priced by ``profile``.
+
+        With ``"light"`` for ``allowed`` only operators run again that are light on any device.
+        """
+        self.allowed = allowed
+        self.graph = graph
+        self.options = options
+        self.order = tuple(order)
+        self.profile = profile
+        self.prices = cost.prices(graph, profile)
+        self.memory = build_memory(graph)
+        self._asked: dict[tuple[Candidate, ...], Question] = {}
+        self._known: dict[tuple[Candidate, ...], Frontier] = {}
+        self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
+        self._last: tuple[tuple[Code, ...], TrainGraph] | None = None
+
+    def decide(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Decision:
+        """Choose so that no step has more than ``target`` live bytes, at the least added time.
+
+        Args:
+            target: live bytes.
+            together: begin with what was found for other targets. The decision then depends on those.
+            walks: limit of the solver's work for each question, as of :data:`roamc.solvers.retain.WALKS`.
+
+        Raises:
+            VerifyError: the solver broke a rule of its problem.
+        """
+        ask = functools.partial(self._ask, target=target, together=together, walks=walks)
+        plain = ask(())
+        if not self.candidates or (plain.peak_bytes <= target and not plain.added_seconds):
+            return plain
+        bound = self.bounds.seconds(target)
+        found = [plain]
+        for codes in self._sets(target, bound):
+            if _closed(min(found, key=lambda one: _rank(one, target)), target, bound):
+                break
+            found.append(ask(codes))
+            fewer = self._fewer(codes, found[-1], target)
+            if fewer:
+                found.append(ask(fewer))
+        best = min(found, key=lambda one: _rank(one, target))
+        names = {code[0] for code in best.codes}
+        self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
+        return _bounded(best, target, bound)
+
+    @functools.cached_property
+    def plain(self) -> Question:
+        """The question without codecs."""
+        return question(self.graph, self.options, self.order, self.prices, self.allowed)
+
+    @functools.cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What can be kept smaller, in the graph's order."""
+        least = sum(storage.nbytes for storage in self.memory.saved) // WORTH
+        fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value)) is not None]
+        large = [(value, best) for value, best in fitting if value.storage.nbytes > least]
+        codes = [Code(value.storage.name, name) for value, (name, _) in large]
+        seconds = self._seconds(self._compressed(codes)) if codes else {}
+        return tuple(
+            Candidate(
+                code=code,
+                before=value.storage.nbytes,
+                after=coding.nbytes if coding is not None else 0,
+                decoded=0 if value.shapes else value.storage.nbytes,
+                seconds=seconds.get(code.storage, 0.0),
+            )
+            for code, (value, (_, coding)) in zip(codes, large, strict=True)
+        )
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """The bound on the seconds of all choices, codecs included."""
+        storages = self.plain.storages
+        size = np.array([storage.nbytes for storage in storages], dtype=np.int64)
+        codes = Codes(size.copy(), np.zeros(len(size)), size.copy())
+        number = {storage.name: index for index, storage in enumerate(storages)}
+        for candidate in self.candidates:
+            at = number[candidate.code.storage]
+            codes.code[at], codes.extra[at] = candidate.after, candidate.seconds
+            codes.decoded[at] = candidate.decoded
+        bounds = Bounds(self.plain.problem, codes)
+        bounds.look_at(OPERATORS)
+        return bounds
+
+    def _sets(self, target: Bytes, bound: Seconds) -> list[tuple[Candidate, ...]]:
+        """The sets of storages to try, each once, the cheapest first; that which won for nearly the same peak alone."""
+        asked, won = self._won
+        if won and abs(asked - target) <= NEAR * target:
+            return [won]
+        price = self.bounds.price(target)
+        rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
+        sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
+        return list(dict.fromkeys(chosen for chosen in sets if chosen))
+
+    def _fewer(self, codes: tuple[Candidate, ...], decision: Decision, target: Bytes) -> tuple[Candidate, ...]:
+        """Those that the decision needs, if these are not all."""
+        if decision.peak_bytes > target:
+            return ()
+        graph = apply(copied(self.graph), decision)
+        if donate.NAME not in self.options.disable:
+            graph = donate.apply(graph, donate.decide(graph, self.options))
+        dearest = sorted(codes, key=lambda candidate: -candidate.seconds)
+        idle = not_needed(graph, [(c.code.storage, c.before - c.after) for c in dearest], target)
+        return tuple(c for c in codes if c.code.storage not in idle) if idle else ()
+
+    def _compressed(self, codes: Sequence[Code]) -> TrainGraph:
+        """The graph with these codecs; all of them are asked for twice in turn."""
+        if self._last is None or self._last[0] != tuple(codes):
+            self._last = tuple(codes), compress(copied(self.graph), codes)
+        return self._last[1]
+
+    def _coded(self, codes: tuple[Candidate, ...]) -> Question:
+        """The question with these codecs in the graph."""
+        if codes not in self._asked:
+            graph = self._compressed([candidate.code for candidate in codes])
+            marked = [node for node in operators(graph.graph) if MARK in node.meta]
+            prices = {**self.prices, **{node.name: cost.seconds(node, self.profile) for node in marked}}
+            order = coded_order(self.memory, build_memory(graph), self.order)
+            self._asked[codes] = question(graph, self.options, order, prices, self.allowed)
+        return self._asked[codes]
+
+    def _seconds(self, graph: TrainGraph) -> dict[str, Seconds]:
+        """By storage what its codec adds."""
+        found: dict[str, Seconds] = {}
+        for node in operators(graph.graph):
+            if MARK in node.meta:
+                storage = node.meta[MARK].storage
+                found[storage] = found.get(storage, 0.0) + cost.seconds(node, self.profile)
+        return found
+
+    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, together: bool, walks: int) -> Decision:
+        """The solver's reruns where these are kept smaller."""
+        asked = self._coded(codes) if codes else self.plain
+        if together and codes not in self._known:
+            self._known[codes] = Frontier(asked.problem)
+        decision = choose(asked, target, self._known[codes] if together else None, walks)
+        if not codes:
+            return decision
+        rows = tuple((*c.code, c.before, c.after, c.seconds) for c in codes)
+        added = math.fsum(c.seconds for c in codes)
+        return dataclasses.replace(decision, codes=rows, added_seconds=decision.added_seconds + added)
+
+
+def _rank(decision: Decision, target: Bytes) -> tuple[bool, float, float]:
+    """Less is better."""
+    peak, seconds = float(decision.peak_bytes), decision.added_seconds
+    return (True, peak, seconds) if peak > target else (False, seconds, peak)
+
+
+def _closed(decision: Decision, target: Bytes, bound: Seconds) -> bool:
+    """Whether nothing adds less."""
+    return decision.peak_bytes <= target and decision.added_seconds <= bound * (1 + _CLOSE)
+
+
+def _bounded(decision: Decision, target: Bytes, bound: Seconds) -> Decision:
+    """The decision with the bound over all choices; the solver knew only those with the same codecs."""
+    if decision.peak_bytes > target:
+        return dataclasses.replace(decision, bound_seconds=0.0)
+    status = "gap" if decision.status == "optimal" else decision.status
+    if _closed(decision, target, bound):
+        bound, status = decision.added_seconds, "optimal"
+    return dataclasses.replace(decision, bound_seconds=bound, status=status)
+
+
+def coded_order(plain: MemoryModel, coded: MemoryModel, order: Sequence[str]) -> tuple[str, ...]:
+    """``order``, with the operators of codecs where they take the fewest bytes.
+
+    A value is written in its smaller form behind its last reader in front of the first that reads it decoded, and
+    decoded in front of that one.
+
+    Args:
+        plain: of the graph without codecs.
+        coded: of the graph with them.
+        order: names of all operators of ``plain``, first to last.
+    """
+    position = {name: step for step, name in enumerate(order)}
+    behind: dict[int, list[str]] = {}
+    front: dict[int, list[str]] = {}
+    marks = {op.node.name: op.node.meta[MARK] for op in coded.operators if MARK in op.node.meta}
+    places = _places(plain, position, {mark.storage for mark in marks.values()})
+    for name, mark in marks.items():
+        last, first, shape = places[mark.storage]
+        if mark.role == "encode":
+            behind.setdefault(last, []).append(name)
+        else:
+            front.setdefault(first if mark.role == "decode" else shape, []).append(name)
+    there = {op.node.name for op in coded.operators}
+    found = [n for step, name in enumerate(order) for n in (*front.get(step, ()), name, *behind.get(step, ()))]
+    return tuple(name for name in found if name in there)
+
+
+def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """Per storage three steps: behind which it can be written smaller, of its first late reader, and of a shape's."""
+    wanted, found = set(names), {}
+    for value in values(memory):
+        if value.storage.name in wanted:
+            last = [position[memory.operators[value.storage.producer].node.name]]
+            late = min((position[read.reader.name] for read in value.saved.late), default=len(position))
+            early = [position[read.reader.name] for read in value.saved.early]
+            shape = min((position[read.reader.name] for read in value.shapes), default=len(position))
+            found[value.storage.name] = max(last + [step for step in early if step < late]), late, shape
+    return found

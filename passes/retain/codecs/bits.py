@@ -1,0 +1,74 @@
+"""bits: masks of one byte an element are kept with one bit an element.
+
+The row of bytes, n of them, all 0 or 1, is cut into eight parts. Byte j of the code has as its bit k byte j of part k:
+
+    parts    0  1  2  3 | 4  5  6  7        n bytes
+             + 16 *       \\_________/
+             0  1 | 2  3                    n / 2
+             +  4 * \\___/
+             0 | 1                          n / 4
+             +   2 *
+             code                           n / 8
+
+Every operator works on bytes in memory's sequence: no wider temporaries, and vector code. The last part is filled up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roamc.passes.retain.codecs.codec import Saved, fills_storage, flat
+from roamc.units import Bytes
+
+aten = torch.ops.aten
+
+PARTS = 8
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The coding of a mask of one geometry."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> Bytes:
+        """One bit an element, whole bytes."""
+        return -(-math.prod(self.shape) // PARTS)
+
+    def encode(self, value: Tensor) -> Tensor:
+        """uint8[ceil(n / 8)] for a bool tensor of n elements that lie side by side."""
+        row = aten.view.dtype(flat(value), torch.uint8)
+        missing = self.nbytes * PARTS - row.numel()
+        if missing:
+            row = aten.constant_pad_nd.default(row, [0, missing])
+        parts = aten.view.default(row, [PARTS, self.nbytes])
+        half = aten.add.Tensor(parts[:4], parts[4:], alpha=16)
+        quarter = aten.add.Tensor(half[:2], half[2:], alpha=4)
+        code: Tensor = aten.add.Tensor(quarter[0], quarter[1], alpha=2)
+        return code
+
+    def decode(self, code: Tensor) -> Tensor:
+        """The bool tensor: bit k of every byte of the code is brought to the front of part k."""
+        number = aten.view.default(aten.arange.default(PARTS, dtype=torch.uint8, device=code.device), [PARTS, 1])
+        shifted = aten.bitwise_right_shift.Tensor(aten.view.default(code, [1, self.nbytes]), number)
+        parts = aten.bitwise_and.Tensor(shifted, number[1:2])  # number 1 is a one
+        row = aten.view.dtype(parts, torch.bool)
+        mask: Tensor = aten.as_strided.default(row, self.shape, self.stride)
+        return mask
+
+
+def bits_of(tensor: Tensor) -> Bits:
+    """The coding of masks that lie as ``tensor`` does."""
+    return Bits(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+
+
+def fit(saved: Saved) -> Bits | None:
+    """Masks that fill their storage."""
+    tensor = saved.tensor
+    return bits_of(tensor) if tensor.dtype == torch.bool and fills_storage(tensor) else None

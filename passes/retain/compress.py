@@ -1,0 +1,265 @@
+"""Keep values in a smaller form: the part of ``retain`` that writes codecs into the graph.
+
+    before                              after
+    y, mask = native_dropout(x, p)      y, mask = native_dropout(x, p)
+    ...                                 code = encode(mask)
+                                        ...                                 mask's bytes are free here
+    ...                                 mask_1 = decode(code)
+    dx = native_dropout_backward(       dx = native_dropout_backward(
+        dy, mask, scale)                    dy, mask_1, scale)
+
+All readers behind forward read what was decoded, and views of it are made anew. What they make again after all is
+then for the solver to say: ``encode`` and ``decode`` are operators like others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from roamc.compat import FakeTensorMode, trace
+from roamc.errors import PlanError
+from roamc.graph import Phase, TrainGraph, tensors_of
+from roamc.memory import MemoryModel, Place, Storage
+from roamc.passes.normalize import SAME
+from roamc.passes.retain.codecs import CODECS, Coding, Saved, codec_of, shapes
+from roamc.passes.retain.codecs.codec import Read, fills_storage
+from roamc.passes.retain.versions import Versions
+from roamc.regions import is_kept
+from roamc.rewrite import value_of
+
+MARK = "code"
+"""Key of ``node.meta``: the :class:`Mark` of nodes that belong to a codec."""
+
+
+class Code(NamedTuple):
+    """One storage that is kept smaller: its name, and that of the codec."""
+
+    storage: str
+    codec: str
+
+
+class Mark(NamedTuple):
+    """What a node does for a storage that is kept smaller.
+
+    Attributes:
+        storage: its name.
+        role: "encode", "decode" or "shape" (a stand-in).
+        operator: what makes the storage, such as ``aten.native_dropout.default``.
+    """
+
+    storage: str
+    role: str
+    operator: str
+
+
+class Value(NamedTuple):
+    """A storage that is read behind forward.
+
+    Attributes:
+        storage: itself.
+        saved: as codecs see it.
+        shapes: readers behind forward that look at no element.
+    """
+
+    storage: Storage
+    saved: Saved
+    shapes: tuple[Read, ...]
+
+
+def values(memory: MemoryModel) -> Iterator[Value]:
+    """The storages that may be kept smaller: temporaries of forward read later, written by nobody, not pinned."""
+    written = {storage for op in memory.operators for storage in op.writes}
+    whole = _whole_nodes(memory)
+    reads = _reads(memory)
+    for storage in memory.saved:
+        node = whole.get(storage.index)
+        pinned = is_kept(memory.operators[storage.producer].node)
+        if node is None or pinned or storage.place is not Place.TEMPORARY or storage.index in written:
+            continue
+        early = tuple(read for phase, read in reads[storage.index] if phase is Phase.FORWARD)
+        late = [read for phase, read in reads[storage.index] if phase is not Phase.FORWARD]
+        shape = tuple(read for read in late if shapes.reads_shape(read, node))
+        yield Value(storage, Saved(node, early, tuple(read for read in late if read not in shape)), shape)
+
+
+def _whole_nodes(memory: MemoryModel) -> dict[int, fx.Node]:
+    """Storage to the node that stands for all of it: what makes it, or picks it of several results."""
+    found: dict[int, fx.Node] = {}
+    for op in memory.operators:
+        single = isinstance(op.node.meta.get("val"), torch.Tensor)
+        for node in (op.node,) if single else op.node.users:
+            known = (node.name, 0) in memory.owner and isinstance(node.meta.get("val"), torch.Tensor)
+            if known and memory.owner[node.name, 0] in op.births and fills_storage(node.meta["val"]):
+                found.setdefault(memory.owner[node.name, 0], node)
+    return found
+
+
+def _reads(memory: MemoryModel) -> dict[int, list[tuple[Phase, Read]]]:
+    """Per storage its readers in graph order, one entry for each argument."""
+    found: dict[int, list[tuple[Phase, Read]]] = {storage.index: [] for storage in memory.storages}
+    for op in memory.operators:
+        for argument in op.node.all_input_nodes:
+            position = op.node.args.index(argument) if op.node.args.count(argument) == 1 else -1
+            for storage in {memory.owner[argument.name, at]: None for at, _ in tensors_of(argument)}:
+                if storage not in op.births:
+                    found[storage].append((op.phase, Read(op.node, _unaliased(argument), position)))
+    return found
+
+
+def _unaliased(node: fx.Node) -> fx.Node:
+    """What ``node`` is another name for; itself if for nothing."""
+    while node.target in SAME:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def coding_of(value: Value, codec: str) -> Coding | None:
+    """How ``codec`` keeps ``value``; None for :data:`shapes.NAME`, which keeps nothing.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if codec == shapes.NAME:
+        if not value.saved.late:
+            return None
+        raise PlanError(f"retain: {value.saved.late[0].reader.name} reads elements of {value.storage.name}")
+    coding = codec_of(codec).fit(value.saved)
+    if coding is None:
+        raise PlanError(f"retain: codec {codec!r} does not fit {value.storage.name}")
+    return coding
+
+
+def best_codec(value: Value) -> tuple[str, Coding | None] | None:
+    """The codec with the fewest bytes, the first of equals, and its coding; None where none makes ``value`` smaller."""
+    if not value.saved.late:
+        return shapes.NAME, None
+    fitting = [(codec.name, coding) for codec in CODECS if (coding := codec.fit(value.saved)) is not None]
+    best = min(fitting, key=lambda pair: pair[1].nbytes, default=None)
+    return best if best is not None and best[1].nbytes < value.storage.nbytes else None
+
+
+def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
+    """Write ``codes`` into the graph.
+
+    Raises:
+        PlanError: the graph has no such storages, there are no such codecs, or they do not fit.
+    """
+    writer = _Writer(graph)
+    known = {value.storage.name: value for value in values(writer.memory)}
+    for code in codes:
+        if code.storage not in known:
+            raise PlanError(f"retain: this graph has no storage {code.storage!r} that could be kept smaller")
+        writer.add(known[code.storage], coding_of(known[code.storage], code.codec))
+    writer.write()
+    return writer.finished()
+
+
+class _Writer(Versions):
+    """Walks the graph once and writes what was added.
+
+    Attributes:
+        encodings: last reader in forward, or maker, to (value, coding) that are encoded behind it.
+        decodings: first reader behind forward to (value, coding) that are decoded in front of it.
+        shapes: reader to positions of arguments that it is given a stand-in for, and the value.
+        codes: value's node to the node of its code.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        super().__init__(graph)
+        self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
+        self.decodings: dict[fx.Node, list[tuple[Value, Coding]]] = {}
+        self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
+        self.codes: dict[fx.Node, fx.Node] = {}
+
+    def add(self, value: Value, coding: Coding | None) -> None:
+        """Keep ``value`` as ``coding``, or not at all."""
+        for read in value.shapes:
+            self.shapes.setdefault(read.reader, []).append((read.position, value))
+        if coding is None:
+            return
+        node, late = value.saved.node, value.saved.late
+        last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
+        mark = self._mark(value, "encode")
+        self.codes[node] = self._insert(
+            _recorded(coding, "encode", *_geometry(node)), node, node, last.next, last, mark
+        )
+        self.decodings.setdefault(late[0].reader, []).append((value, coding))
+
+    def write(self) -> None:
+        """Decode where due, and let everybody read what is theirs."""
+        for node in list(self.makers.values()):
+            for value, coding in self.decodings.get(node, ()):
+                self._decode(value, coding, node)
+            for position, value in self.shapes.get(node, ()):
+                self._stand_in(node, position, value)
+            self.redirect(node)
+
+    def _mark(self, value: Value, role: str) -> Mark:
+        maker = self.memory.operators[value.storage.producer].node
+        return Mark(value.storage.name, role, str(maker.target))
+
+    def _decode(self, value: Value, coding: Coding, at: fx.Node) -> None:
+        node = value.saved.node
+        code = self.codes[node]
+        mark = self._mark(value, "decode")
+        made = self._insert(_recorded(coding, "decode", *_geometry(code)), code, node, at, at, mark)
+        names = [node]
+        for name in names:
+            self.newest[name] = made
+            names += [user for user in name.users if user.target in SAME]
+
+    def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
+        tensor = value.saved.tensor
+        recorded = _recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
+        made = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
+        reader.args = (*reader.args[:position], made, *reader.args[position + 1 :])
+
+    def _insert(
+        self, recorded: fx.Graph, given: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
+    ) -> fx.Node:
+        """Write recorded operators, which read ``given``, in front of ``before``, with the notes of ``like``."""
+        made: dict[fx.Node, fx.Node] = {}
+        for node in recorded.nodes:
+            if node.op == "placeholder":
+                made[node] = given  # type: ignore[assignment]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+                with self.graph.graph.inserting_before(before):
+                    name = f"{like.name}_{mark.role}"
+                    fresh = self.graph.graph.create_node("call_function", node.target, args, kwargs, name=name)
+                fresh.meta = {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
+                fresh.meta[MARK] = mark
+                with self.mode:
+                    values = fx.map_arg((args, kwargs), value_of)
+                    fresh.meta["val"] = node.target(*values[0], **values[1])
+                self.phase[fresh.name] = self.graph.phase[phase_of.name]
+                made[node] = fresh
+        result: fx.Node = made[next(node for node in recorded.nodes if node.op == "output").args[0]]
+        return result
+
+
+def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    tensor = node.meta["val"]
+    return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device
+
+
+@functools.lru_cache(maxsize=4096)
+def _recorded(
+    coding: Coding, way: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> fx.Graph:
+    """The operators of ``coding.encode`` or ``coding.decode`` for tensors of one geometry."""
+    mode = FakeTensorMode()
+    with mode:
+        given = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    way_of = coding.encode if way == "encode" else coding.decode
+    return trace(lambda tensor: way_of(tensor), [given], mode).graph
+
+
+@functools.lru_cache(maxsize=4096)
+def _recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
+    return trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph

@@ -1,0 +1,139 @@
+"""Versions of storages: readers read the newest one, and views of a storage are made anew of each.
+
+What :mod:`recompute` and :mod:`compress` have in common: both make a storage a second time and hand it to the readers
+from there on.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import FakeTensorMode
+from roamc.errors import PlanError
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.memory import MemoryModel, build_memory, identity
+from roamc.rewrite import mode_of, placed_in
+
+PLACE = torch.uint8
+"""Stands for the bytes of a storage, whatever the dtypes of its tensors."""
+
+
+class Versions:
+    """Knows the newest version of everything, for a walk through the graph.
+
+    Attributes:
+        graph: what is walked and written into.
+        memory: of the graph as it was.
+        mode: of all fake tensors.
+        phase: of every operator, new ones included.
+        newest: node that makes or picks a renewed storage to the node of its last version.
+        views: (view, the version of what it looks at) to that view of that version.
+        makers: name to node of the graph's own operators.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        mode = mode_of(graph.graph)
+        if mode is None:
+            raise PlanError("retain: a graph without tensors has nothing to make again")
+        self.graph = graph
+        self.mode: FakeTensorMode = mode
+        self.memory: MemoryModel = build_memory(graph)
+        self.phase: dict[str, Phase] = dict(graph.phase)
+        self.newest: dict[fx.Node, fx.Node] = {}
+        self.views: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.makers = {op.node.name: op.node for op in self.memory.operators}
+
+    def redirect(self, node: fx.Node) -> None:
+        """Let ``node`` read the newest versions."""
+        if self.newest:
+            node.args = fx.map_arg(node.args, lambda argument: self.version(argument, node))
+            node.kwargs = fx.map_arg(node.kwargs, lambda argument: self.version(argument, node))
+
+    def version(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        """What a reader at ``at`` reads for ``node``: its last version, or a view of the last version of its base."""
+        if node in self.newest:
+            return self.newest[node]
+        if node.op != "call_function" or node.name in self.makers or not ops.is_view(node.target):
+            return node
+        base = node.args[ops.rule(node.target).view_of[0]]
+        now = self.version(base, at)  # type: ignore[arg-type]
+        if now is base:
+            return node
+        if (node, now) not in self.views:
+            self.views[node, now] = self._view(node, base, now, at)  # type: ignore[arg-type]
+        return self.views[node, now]
+
+    def _view(self, node: fx.Node, base: fx.Node, now: fx.Node, at: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: now if argument is base else argument)
+        made = self.call(node.target, args, kwargs, node, at)
+        if node.target is operator.getitem:  # only single tensors pass from forward to backward
+            now.append(made)
+            self.phase[made.name] = self.phase[now.name]
+        (_, old), (_, new) = next(tensors_of(base)), next(tensors_of(now))
+        made.meta["val"] = self.moved(node, {identity(old): new.untyped_storage()})
+        return made
+
+    def results(self, first: fx.Node) -> list[fx.Node]:
+        """The nodes that stand for single results: the operator itself, or the picks of its results."""
+        if isinstance(first.meta.get("val"), torch.Tensor):
+            return [first]
+        return [user for user in first.users if user.target is operator.getitem and user.name in self.graph.phase]
+
+    def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, at: fx.Node) -> fx.Node:
+        """Call ``target`` in front of ``at``, in its phase, with the name and the notes of ``like``."""
+        with self.graph.graph.inserting_before(at):
+            made = self.graph.graph.create_node("call_function", target, args, kwargs, name=like.name)
+        made.meta = dict(like.meta)
+        self.phase[made.name] = self.phase[at.name]
+        return made
+
+    def moved(self, node: fx.Node, storages: dict[int, torch.UntypedStorage]) -> Any:
+        """The fake results of ``node`` with the same geometry in other storages; those it does not know are new."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return self._move(value, storages)
+        return type(value)(self._move(v, storages) if isinstance(v, torch.Tensor) else v for v in value)
+
+    def _move(self, old: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        with self.mode:
+            if identity(old) not in storages:
+                count = int(old.untyped_storage().nbytes())
+                storages[identity(old)] = torch.empty(count, dtype=PLACE, device=old.device).untyped_storage()
+            return placed_in(old, storages[identity(old)])
+
+    def finished(self) -> TrainGraph:
+        """The graph as it has become; what nobody reads any more is taken out."""
+        graph = self.graph
+        _erase_dead(graph.graph, set(graph.gradients))
+        by_name = {node.name: node for node in graph.graph.nodes}
+        phase = {node.name: self.phase[node.name] for node in operators(graph.graph)}
+        waits = {node: gradient for node, gradient in graph.waits.items() if node in by_name}
+        changed = graph.replace(phase=phase, waits=waits)
+        return changed.replace(saved=_saved(changed)) if graph.boundary else changed
+
+
+def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
+    """Take out what nobody reads, such as a first run whose results are all read from a later one."""
+    for node in reversed(list(graph.nodes)):
+        idle = node.op == "call_function" and not node.users and node.name not in kept
+        if idle and not ops.has_effect(node.target):
+            graph.erase_node(node)
+
+
+def _saved(graph: TrainGraph) -> tuple[str, ...]:
+    """What passes from forward to backward now, first what did before: AOTAutograd has an order of its own."""
+    given = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    early = {node for node, port in given if port.phase is Phase.FORWARD}
+    early |= {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD}
+    readers = [node for node in operators(graph.graph) if node not in early]
+    returned = zip(output_values(graph.graph), graph.outputs, strict=True)
+    read = [argument for reader in readers for argument in reader.all_input_nodes]
+    read += [node for node, port in returned if node is not None and port.phase is not Phase.FORWARD]
+    crossing = dict.fromkeys(node.name for node in read if node in early)
+    known = set(graph.saved)
+    return (*(name for name in graph.saved if name in crossing), *(name for name in crossing if name not in known))

@@ -1,0 +1,198 @@
+"""The choice between reruns and codecs: the budget is kept, the bound holds for all choices, the order is legal."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roamc import cost, pipeline
+from roamc.graph import Phase, TrainGraph, copied
+from roamc.memory import build_memory, live_bytes
+from roamc.options import Options
+from roamc.passes import reorder, retain
+from roamc.passes.retain import Choice, compress
+from roamc.passes.retain.choose import coded_order
+from roamc.passes.retain.decide import Decision, choose
+from roamc.plan import Plan
+from tests.graphs import assert_same, clones, graph_and_inputs, traced
+from tests.passes.retain.test_codecs import late_graph
+from tests.passes.retain.test_compress import MODELS, ROUTES, all_codes, cleaned, squares
+from tests.test_pipeline import run_program
+
+PROFILE = cost.load_profile(torch.device("cpu"))
+
+
+class Tower(nn.Module):
+    """Layers with much dropout between them: masks weigh as much as anything."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(F.dropout(layer(x).tanh(), 0.2), 0.3)
+        return x
+
+
+Model = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]
+
+
+def tower(layers: int = 4) -> Model:
+    torch.manual_seed(0)
+    return Tower(layers), (torch.randn(512, 256),), squares
+
+
+def choice_of(graph: TrainGraph) -> Choice:
+    memory = build_memory(graph)
+    return Choice(graph, Options(memory_budget="min"), [op.node.name for op in memory.operators], PROFILE)
+
+
+def peak_of(graph: TrainGraph) -> int:
+    return int(live_bytes(build_memory(graph)).max())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_decision_is_what_it_says_and_never_dearer_than_reruns_alone(route: str) -> None:
+    graph, _ = cleaned(*tower(), route)
+    choice = choice_of(graph)
+    used = 0
+    for share in (0.9, 0.75, 0.6):
+        target = int(peak_of(graph) * share)
+        decision, plain = choice.decide(target), choose(choice.plain, target)
+        assert decision.peak_bytes <= target
+        assert decision.added_seconds <= plain.added_seconds
+        spent = math.fsum([*(again[3] for again in decision.reruns), *(code[4] for code in decision.codes)])
+        assert decision.added_seconds == pytest.approx(spent)
+        assert decision.bound_seconds <= decision.added_seconds * (1 + 1e-9)
+        names = {op.node.name for op in build_memory(retain.apply(copied(graph), decision)).operators}
+        assert {again[1] for again in decision.reruns} <= {*names, *decision.order}
+        used += decision.added_seconds < plain.added_seconds
+    assert used
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
+    """Every subset of what can be kept smaller, each with the reruns that the solver finds best for it."""
+    graph, _ = cleaned(*tower(2), route)
+    choice = choice_of(graph)
+    assert len(choice.candidates) == 4
+    subsets = [s for count in range(1, 5) for s in itertools.combinations(choice.candidates, count)]
+    positive = 0
+    for share in (0.9, 0.8, 0.7, 0.6):
+        target = int(peak_of(graph) * share)
+        bound = choice.bounds.seconds(target)
+        found = [choose(choice.plain, target), *(choice._decide_coded(subset, target) for subset in subsets)]
+        kept = [decision.added_seconds for decision in found if decision.peak_bytes <= target]
+        assert all(bound <= seconds * (1 + 1e-9) for seconds in kept), share
+        assert not kept or choice.decide(target).added_seconds <= 1.1 * min(kept)
+        positive += 0 < bound < math.inf
+    assert positive, "a bound of nothing always holds"
+
+
+def at_the_end_of_forward(graph: TrainGraph) -> int:
+    memory = build_memory(graph)
+    first = next(step for step, op in enumerate(memory.operators) if op.phase is not Phase.FORWARD)
+    return int(live_bytes(memory)[first - 1])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", ["pictures", "attention"])
+def test_operators_of_codecs_stand_where_they_may(name: str, route: str) -> None:
+    graph, _ = cleaned(*MODELS[name](), route)
+    order = [op.node.name for op in build_memory(graph).operators]
+    coded = compress(copied(graph), all_codes(graph))
+    found = coded_order(build_memory(graph), build_memory(coded), order)
+    arranged = reorder.arrange(coded, found)  # raises an error where something is read before it is made
+    assert [name for name in found if name in order] == [name for name in order if name in found]
+    assert at_the_end_of_forward(arranged) < at_the_end_of_forward(graph)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_plan_with_codecs_runs_to_the_same_bits_also_from_json(route: str) -> None:
+    made = tower()
+    free = pipeline.run(graph_and_inputs(*made, route)[0], Options())
+    assert free.plan.decisions["retain"]["codes"] == ()
+    graph, inputs = graph_and_inputs(*made, route)
+    planned = pipeline.run(graph, Options(memory_budget="70%"), deep=True)
+    codes = planned.plan.decisions["retain"]["codes"]
+    assert {codec for _, codec, *_ in codes} == {"bits"}
+    assert all(after == -(-before // 8) for _, _, before, after, _ in codes)
+    assert "are kept in fewer bytes" in str(planned.plan)
+    text = planned.plan.to_json()
+    again = pipeline.run(graph_and_inputs(*made, route)[0], Options(), Plan.from_json(text))
+    assert again.plan.decisions == planned.plan.decisions
+    results: list[Any] = []
+    for one in (free, planned, again):
+        used = clones(inputs)
+        torch.manual_seed(2)
+        results.append([*run_program(one, used), *used])
+    assert_same(results[0], results[1], route)
+    assert_same(results[0], results[2], route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", ["pictures", "channels last", "attention"])
+def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> None:
+    """Of small values as well, which no budget would ask for."""
+    graph, inputs = graph_and_inputs(*MODELS[name](), route)
+    free = pipeline.run(graph, Options())
+    clean, _ = cleaned(*MODELS[name](), route)
+    rows = tuple((*code, 0, 0, 0.0) for code in all_codes(clean))
+    forced = Decision((), (), 0, 0.0, 0.0, "gap", rows)
+    plan = Plan.from_json(free.plan.to_json())
+    decisions = {key: plan.decisions[key] for key in ("normalize", "checkpoint")}
+    road = pipeline._Road(Options(), None, True, "")
+    start = road.travel(pipeline.Stop(graph_and_inputs(*MODELS[name](), route)[0], {}, {}), pipeline.PIPELINE[:2])
+    assert start.decisions.keys() == decisions.keys()
+    coded = road.arrive(start, forced)
+    results: list[Any] = []
+    for one in (free, coded):
+        used = clones(inputs)
+        torch.manual_seed(2)
+        results.append([*run_program(one, used), *used])
+    assert_same(*results, f"{name}, {route}")
+
+
+COPIES: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "_to_copy": (torch.bfloat16, lambda kept: kept.float()),
+    "clone": (torch.float32, lambda kept: kept.t().contiguous()),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_copy_of_what_is_kept_anyway_is_dropped_and_made_again(copy: str) -> None:
+    """An exact widening and a change of layout need no codec: they run again, and the original stays."""
+    dtype, function = COPIES[copy]
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        kept = x.tanh()
+        copied = function(kept)
+        large = (kept.repeat(4, 1) + copied.sum()).sum()
+        return (copied + large).sum(), (kept + large).sum()
+
+    graph = traced(step, torch.randn(512, 300, dtype=dtype))
+    graph = late_graph(graph, {"add_1", "sum_3", "add_2", "sum_4"})
+    choice = choice_of(graph)
+    peak = choose(choice.plain, 1 << 60).peak_bytes
+    decision = choice.decide(peak - 1)
+    assert decision.peak_bytes < peak
+    again = {name for _, name, _, _ in decision.reruns}
+    assert copy in again
+    assert "tanh" not in again
+    assert not decision.codes
+
+
+def test_view_of_what_is_kept_anyway_is_not_kept() -> None:
+    """Views have no bytes of their own, and lead to no codec."""
+    graph = traced(lambda x: ((kept := x.tanh()).t()[1:].sum(), kept.view(-1).sum()), torch.randn(64, 30))
+    graph = late_graph(graph, {"sum_1", "sum_2"})
+    assert [storage.name for storage in build_memory(graph).saved] == ["tanh"]
+    assert not choice_of(graph).candidates
