@@ -56,8 +56,13 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
     if route == "train_step":
         plan = planned.plans[0]
         executables = [planned.latest.executable]
-        result = {key: getattr(plan, key) for key in ("peak_bytes", "arena_bytes", "live_bytes", "bound_bytes")}
-        result |= {"baseline_bytes": plan.baseline_bytes, "status": plan.status, "seconds": dict(plan.seconds)}
+        result = {key: getattr(plan, key) for key in ("peak_bytes", "needed_bytes", "arena_bytes", "live_bytes")}
+        result |= {
+            "bound_bytes": plan.bound_bytes,
+            "baseline_bytes": plan.baseline_bytes,
+            "status": plan.status,
+            "seconds": dict(plan.seconds),
+        }
     elif route in ("optimize", "optimize_free"):
         result = {"peak_bytes": [plan.peak_bytes for plan in roamc.plans(work.model)]}
     before = heap.live() - blocks.held()

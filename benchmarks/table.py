@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import order_layout, retain_rivals
+from benchmarks import kept, order_layout, retain_rivals
 from benchmarks._measure import HERE, RESULTS
 
 START, END = "<!-- results -->", "<!-- end of results -->"
@@ -21,12 +21,12 @@ def render() -> str:
         "`make bench` measures again.",
         "",
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, "
-        "counted under malloc (MB). Workspace is what a single operator takes for itself at its worst; it is in the "
-        "measured peak and not in the predicted one.",
+        "counted under malloc (MB). Tensors are what the plan holds of them at its peak; predicted is that with the "
+        "estimate of what operators take for themselves, and workspace the most that one was seen to take.",
         "",
-        "| model | dtype | eager | `train_step` | of eager's | predicted | measured / predicted | workspace "
-        "| fragmentation |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | dtype | eager | `train_step` | of eager's | tensors | predicted | measured / predicted "
+        "| workspace | fragmentation |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(_peak_row(row) for row in peak["rows"]),
         "",
         "The same for a loop around a compiled model, gradients handed out in `.grad` (MB):",
@@ -46,6 +46,7 @@ def render() -> str:
         [
             *lines,
             *_budget(_rows_of("budget")),
+            *_kept(_rows_of("kept")),
             *_cost(_rows_of("cost")),
             *_order_layout(_rows_of("order_layout")),
             *_retain_rivals(_rows_of("retain_rivals")),
@@ -104,6 +105,34 @@ def _values(like: dict[str, Any] | None) -> str:
     if like is None:
         return "–"
     return "the same bits" if like["equal"] else f"off by {like['error']:.0e}"
+
+
+def _kept(rows: list[dict[str, Any]]) -> list[str]:
+    """Measured peaks as shares of the budget."""
+    if not rows:
+        return []
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["dtype"], row["kind"].split()[0]), []).append(row)
+    return [
+        "",
+        "Whether budgets are kept: the measured peak as a share of `memory_budget`, a share of what eager takes. "
+        "`min` is measured against what the plan says that it needs; – is refused, with the smallest budget that the "
+        "planner reached as a share of what eager takes. Where torch.compile splits a model each piece keeps the "
+        "budget by itself, and the peak is that of all:",
+        "",
+        f"| model | dtype | route | {' | '.join(kept.BUDGETS)} |",
+        "|---|---|---|" + "---|" * len(kept.BUDGETS),
+        *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in found.items()),
+    ]
+
+
+def _kept_cell(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        share = float(row["kind"].split()[1].rstrip("%")) / 100
+        return f"– ({row['refused'] / row['budget'] * share:.0%})"
+    pieces = f" ({row['pieces']} pieces)" if row["pieces"] > 1 else ""
+    return f"{row['measured'] / row['budget']:.3f}{pieces}"
 
 
 def _cost(rows: list[dict[str, Any]]) -> list[str]:
@@ -237,7 +266,8 @@ def _peak_row(row: dict[str, Any]) -> str:
         _megabytes(step["measured"]),
         f"{step['measured'] / eager:.3f}",
         _megabytes(step["peak_bytes"]),
-        f"{step['measured'] / step['peak_bytes']:.4f}",
+        _megabytes(step["needed_bytes"]),
+        f"{step['measured'] / step['needed_bytes']:.4f}",
         _megabytes(step["workspace"]),
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.2%}",
     ]
