@@ -36,7 +36,7 @@ def program(graph: TrainGraph, *held: str) -> Program:
     for name, count in sizes.items():
         if name not in held:
             offset[name], end = end, end + -(-count // 64) * 64
-    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(held), peak_bytes=0)))
+    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(held), peak_bytes=0, needed_bytes=0)))
 
 
 def source(function: Callable[..., Any], *held: str) -> str:
@@ -319,7 +319,7 @@ def test_ranges_of_the_arena_go_and_come_between_statements() -> None:
     graph = traced(lambda x: x.sin().cos().tan().exp().sum(), X)
     holes = (Hole(64, 128, "sin", "tan"), Hole(0, 64, "exp", ""), Hole(0, 64, "", "sin"))
     offset = {name: 128 * number for number, name in enumerate(("sin", "cos", "tan", "exp"))}
-    layout = Layout(1024, 64, offset, frozenset(), peak_bytes=0, holes=holes)
+    layout = Layout(1024, 64, offset, frozenset(), peak_bytes=0, needed_bytes=0, holes=holes)
     check = FileCheck().check("arena.open(0, 64)").check_next("sin_out(").check_next("arena.close(64, 128)")
     check = check.check("cos_out(").check_next("arena.open(64, 128)").check_next("tan_out(").check_next("exp_out(")
     check.check_next("arena.close(0, 64)").run(emit(graph.replace(layout=layout)).source)

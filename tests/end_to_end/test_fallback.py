@@ -146,8 +146,8 @@ def test_budget_of_a_compiled_module_is_checked_before_anything_runs(strict: boo
 
 def test_budget_that_is_met_changes_nothing() -> None:
     model = model_of_two_plans()
-    peak = roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model)).peak_bytes
-    assert roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_budget=peak).peak_bytes == peak
+    peak = roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model)).needed_bytes
+    assert roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_budget=peak).needed_bytes == peak
     with pytest.raises(roamc.BudgetError):
         roamc.plan(model, *BATCHES[0], loss_fn=square, optimizer=sgd(model), memory_budget=peak - 1)
     roamc.train_step(model, square, sgd(model), memory_budget=peak)(*BATCHES[0])
@@ -159,5 +159,5 @@ def test_budget_error_names_a_bound_that_is_below_the_peak() -> None:
     with pytest.raises(roamc.BudgetError) as caught:
         roamc.plan(model, *BATCHES[0], memory_budget=1)
     needed = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])  # type: ignore[index]
-    assert plan.bound_bytes <= needed <= plan.peak_bytes
-    assert roamc.plan(model, *BATCHES[0], memory_budget=needed).peak_bytes == needed
+    assert plan.bound_bytes <= needed <= plan.needed_bytes
+    assert roamc.plan(model, *BATCHES[0], memory_budget=needed).needed_bytes == needed
