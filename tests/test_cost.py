@@ -390,6 +390,11 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB),
     "the mean of floats": (lambda x: x.mean(1), (floats(512, 512),), 0),
     "matrix products": (torch.mm, (floats(512, 512), floats(512, 512)), 0),
+    "attention keeps blocks of scores": (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        (floats(1, 2, 256, 64), floats(1, 2, 300, 64), floats(1, 2, 300, 64)),
+        2 * 4 * 64 * (300 + 64),
+    ),
     "convolution": (_convolved(), (_image(64, 32), floats(64, 64, 3, 3)), MB + 4 * 64 * 64 * 9 + 32 * 1024),
     "channels last": (_convolved(), (_image(64, 32, last=True), floats(64, 64, 3, 3)), 4 * 64 * 64 * 9 + 32 * 1024),
     "17 channels take two blocks": (_convolved(), (_image(17, 32), floats(8, 17, 1, 1)), MB // 2 + 544 + 32 * 1024),

@@ -126,6 +126,22 @@ def _in_order(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or tensor.mT.is_contiguous()
 
 
+def _attention(call: Call, made: torch.Tensor) -> Bytes:
+    """Blocks of scores, and of sums over them, in float32; some queries and keys at a time."""
+    return _blocks_of_scores(*(_argument(call, at) for at in (0, 1)), blocks=1)
+
+
+def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
+    """Blocks of scores, of their gradient, and of the sums."""
+    return _blocks_of_scores(*(_argument(call, at) for at in (1, 2)), blocks=3)
+
+
+def _blocks_of_scores(query: torch.Tensor, key: torch.Tensor, blocks: int) -> Bytes:
+    queries, keys, head = query.shape[-2], key.shape[-2], query.shape[-1]
+    together = next(count for least, count in ((768, 256), (192, 64), (0, 32)) if queries >= least)
+    return THREADS * 4 * blocks * min(queries, together) * (min(keys, 512) + head)
+
+
 def _convolution(call: Call, made: torch.Tensor) -> Bytes:
     image, weight = _argument(call, 0), _argument(call, 1)
     if image.dtype not in ONEDNN:
@@ -191,6 +207,8 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "binary_cross_entropy_with_logits": _crossed,
     "mean": _reduced,
     "sum": _reduced,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "bmm": _products,
     "baddbmm": _products,
 }
