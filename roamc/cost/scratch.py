@@ -128,12 +128,12 @@ def _in_order(tensor: torch.Tensor) -> bool:
 
 def _attention(call: Call, made: torch.Tensor) -> Bytes:
     """Blocks of scores, and of sums over them, in float32; some queries and keys at a time."""
-    return _blocks_of_scores(*(_argument(call, at) for at in (0, 1)), blocks=1)
+    return _blocks_of_scores(_argument(call, 0), _argument(call, 1), 1)
 
 
 def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
     """Blocks of scores, of their gradient, and of the sums."""
-    return _blocks_of_scores(*(_argument(call, at) for at in (1, 2)), blocks=3)
+    return _blocks_of_scores(_argument(call, 1), _argument(call, 2), 3)
 
 
 def _blocks_of_scores(query: torch.Tensor, key: torch.Tensor, blocks: int) -> Bytes:
