@@ -27,7 +27,7 @@ from tests.graphs import assert_same, clones, model_graph
 from tests.models import MODELS
 from tests.test_pipeline import run_program
 
-BUDGETS = ("70%", "50%", "min")
+BUDGETS = ("70%", "min")
 SMALL = {"layout_nodes": 10_000}
 
 
