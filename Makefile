@@ -37,7 +37,7 @@ lint: .venv/.ready build/types ## ruff, mypy --strict, and the rules on imports 
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
 
 bench: .venv/.ready ## run every script in benchmarks/
-	@for table in peak speed budget kept cost workspace order_layout retain_rivals retain_rivals; do echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
+	@for table in peak speed budget kept cost workspace order_layout retain_rivals; do echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 clean: ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks._measure import Heap, fresh, save
 from benchmarks.models import WORKLOADS, make
+from benchmarks.peak import eager_step
 
 ROUTES = ("train_step", "optimize")
 BUDGETS = ("100%", "70%", "50%", "30%", "min")
@@ -51,24 +52,21 @@ def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
     torch._dynamo.reset()
     work = make(name, dtype)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
-    heap, peaks = Heap(), []
+    heap, peaks = Heap(), list[int]()
+
+    def look() -> None:
+        peaks.append(heap.peak())
+
+    step = eager_step(work, optimizer, look)
     options: dict[str, Any] = {"memory_budget": budget, "strict": True, "idle_arena": "free"}
     if route == "train_step":
         planned = roamc.train_step(work.model, work.loss, optimizer, **options)
+
+        def step() -> None:
+            planned(*work.batch)
+            look()
     else:
         roamc.optimize(work.model, **options)
-
-    def step() -> None:
-        if route == "train_step":
-            planned(*work.batch)
-            peaks.append(heap.peak())
-            return
-        loss = work.loss(work.model, *work.batch)
-        loss.backward()
-        peaks.append(heap.peak())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
     for _ in range(2):
         step()
     before = heap.live() - blocks.held()

@@ -4,15 +4,16 @@
 
 Measured bytes come from a counter under malloc and are above what the process holds before the step:
 parameters, optimizer state and batch. The step is the third, so that nothing is made for the first time;
-roamc's arenas that stay between steps are added back. Operators' own workspace is in the measured
-peak and not in the predicted one. It is shown apart: the largest rise inside one statement of the program
-above what its results need, read at every line of the emitted source in a second run.
+roamc's arenas that stay between steps are added back. Operators' own workspace is in the measured peak and not
+in that of the tensors. It is shown apart: the largest rise inside one statement of the program above what its
+results need, read at every line of the emitted source in a second run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks._measure import Heap, by_line, fresh, save
@@ -21,9 +22,12 @@ from benchmarks.models import WORKLOADS, make
 ROUTES = ("eager", "train_step", "aot_eager", "optimize", "optimize_free")
 
 
-def _eager_step(work: Any, optimizer: Any) -> Any:
+def eager_step(work: Any, optimizer: Any, look: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Forward, backward, update; ``look`` is called between the last two."""
+
     def step() -> None:
         work.loss(work.model, *work.batch).backward()
+        look()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -39,7 +43,7 @@ def worker(name: str, dtype: str, route: str) -> dict[str, Any]:
 
     work = make(name, dtype)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
-    step, executables = _eager_step(work, optimizer), []
+    step, executables = eager_step(work, optimizer), []
     if route == "train_step":
         planned = roamc.train_step(work.model, work.loss, optimizer, strict=True)
 

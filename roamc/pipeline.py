@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from roamc import budget, cost, news, typed, verify
@@ -139,7 +138,7 @@ class Trials:
 
     def limit(self, asked: budget.Budget) -> Bytes:
         """A budget in bytes, 0 for the lowest peak."""
-        return _resolved(self._clean.graph, dataclasses.replace(self.options, memory_budget=asked)).limit_bytes or 0
+        return _in_bytes(self._clean.graph, asked, self._road.eager_needs) or 0
 
     @property
     def has_reruns(self) -> bool:
@@ -193,12 +192,17 @@ class Trials:
     @functools.cached_property
     def choice(self) -> retain.Choice:
         """What can be dropped or kept smaller."""
-        return retain.Choice(self._clean.graph, self.options, _order(self.first), self._profile, self._road.allowed)
+        order, allowed = _order(self.first), self._road.allowed
+        return retain.Choice(self._clean.graph, self.options, order, self._profile, self._prices, allowed)
 
     @functools.cached_property
     def alone(self) -> Seconds:
         """Predicted time of a step in which nothing runs again."""
-        return cost.step_seconds(self._clean.graph, self._profile)
+        return sum(self._prices.values())
+
+    @functools.cached_property
+    def _prices(self) -> Mapping[str, Seconds]:
+        return cost.prices(self._clean.graph, self._profile)
 
     @functools.cached_property
     def _profile(self) -> cost.DeviceProfile:
@@ -212,9 +216,14 @@ class Trials:
 def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool, mark: str) -> tuple[_Road, Stop]:
     """Check the graph, read the budget, and take the passes that are the same whatever the budget."""
     verify.check_graph(graph, "capture", deep=deep)
-    graph = graph.replace(eager_bytes=int(eager_live_bytes(build_memory(graph)).max(initial=0)))
+    memory = build_memory(graph)
+    live = eager_live_bytes(memory)
+    graph = graph.replace(eager_bytes=int(live.max(initial=0)))
+    most = int((live + cost.workspaces(memory.operators)).max(initial=0))
+    needs = most + cost.objects(most)
     allowed = "light" if options.memory_budget == budget.LIGHT else "all"
-    road = _Road(_resolved(graph, options), plan, deep, mark, allowed)
+    limit = _in_bytes(graph, options.memory_budget, needs)
+    road = _Road(dataclasses.replace(options, memory_budget=limit), plan, deep, mark, allowed, needs)
     return road, road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
 
 
@@ -227,19 +236,10 @@ def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
     return planned
 
 
-def _resolved(graph: TrainGraph, options: Options) -> Options:
-    """The options with the budget in bytes."""
+def _in_bytes(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:
+    """The budget in bytes; shares are of ``eager_needs``."""
     state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
-    limit = budget.resolve(options.memory_budget, _eager_needs(graph), main_device(graph), state)
-    return dataclasses.replace(options, memory_budget=limit)
-
-
-def _eager_needs(graph: TrainGraph) -> Bytes:
-    """What eager PyTorch takes at its worst step, operators' own memory and objects included."""
-    memory = build_memory(graph)
-    own = np.array([cost.workspace(operator.node) for operator in memory.operators], dtype=np.int64)
-    most = int((eager_live_bytes(memory) + own).max(initial=0))
-    return most + cost.objects(most)
+    return budget.resolve(asked, eager_needs, main_device(graph), state)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,8 @@ class _Road:
         plan: decisions to use, if there are any.
         deep: derive all metadata again.
         mark: fingerprint of the graph.
-        allowed: what may run again, see :data:`roamc.passes.retain.ALLOWED`.
+        allowed: what may run again, see :data:`roamc.passes.retain.decide.ALLOWED`.
+        eager_needs: what eager PyTorch takes at its worst step, operators' own memory and objects included.
     """
 
     options: Options
@@ -259,6 +260,7 @@ class _Road:
     deep: bool
     mark: str
     allowed: str
+    eager_needs: Bytes = 0
 
     def arrive(self, clean: Stop, kept: retain.Decision | None = None, alone: Seconds = 0.0) -> Planned:
         """Run the passes behind the shared ones, check the layout and write the plan.

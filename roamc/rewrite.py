@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
 from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
-from roamc.graph import Phase
+from roamc.graph import Phase, tensors_of
+from roamc.runtime.random import save_rng_state
 
 
 class Writer:
@@ -34,6 +36,17 @@ class Writer:
             node.meta["stack_trace"] = self.like.meta["stack_trace"]
         self.phase[node.name] = self.current
         return node
+
+
+def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any], name: str | None = None) -> fx.Node:
+    """A node in front of the random operator ``first`` that keeps the state of the generator it draws from."""
+    device = next(tensor.device for _, tensor in tensors_of(first))
+    with graph.inserting_before(first):
+        state = graph.create_node("call_function", save_rng_state, (device,), name=name)
+    shape = save_rng_state(device).shape
+    with mode:
+        state.meta["val"] = torch.empty(shape, dtype=torch.uint8)
+    return state
 
 
 def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roamc.cost import workspace
+from roamc.cost import workspaces
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase
 from roamc.memory import Int64s, MemoryModel, Operator, Place, lifetimes, sizes, timeline
@@ -44,7 +44,7 @@ PRICE = 32
 memory costs time. (AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
 
 LITTLE: Bytes = 64 << 10
-"""An arena is not given up, and no peak counts as above eager's, for so little."""
+"""Nothing is held, an arena is not given up, and no peak counts as above eager's, for so little."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Split:
             what forward hands out as soon as forward has ended. Callers differ in what they drop.
         crowded: at how many steps the arena or the outside is nearly at its fullest.
         passed: bytes per step that pass through the allocator; twice for those that are then copied.
+        given_up: nothing is in the arena.
     """
 
     held: Bools
@@ -96,6 +97,7 @@ class Split:
     total: Bytes
     crowded: int
     passed: Bytes
+    given_up: bool
 
 
 def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool) -> Table:
@@ -116,7 +118,7 @@ def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: 
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
-        workspace=np.array([workspace(operator.node) for operator in memory.operators], dtype=np.int64),
+        workspace=workspaces(memory.operators),
     )
 
 
@@ -161,7 +163,7 @@ def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
 
 def cost(peak_bytes: Bytes, split: Split) -> Bytes:
     """What decides between splits: the peak, and what passes through the allocator at every step."""
-    return peak_bytes + split.passed // PRICE + (LITTLE if split.passed else 0)
+    return peak_bytes + split.passed // PRICE + LITTLE * ((split.passed > 0) + split.given_up)
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:
@@ -180,6 +182,7 @@ def _split(table: Table, held: Bools) -> Split:
         total=2 * peak(arena) + peak(kept) + peak(dropped),
         crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
         passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
+        given_up=bool((held | table.foreign).all()),
     )
 
 

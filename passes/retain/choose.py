@@ -32,7 +32,7 @@ from roamc.passes.retain.apply import apply
 from roamc.passes.retain.compress import MARK, Code, best_codec, compress, values
 from roamc.passes.retain.decide import Decision, Question, choose, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier
+from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier, rank_of
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
@@ -43,9 +43,6 @@ GENEROUS = 2.0
 
 NEAR = 0.02
 """What was best for a peak that differs by no more than this share is tried first and alone."""
-
-OPERATORS = 3
-"""The bound looks at so many operators, as that of the solver does."""
 
 _CLOSE = 1e-9
 
@@ -78,9 +75,15 @@ class Choice:
     """All that can be chosen for one graph, and the least added time for any peak."""
 
     def __init__(
-        self, graph: TrainGraph, options: Options, order: Sequence[str], profile: DeviceProfile, allowed: str = "all"
+        self,
+        graph: TrainGraph,
+        options: Options,
+        order: Sequence[str],
+        profile: DeviceProfile,
+        prices: Mapping[str, Seconds],
+        allowed: str = "all",
     ) -> None:
-        """Ask about ``graph`` with its operators in ``order``, priced by ``profile``.
+        """Ask about ``graph`` with its operators in ``order``, priced by ``profile``: its own at ``prices``.
 
         With ``"light"`` for ``allowed`` only operators run again that are light on any device.
         """
@@ -89,7 +92,7 @@ class Choice:
         self.options = options
         self.order = tuple(order)
         self.profile = profile
-        self.prices = cost.prices(graph, profile)
+        self.prices = prices
         self.memory = build_memory(graph)
         self._asked: dict[tuple[Candidate, ...], Question] = {}
         self._known: dict[tuple[Candidate, ...], Frontier] = {}
@@ -161,7 +164,7 @@ class Choice:
             codes.code[at], codes.extra[at] = candidate.after, candidate.seconds
             codes.decoded[at] = candidate.decoded
         bounds = Bounds(self.plain.problem, codes)
-        bounds.look_at(OPERATORS)
+        bounds.look_at()
         return bounds
 
     def _sets(self, target: Bytes, bound: Seconds) -> list[tuple[Candidate, ...]]:
@@ -224,9 +227,7 @@ class Choice:
 
 
 def _rank(decision: Decision, target: Bytes) -> tuple[bool, float, float]:
-    """Less is better."""
-    peak, seconds = float(decision.peak_bytes), decision.added_seconds
-    return (True, peak, seconds) if peak > target else (False, seconds, peak)
+    return rank_of(decision.peak_bytes, decision.added_seconds, target)
 
 
 def _closed(decision: Decision, target: Bytes, bound: Seconds) -> bool:

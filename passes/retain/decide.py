@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from roamc.cost import workspace
+from roamc.cost import workspaces
 from roamc.cost.kinds import is_light
 from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, tensors_of
@@ -139,7 +139,7 @@ def question(
     able = ALLOWED[allowed]
     memory = build_memory(graph)
     gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
-    problem, names = reorder.order_problem(graph, memory, gifts, [workspace(op.node) for op in memory.operators])
+    problem, names = reorder.order_problem(graph, memory, gifts, workspaces(memory.operators).tolist())
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
     storages = reorder.buffers_of(memory)

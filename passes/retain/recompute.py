@@ -22,9 +22,10 @@ from torch import fx
 
 from roamc import ops
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, tensors_of
+from roamc.graph import TrainGraph
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.versions import Versions
+from roamc.rewrite import keep_state
 from roamc.runtime.random import replay, save_rng_state
 
 
@@ -109,10 +110,8 @@ class _Writer(Versions):
 
     def _state(self, first: fx.Node) -> fx.Node:
         if first not in self.states:
-            device = next(tensor.device for _, tensor in tensors_of(first))
-            state = self.call(save_rng_state, (device,), {}, first, first)
-            with self.mode:
-                state.meta["val"] = torch.empty(save_rng_state(device).shape, dtype=torch.uint8)
+            state = keep_state(self.graph.graph, first, self.mode, name=first.name)
+            state.meta = {**first.meta, **state.meta}
             self.phase[state.name] = self.phase[first.name]
             self.states[first] = state
         return self.states[first]

@@ -21,8 +21,8 @@ from torch import fx
 from roamc import compat, ops
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
-from roamc.rewrite import mode_of
-from roamc.runtime.random import replay, save_rng_state
+from roamc.rewrite import keep_state, mode_of
+from roamc.runtime.random import replay
 
 FIRST = "roamc_draws_as"
 """Key of a node's meta: the name of the operator that drew first what it draws."""
@@ -102,20 +102,9 @@ def replay_marked(graph: fx.Graph) -> None:
                 "torch.rand_like and torch.bernoulli do, or use torch.compile"
             )
         if first not in states:
-            states[first] = _state(graph, first)
+            states[first] = keep_state(graph, first, mode_of(graph) or contextlib.nullcontext())
         node.args = (states[first], node.target, *node.args)
         node.target = replay
-
-
-def _state(graph: fx.Graph, first: fx.Node) -> fx.Node:
-    """The generator's state in front of ``first``."""
-    device = next(tensor.device for _, tensor in tensors_of(first))
-    with graph.inserting_before(first):
-        state = graph.call_function(save_rng_state, (device,))
-    shape = save_rng_state(device).shape
-    with mode_of(graph) or contextlib.nullcontext():
-        state.meta["val"] = torch.empty(shape, dtype=torch.uint8)
-    return state
 
 
 def _geometry(node: fx.Node) -> list[tuple[object, ...]]:

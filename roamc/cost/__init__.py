@@ -11,7 +11,7 @@ from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kinds import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
-from roamc.cost.scratch import objects, workspace
+from roamc.cost.scratch import objects, workspace, workspaces
 
 __all__ = [
     "DeviceProfile",
@@ -28,4 +28,5 @@ __all__ = [
     "store_profile",
     "traffic",
     "workspace",
+    "workspaces",
 ]

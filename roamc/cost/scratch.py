@@ -14,14 +14,17 @@ On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are count
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 
+import numpy as np
 import torch
 from torch import fx
 
 from roamc.cost.call import Call, call_of, fakes, tensors_in
 from roamc.cost.kinds import COPIES, kind_of
+from roamc.graph import tensors_of
+from roamc.memory import Int64s, Operator
 from roamc.units import Bytes
 
 BLOCK = 16
@@ -55,7 +58,14 @@ def workspace(node: fx.Node) -> Bytes:
     rule = _RULES.get(call.name)
     if rule is not None:
         return rule(call, made)
+    if all(tensor.dtype == made.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
+        return 0
     return _converted(call, made) if kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root") else 0
+
+
+def workspaces(operators: Iterable[Operator]) -> Int64s:
+    """What each of them takes for itself, in bytes."""
+    return np.array([workspace(operator.node) for operator in operators], dtype=np.int64)
 
 
 def objects(nbytes: Bytes) -> Bytes:

@@ -246,7 +246,7 @@ def _show_dropped(out: Console, found: Explanation, top: int) -> None:
         )
         for d in found.dropped[:top]
     ]
-    show_rows(out, ("bytes", "storages", "runs", "of the step's time", "operator", "line"), rows, right=(0, 1, 2, 3))
+    show_rows(out, ("bytes", "storages", "runs", "of a step", "operator", "line"), rows, right=(0, 1, 2, 3))
     _show_rest(out, [d.nbytes for d in found.dropped[top:]])
 
 
@@ -266,7 +266,7 @@ def _show_smaller(out: Console, found: Explanation, top: int) -> None:
         )
         for s in found.smaller[:top]
     ]
-    headings = ("bytes", "kept as", "storages", "of the step's time", "codec", "operator", "line")
+    headings = ("bytes", "kept as", "storages", "of a step", "codec", "operator", "line")
     show_rows(out, headings, rows, right=(0, 1, 2, 3))
     _show_rest(out, [s.before for s in found.smaller[top:]])
 

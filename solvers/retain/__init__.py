@@ -6,7 +6,7 @@ decision costs) and `portfolio.py`.
 
 from roamc.solvers.retain.bound import Bounds, Codes
 from roamc.solvers.retain.portfolio import WALKS, Frontier, frontier, solve
-from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem
+from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
 
@@ -22,6 +22,7 @@ __all__ = [
     "RetainVerdict",
     "frontier",
     "make_problem",
+    "rank_of",
     "reference_order",
     "solve",
     "validate",

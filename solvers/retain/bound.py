@@ -41,6 +41,9 @@ _ENDLESS = 2**61
 _WHOLE = 2.0**50
 _MOST_CUTS = 12
 _EXAMINED = 64
+OPERATORS = 3
+"""The bound looks at so many operators unless told otherwise."""
+
 _ROUNDING = 1e-9
 _SOURCE, _SINK = 0, 1
 
@@ -119,7 +122,7 @@ class Bounds:
             np.add.at(less, self.order.consumer, np.repeat(saved, np.diff(self.order.consumer_start)))
         return less
 
-    def look_at(self, count: int) -> None:
+    def look_at(self, count: int = OPERATORS) -> None:
         """Take `count` operators with the most bytes live in any order, apart from each other."""
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
         hottest = np.argsort(-live, kind="stable")[: 8 * _EXAMINED : 8].astype(np.int32)

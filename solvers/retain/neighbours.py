@@ -10,6 +10,7 @@ import numpy as np
 
 from roamc.solvers.arrays import LongArray, group_by
 from roamc.solvers.retain.greedy import keep, lower
+from roamc.solvers.retain.problem import rank_of
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import possible
 
@@ -53,9 +54,8 @@ def above(state: State, budget: int) -> bool:
 
 
 def rank(state: State, budget: int) -> tuple[bool, float, float]:
-    """Less is better: within the budget by seconds, then peak; above it by peak, then seconds."""
-    seconds, peak = state.score.seconds, float(state.score.peak)
-    return (True, peak, seconds) if above(state, budget) else (False, seconds, peak)
+    """Less is better, see `rank_of`."""
+    return rank_of(state.score.peak, state.score.seconds, budget)
 
 
 def _families(search: Search) -> list[LongArray]:

@@ -9,7 +9,7 @@ from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import descend, keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
-from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds, rank_of
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
@@ -18,7 +18,6 @@ from roamc.solvers.status import Status
 WALKS = 12_000
 """Unless told otherwise, the work is limited to that of so many walks through the schedule."""
 
-_OPERATORS = 3
 _MOST_STARTS = 6
 _SHARE = 2
 _STEPS = (0.6, 0.8, 0.9, 0.97)
@@ -101,14 +100,12 @@ def _limit(problem: RetainProblem, work_limit: int | None) -> int:
 
 def _bounds(search: Search) -> Bounds:
     bounds = Bounds(search.problem)
-    bounds.look_at(_OPERATORS)
+    bounds.look_at()
     return bounds
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
-    """Less is better, as in `neighbours.rank`."""
-    seconds, peak = solution.seconds, float(solution.peak_bytes)
-    return (True, peak, seconds) if peak > budget else (False, seconds, peak)
+    return rank_of(solution.peak_bytes, solution.seconds, budget)
 
 
 def _solution(

@@ -103,6 +103,12 @@ class RetainSolution:
     work: int
 
 
+def rank_of(peak_bytes: Bytes, seconds: Seconds, budget: Bytes) -> tuple[bool, float, float]:
+    """How good reruns are, less is better: within the budget by seconds, then peak; above it by peak, then seconds."""
+    peak = float(peak_bytes)
+    return (True, peak, seconds) if peak > budget else (False, seconds, peak)
+
+
 def make_problem(
     order: OrderProblem,
     sequence: Sequence[int] | IntArray,

@@ -53,7 +53,8 @@ def tower(layers: int = 4) -> Model:
 
 def choice_of(graph: TrainGraph) -> Choice:
     memory = build_memory(graph)
-    return Choice(graph, Options(memory_budget="min"), [op.node.name for op in memory.operators], PROFILE)
+    order, prices = [op.node.name for op in memory.operators], cost.prices(graph, PROFILE)
+    return Choice(graph, Options(memory_budget="min"), order, PROFILE, prices)
 
 
 def peak_of(graph: TrainGraph) -> int:
