@@ -89,7 +89,7 @@ class Split:
             what forward hands out as soon as forward has ended. Callers differ in what they drop.
         crowded: at how many steps the arena or the outside is nearly at its fullest.
         passed: bytes per step that pass through the allocator; twice for those that are then copied.
-        given_up: nothing is in the arena.
+        given_up: there is no arena, though there are results that can be written into one.
     """
 
     held: Bools
@@ -182,8 +182,13 @@ def _split(table: Table, held: Bools) -> Split:
         total=2 * peak(arena) + peak(kept) + peak(dropped),
         crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
         passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
-        given_up=bool((held | table.foreign).all()),
+        given_up=_given_up(table, held),
     )
+
+
+def _given_up(table: Table, held: Bools) -> bool:
+    outside = held | table.foreign
+    return bool(outside.all() and (outside & ~(table.foreign | table.allocated | table.elsewhere)).any())
 
 
 def _preference(split: Split) -> tuple[Bytes, Bytes]:
