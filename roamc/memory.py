@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -123,8 +125,37 @@ class MemoryModel:
 
 
 def build_memory(graph: TrainGraph) -> MemoryModel:
-    """Read storages, operators and order constraints off ``graph``."""
-    return _Builder(graph).build()
+    """Read storages, operators and order constraints off ``graph``.
+
+    Passes and checks ask one after the other for the same graph: the last answer is kept with it, and given again if
+    every node is still the one that it was.
+    """
+    now = _state(graph)
+    known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
+    if known is not None and len(known.state) == len(now) and all(map(is_, known.state, now)):
+        return known.memory
+    memory = _Builder(graph).build()
+    setattr(graph.graph, _KEPT_AS, _Known(now, memory))
+    return memory
+
+
+_KEPT_AS = "_roamc_memory"
+"""The attribute of a graph, which nodes and values of its model refer to: both go together."""
+
+
+class _Known(NamedTuple):
+    """A model, and the objects that it was read off."""
+
+    state: list[object]
+    memory: MemoryModel
+
+
+def _state(graph: TrainGraph) -> list[object]:
+    """All that :class:`_Builder` reads; arguments and values are replaced when they change."""
+    state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.donated]
+    for node in graph.graph.nodes:
+        state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"))
+    return state
 
 
 def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[Int64s, Int64s]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from roamc import pipeline
 from roamc.graph import Phase, TrainGraph
 from roamc.memory import (
+    _KEPT_AS,
     MemoryModel,
     Place,
+    _Builder,
+    _state,
     build_memory,
     eager_live_bytes,
     input_bytes,
@@ -240,3 +245,22 @@ def test_gradients_and_phases_of_a_captured_step() -> None:
     assert len(graph.gradients) == 2
     assert {op.phase for op in memory.operators} == set(Phase)
     assert sum(s.gradient for s in memory.counted) == 2
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "lstm", "t5"])
+def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the road asks, passes under a budget included, against a model that is read off anew each time."""
+    again = 0
+
+    def state(graph: TrainGraph) -> list[object]:
+        nonlocal again
+        known, now = getattr(graph.graph, _KEPT_AS, None), _state(graph)
+        if known is not None and len(known.state) == len(now) and all(map(operator.is_, known.state, now)):
+            assert known.memory == _Builder(graph).build()
+            again += 1
+        return now
+
+    monkeypatch.setattr("roamc.memory._state", state)
+    graph, _ = model_graph(name, "step")
+    pipeline.run(graph, Options(memory_budget="85%"))
+    assert again

@@ -27,12 +27,10 @@ from roamc.cost import DeviceProfile
 from roamc.graph import TrainGraph, copied, operators
 from roamc.memory import MemoryModel, build_memory
 from roamc.options import Options
-from roamc.passes import donate
-from roamc.passes.retain.apply import apply
-from roamc.passes.retain.compress import MARK, Code, best_codec, compress, values
-from roamc.passes.retain.decide import Decision, Question, choose, question
+from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values
+from roamc.passes.retain.decide import Decision, Question, choose, decision, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier, rank_of
+from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
@@ -94,7 +92,7 @@ class Choice:
         self.profile = profile
         self.prices = prices
         self.memory = build_memory(graph)
-        self._asked: dict[tuple[Candidate, ...], Question] = {}
+        self._asked: dict[tuple[Candidate, ...], tuple[Question, Mapping[str, Mark]]] = {}
         self._known: dict[tuple[Candidate, ...], Frontier] = {}
         self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
         self._last: tuple[tuple[Code, ...], TrainGraph] | None = None
@@ -111,7 +109,7 @@ class Choice:
             VerifyError: the solver broke a rule of its problem.
         """
         ask = functools.partial(self._ask, target=target, together=together, walks=walks)
-        plain = ask(())
+        plain = self._decision((), ask(()))
         if not self.candidates or (plain.peak_bytes <= target and not plain.added_seconds):
             return plain
         bound = self.bounds.seconds(target)
@@ -119,10 +117,11 @@ class Choice:
         for codes in self._sets(target, bound):
             if _closed(min(found, key=lambda one: _rank(one, target)), target, bound):
                 break
-            found.append(ask(codes))
-            fewer = self._fewer(codes, found[-1], target)
+            solution = ask(codes)
+            found.append(self._decision(codes, solution))
+            fewer = self._fewer(codes, solution, target)
             if fewer:
-                found.append(ask(fewer))
+                found.append(self._decision(fewer, ask(fewer)))
         best = min(found, key=lambda one: _rank(one, target))
         names = {code[0] for code in best.codes}
         self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
@@ -177,15 +176,14 @@ class Choice:
         sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
         return list(dict.fromkeys(chosen for chosen in sets if chosen))
 
-    def _fewer(self, codes: tuple[Candidate, ...], decision: Decision, target: Bytes) -> tuple[Candidate, ...]:
-        """Those that the decision needs, if these are not all."""
-        if decision.peak_bytes > target:
+    def _fewer(self, codes: tuple[Candidate, ...], solution: RetainSolution, target: Bytes) -> tuple[Candidate, ...]:
+        """Those that the solution needs, if these are not all."""
+        if solution.peak_bytes > target:
             return ()
-        graph = apply(copied(self.graph), decision)
-        if donate.NAME not in self.options.disable:
-            graph = donate.apply(graph, donate.decide(graph, self.options))
+        asked, marks = self._coded(codes)
+        runs = [(asked.operators[op], nbytes) for op, nbytes in schedule(asked.problem, solution)]
         dearest = sorted(codes, key=lambda candidate: -candidate.seconds)
-        idle = not_needed(graph, [(c.code.storage, c.before - c.after) for c in dearest], target)
+        idle = not_needed(runs, marks, [(c.code.storage, c.before - c.after) for c in dearest], target)
         return tuple(c for c in codes if c.code.storage not in idle) if idle else ()
 
     def _compressed(self, codes: Sequence[Code]) -> TrainGraph:
@@ -194,14 +192,17 @@ class Choice:
             self._last = tuple(codes), compress(copied(self.graph), codes)
         return self._last[1]
 
-    def _coded(self, codes: tuple[Candidate, ...]) -> Question:
-        """The question with these codecs in the graph."""
+    def _coded(self, codes: tuple[Candidate, ...]) -> tuple[Question, Mapping[str, Mark]]:
+        """The question with these codecs in the graph, and which operators are theirs."""
+        if not codes:
+            return self.plain, {}
         if codes not in self._asked:
             graph = self._compressed([candidate.code for candidate in codes])
             marked = [node for node in operators(graph.graph) if MARK in node.meta]
             prices = {**self.prices, **{node.name: cost.seconds(node, self.profile) for node in marked}}
             order = coded_order(self.memory, build_memory(graph), self.order)
-            self._asked[codes] = question(graph, self.options, order, prices, self.allowed)
+            asked = question(graph, self.options, order, prices, self.allowed)
+            self._asked[codes] = asked, {node.name: node.meta[MARK] for node in marked}
         return self._asked[codes]
 
     def _seconds(self, graph: TrainGraph) -> dict[str, Seconds]:
@@ -213,17 +214,21 @@ class Choice:
                 found[storage] = found.get(storage, 0.0) + cost.seconds(node, self.profile)
         return found
 
-    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, together: bool, walks: int) -> Decision:
+    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, together: bool, walks: int) -> RetainSolution:
         """The solver's reruns where these are kept smaller."""
-        asked = self._coded(codes) if codes else self.plain
+        asked, _ = self._coded(codes)
         if together and codes not in self._known:
             self._known[codes] = Frontier(asked.problem)
-        decision = choose(asked, target, self._known[codes] if together else None, walks)
+        return choose(asked, target, self._known[codes] if together else None, walks)
+
+    def _decision(self, codes: tuple[Candidate, ...], solution: RetainSolution) -> Decision:
+        """The reruns by names, and the codecs with them."""
+        made = decision(self._coded(codes)[0], solution)
         if not codes:
-            return decision
+            return made
         rows = tuple((*c.code, c.before, c.after, c.seconds) for c in codes)
         added = math.fsum(c.seconds for c in codes)
-        return dataclasses.replace(decision, codes=rows, added_seconds=decision.added_seconds + added)
+        return dataclasses.replace(made, codes=rows, added_seconds=made.added_seconds + added)
 
 
 def _rank(decision: Decision, target: Bytes) -> tuple[bool, float, float]:

@@ -87,8 +87,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     return NOTHING
 
 
-def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks: int = WALKS) -> Decision:
-    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time.
+def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks: int = WALKS) -> RetainSolution:
+    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time; judged.
 
     Args:
         asked: the graph as a problem.
@@ -105,10 +105,11 @@ def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks:
     report = validate(asked.problem, target, solution)
     if not report.good:
         raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")
-    return _decision(asked, solution)
+    return solution
 
 
-def _decision(asked: Question, solution: RetainSolution) -> Decision:
+def decision(asked: Question, solution: RetainSolution) -> Decision:
+    """What the solver chose, by names."""
     names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
     return Decision(
         order=tuple(name for name in names if name),

@@ -8,7 +8,7 @@ from roamc.solvers.retain.bound import Bounds, Codes
 from roamc.solvers.retain.portfolio import WALKS, Frontier, frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
-from roamc.solvers.retain.validate import RetainReport, RetainVerdict, validate
+from roamc.solvers.retain.validate import RetainReport, RetainVerdict, schedule, validate
 
 __all__ = [
     "WALKS",
@@ -24,6 +24,7 @@ __all__ = [
     "make_problem",
     "rank_of",
     "reference_order",
+    "schedule",
     "solve",
     "validate",
 ]

@@ -52,7 +52,7 @@ def validate(problem: RetainProblem, budget: int, solution: RetainSolution) -> R
     fault = _list_fault(problem, solution) or _rerun_fault(problem, solution)
     if fault is not None:
         return fault
-    peak = _recount_peak(_all_runs(problem, solution), problem)
+    peak = max((live for _, live in schedule(problem, solution)), default=0)
     seconds = sum(float(problem.seconds[rerun.operator]) for rerun in solution.reruns)
     return _claim_fault(solution, budget, peak, seconds) or RetainReport(RetainVerdict.GOOD)
 
@@ -138,7 +138,9 @@ def _all_runs(problem: RetainProblem, solution: RetainSolution) -> list[_Run]:
     return runs
 
 
-def _recount_peak(runs: list[_Run], problem: RetainProblem) -> int:
+def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int, int]]:
+    """All runs of the schedule with its reruns, which are legal: (operator, live bytes while it runs)."""
+    runs = _all_runs(problem, solution)
     reads, _ = _reads_and_makes(problem)
     newest: dict[int, _Version] = {}
     versions: list[_Version] = []
@@ -160,12 +162,12 @@ def _recount_peak(runs: list[_Run], problem: RetainProblem) -> int:
         size = int(problem.order.size[version.buffer])
         born[version.born] += size
         born[version.last if version.given else version.last + 1] -= size
-    live, peak = 0, 0
+    live, found = 0, []
     for now, run in enumerate(runs):
         live += born[now]
         passing = sum(int(problem.order.size[buffer]) for buffer in run.passing)
-        peak = max(peak, live + passing + int(problem.order.scratch[run.op]))
-    return peak
+        found.append((run.op, live + passing + int(problem.order.scratch[run.op])))
+    return found
 
 
 def _give(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:
