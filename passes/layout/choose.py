@@ -17,7 +17,7 @@ from roamc.errors import VerifyError
 from roamc.memory import Int64s
 from roamc.options import Options
 from roamc.passes.layout.held import LITTLE, Split, Table, arena_live, cost, outside_live, outsides, peak, splits
-from roamc.passes.layout.holes import LEAST, Punched, Room, away, punch
+from roamc.passes.layout.holes import LARGE, LEAST, Punched, Room, away, punch
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
@@ -137,6 +137,8 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
         tensors = room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed)
+        if punched.gaps:  # its memory is asked for as a whole, from a large page on, before parts of it go back
+            needed = max(needed, room.arena_bytes + LARGE)
         yield Laid(split, solution, punched, peak(tensors), needed, cost(punched.total // 2, split) + _effort(punched))
 
 
