@@ -8,7 +8,7 @@ among schedules of this kind, which rerun right before a step that needs it and 
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.walk import Room, walk_and_measure
@@ -43,7 +43,7 @@ def exact(search: Search, budget: int) -> State:
     return search.note(search.state(release, hold, budget))
 
 
-@compiled
+@compiled_uncounted
 def _enumerate(
     tables: Tables, release: LongArray, hold: LongArray, gap: LongArray, budget: int, room: Room
 ) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def _enumerate(
     return best, work
 
 
-@compiled
+@compiled_uncounted
 def _decide(release: LongArray, hold: LongArray, gap: LongArray, number: int, steps: int) -> None:
     """Digit i of `number` in base three decides gap[i]: 0 keep, 1 drop once, 2 drop after every rerun."""
     for at in gap:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.tables import Tables
 
 
@@ -103,7 +103,7 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
     return Score(seconds, int(peak), area, runs)
 
 
-@compiled
+@compiled_uncounted
 def walk_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
@@ -120,7 +120,7 @@ def walk_and_measure(
     return seconds, peak, area, runs
 
 
-@compiled
+@compiled_uncounted
 def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
     """Write the schedule into the room; the number of runs, and the seconds that the reruns add.
 
@@ -167,7 +167,7 @@ def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tup
     return run, seconds
 
 
-@compiled
+@compiled_uncounted
 def _rebuild(
     tables: Tables, release: LongArray, hold: LongArray, step: int, now: tuple[int, int, int], room: Room
 ) -> tuple[int, int, int, float]:
@@ -208,7 +208,7 @@ def _rebuild(
     return run, at, fresh, seconds
 
 
-@compiled
+@compiled_uncounted
 def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
     """Put the operators to run again in front of `step` into the batch, sorted: how many, -1 if one must not run."""
     read_start, read, gap, held = tables.read_start, tables.read, room.gap, room.held
@@ -234,11 +234,27 @@ def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
         room.batch[count] = op
         count += 1
     if count > 1:
-        room.batch[:count].sort()
+        _sort(room.batch, count)
     return count
 
 
-@compiled
+@compiled_uncounted
+def _sort(row: LongArray, count: int) -> None:
+    """Sort the first `count`, by Shell's method: what NumPy's sort compiles to makes arrays."""
+    width = 1
+    while width < count // 3:
+        width = 3 * width + 1
+    while width > 0:
+        for place in range(width, count):
+            item, to = row[place], place
+            while to >= width and row[to - width] > item:
+                row[to] = row[to - width]
+                to -= width
+            row[to] = item
+        width //= 3
+
+
+@compiled_uncounted
 def donate(tables: Tables, runs: int, room: Room) -> None:
     """Fill `dead`: the run at which the bytes of each version are free, or go to another."""
     donor_start, slot, maker, last, dead = tables.donor_start, tables.slot, room.buffer, room.last, room.dead
@@ -255,7 +271,7 @@ def donate(tables: Tables, runs: int, room: Room) -> None:
                 break
 
 
-@compiled
+@compiled_uncounted
 def count_live(tables: Tables, runs: int, room: Room) -> int:
     """Fill `live`, and return its greatest."""
     live, size, maker, born, dead = room.live, tables.size, room.buffer, room.born, room.dead

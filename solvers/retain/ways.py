@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.walk import Room, walk_and_measure
 
@@ -29,7 +29,7 @@ def make_trail(gaps: int) -> Trail:
     return Trail(*np.empty((3, gaps + _MOST_REPAIRS + 1), dtype=np.int64))
 
 
-@compiled
+@compiled_uncounted
 def drop_in_way(
     tables: Tables,
     release: LongArray,
@@ -61,14 +61,14 @@ def drop_in_way(
     return _walk_on(tables, release, hold, budget, room, trail, count)
 
 
-@compiled
+@compiled_uncounted
 def go_back(release: LongArray, hold: LongArray, trail: Trail, count: int) -> None:
     """Undo `count` changes."""
     for row in range(count - 1, -1, -1):
         release[trail.gap[row]], hold[trail.gap[row]] = trail.release[row], trail.hold[row]
 
 
-@compiled
+@compiled_uncounted
 def _set(
     release: LongArray, hold: LongArray, gap: int, new_release: int, new_hold: int, trail: Trail, count: int
 ) -> int:
@@ -77,7 +77,7 @@ def _set(
     return count + 1
 
 
-@compiled
+@compiled_uncounted
 def _walk_on(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room, trail: Trail, count: int
 ) -> tuple[float, int, float, int, int]:
@@ -93,13 +93,13 @@ def _walk_on(
         repairs += 1
 
 
-@compiled
+@compiled_uncounted
 def _keep_inputs(
     tables: Tables, gap: int, end: int, release: LongArray, hold: LongArray, trail: Trail, count: int
 ) -> int:
     """Keep what the rerun at the end of `gap` reads and nothing else reads then or later."""
     steps = len(tables.scratch)
-    op = tables.producer[np.searchsorted(tables.gap_start, gap, side="right") - 1]
+    op = tables.producer[tables.gap_buffer[gap]]
     for row in range(tables.read_start[op], tables.read_start[op + 1]):
         buffer = tables.read[row]
         final = tables.gap_start[buffer + 1] - 1
@@ -108,7 +108,7 @@ def _keep_inputs(
     return count
 
 
-@compiled
+@compiled_uncounted
 def _let_go(
     tables: Tables,
     room: Room,
