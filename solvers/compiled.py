@@ -1,16 +1,16 @@
 """Compiled loops: numba, with its results kept on disk, behind one decorator that keeps a function's type."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numba
+from numba.core import cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-_UNCOUNTED = {"_nrt": False}
-"""What tells numba to count no references. Not promised by numba, so a version without it compiles as usual."""
+_UNCOUNTED = {"_nrt": False} if hasattr(cpu.CPUTargetOptions, "_nrt") else {}
+"""What tells numba to count no references. Not promised by numba, so where it is unknown functions compile as usual."""
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -28,13 +28,10 @@ def compiled_uncounted(function: Callable[P, R]) -> Callable[P, R]:
 
     Where tuples of many arrays are handed on, counting takes a microsecond per call, which is most of a short loop.
     """
-    try:
-        return _compile(function, _UNCOUNTED)
-    except (KeyError, TypeError):
-        return _compile(function, {})
+    return _compile(function, _UNCOUNTED)
 
 
-def _compile(function: Callable[P, R], options: dict[str, bool]) -> Callable[P, R]:
+def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
     dispatcher: Callable[P, R]
     try:
         dispatcher = numba.jit(nopython=True, cache=True, **options)(function)

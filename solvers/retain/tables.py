@@ -20,8 +20,8 @@ class Tables(NamedTuple):
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
     sorted.  slot: for each donor of each buffer, its place among the reads of the buffer's producer, in rows that begin
     at donor_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes, producer (a step),
-    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  widest_read, widest_made:
-    the most buffers that a step reads, makes.
+    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
+    gap_buffer.  widest_read, widest_made: the most buffers that a step reads, makes.
     """
 
     read_start: LongArray
