@@ -225,9 +225,8 @@ def _retain_rivals(rows: list[dict[str, Any]]) -> list[str]:
         f"program), both on CP-SAT with one thread and {rows[0]['limit']:g} s: the same operators in the same order, "
         "no donation. Budgets are shares of the way from the lowest peak that ours finds to that without reruns. Added "
         "time is a share of the step's; an optimum that is proved is marked * (Moccasin's: of at most one rerun of "
-        "each operator), and – is no answer in time, or none with so few reruns. Ours reruns an operator right before "
-        "its result is needed; the rivals may do so earlier, while its inputs are still there, which pays on random "
-        "layers:",
+        "each operator), and – is no answer in time, or none with so few reruns. All may rerun an operator before its "
+        "result is needed, while its inputs are still there, which pays on random layers:",
         "",
         "| graph | operators | budget | ours | lower bound | Moccasin | Checkmate | seconds: ours | Moccasin "
         "| Checkmate |",

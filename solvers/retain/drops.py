@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled, compiled_uncounted
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.walk import Room
@@ -85,7 +85,7 @@ def make_drop(search: Search, state: State, drops: Drops, number: int, way: int)
     return total
 
 
-@compiled
+@compiled_uncounted
 def _list_drops(
     tables: Tables, runs: int, end: LongArray, release: LongArray, room: Room, at: LongArray, since: IntArray
 ) -> int:
@@ -126,7 +126,7 @@ def _reach(live: LongArray, budget: int, first: LongArray, behind: LongArray, si
     return reach
 
 
-@compiled
+@compiled_uncounted
 def _try_drops(
     tables: Tables,
     release: LongArray,

@@ -1,17 +1,20 @@
 """Small problems: every combination of decisions, through the same walk as the searches.
 
 The decisions are those of the gaps in which there is a choice (`Gaps.free`): keep through the gap, drop once (what a
-rerun brings back stays until the next read), or drop after every rerun. The best of all 3^gaps combinations is optimal
-among schedules of this kind, which rerun right before a step that needs it and in the reference order.
+rerun brings back stays until the next read), drop after every rerun, or drop and bring back in front of one of the
+steps in the gap that read something. The best of all combinations is optimal among schedules of this kind, which rerun
+in the reference order. Without the last of the choices there are 3^gaps, which are a start where all are too many.
 """
+
+import math
 
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, walk_and_measure
+from roamc.solvers.retain.walk import Room, bring_at, walk_and_measure
 
 MOST_GAPS = 14
 _MOST_WORK = 20_000_000
@@ -22,35 +25,66 @@ def candidates(search: Search) -> LongArray:
     return np.flatnonzero(search.gaps.free)
 
 
-def affordable(search: Search, work_limit: int) -> bool:
+def affordable(search: Search, work_limit: int, brings: bool) -> bool:
     """Whether all combinations can be tried: MOST_GAPS at most, and within the work that is left."""
-    gaps = len(candidates(search))
-    cost = 3**gaps * max(search.steps, 1) if gaps <= MOST_GAPS else work_limit
+    gap = candidates(search)
+    if len(gap) > MOST_GAPS:
+        return False
+    cost = math.prod(len(row) for row in _choices(search, gap, brings)) * max(search.steps, 1)
     return cost < min(work_limit - search.work, _MOST_WORK)
 
 
-def exact(search: Search, budget: int) -> State:
+def exact(search: Search, budget: int, brings: bool) -> State:
     """The combination within the budget with the fewest seconds, of equals the lowest peak, of those the first.
 
     Where none is within the budget, that with the lowest peak, of equals the fewest seconds.
     """
     gap = candidates(search)
+    rows = _choices(search, gap, brings)
+    start = np.cumsum([0, *map(len, rows)])
+    choice = np.array([hold for row in rows for hold in row], dtype=np.int64)
     plain = search.keep_everything()
     release, hold = plain.release.copy(), plain.hold.copy()
-    best, work = _enumerate(search.tables, release, hold, gap, budget, search.room)
+    best, work = _enumerate(
+        search.tables, release, hold, (gap, start, choice), math.prod(map(len, rows)), budget, search.room
+    )
     search.work += work
-    _decide(release, hold, gap, best, search.steps)
+    _decide(release, hold, (gap, start, choice), best, search.steps)
     return search.note(search.state(release, hold, budget))
 
 
-@compiled
+_KEEP = -1
+"""Stands for a gap that is kept; other choices are a `hold`."""
+
+
+def _choices(search: Search, gap: LongArray, brings: bool) -> list[list[int]]:
+    """What can be decided in each gap: _KEEP, or the `hold` with which the buffer is dropped."""
+    reads = np.flatnonzero(np.diff(search.tables.read_start) > 0)
+    found = []
+    for begin, end in zip(search.gaps.begin[gap].tolist(), search.gaps.end[gap].tolist(), strict=True):
+        stops = reads[(reads > begin) & (reads < end)].tolist() if brings else []
+        found.append([_KEEP, 0, search.steps, *(bring_at(step, search.steps) for step in stops)])
+    return found
+
+
+Choices = tuple[LongArray, LongArray, LongArray]
+"""The gaps; where the choices of each begin, and end; and all choices."""
+
+
+@compiled_uncounted
 def _enumerate(
-    tables: Tables, release: LongArray, hold: LongArray, gap: LongArray, budget: int, room: Room
+    tables: Tables,
+    release: LongArray,
+    hold: LongArray,
+    choices: Choices,
+    count: int,
+    budget: int,
+    room: Room,
 ) -> tuple[int, int]:
-    """The number of the best combination, read in base three, and the work."""
+    """The number of the best of `count` combinations, and the work."""
     best, best_within, best_first, best_second, work = 0, False, np.inf, np.inf, 0
-    for number in range(3 ** len(gap)):
-        _decide(release, hold, gap, number, len(tables.scratch))
+    for number in range(count):
+        _decide(release, hold, choices, number, len(tables.scratch))
         seconds, peak, _, runs = walk_and_measure(tables, release, hold, budget, room)
         work += runs
         if seconds == np.inf:
@@ -63,11 +97,13 @@ def _enumerate(
     return best, work
 
 
-@compiled
-def _decide(release: LongArray, hold: LongArray, gap: LongArray, number: int, steps: int) -> None:
-    """Digit i of `number` in base three decides gap[i]: 0 keep, 1 drop once, 2 drop after every rerun."""
-    for at in gap:
-        choice = number % 3
-        number //= 3
-        release[at] = steps if choice == 0 else 0
-        hold[at] = steps if choice == 2 else 0
+@compiled_uncounted
+def _decide(release: LongArray, hold: LongArray, choices: Choices, number: int, steps: int) -> None:
+    """The digits of `number`, the first the fastest, are the gaps' choices."""
+    gap, start, choice = choices
+    for row in range(len(gap)):
+        width = start[row + 1] - start[row]
+        chosen = choice[start[row] + number % width]
+        number //= width
+        release[gap[row]] = steps if chosen == _KEEP else 0
+        hold[gap[row]] = max(chosen, 0)

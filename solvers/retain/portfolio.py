@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roamc.solvers.order.problem import Bytes
+from roamc.solvers.retain.anneal import LESS, anneal, settle
 from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import descend, keep, lower
@@ -22,6 +23,10 @@ _MOST_STARTS = 6
 _SHARE = 2
 _STEPS = (0.6, 0.8, 0.9, 0.97)
 _AFTERWARDS = 4
+_ROUNDS = 6
+_VAIN_ROUNDS = 2
+_ROUND = 2_000_000
+_TIMES = 4
 
 _CLOSE = 1e-9
 
@@ -31,8 +36,9 @@ def solve(
 ) -> RetainSolution:
     """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
 
-    work_limit: operators run in thought and arcs of networks, kept but for one round of moves, and once more where the
-    budget is hard to meet; None for that of WALKS walks. start: a solution of this problem, for any budget, to improve.
+    work_limit: operators run in thought and arcs of networks, kept but for one round of moves, once more where the
+    budget is hard to meet, and _TIMES more, _ROUND at most, for each time that annealing helps; None for that of WALKS
+    walks. start: a solution of this problem, for any budget, to improve.
     The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
     of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
     """
@@ -148,11 +154,11 @@ class _Run:
             self.bound = self.bounds.seconds(self.budget)
             search.work += self.bounds.new_work()
             if start is not None:
-                state = search.state(*decisions(start.reruns, search.gaps, search.tables), self.budget)
+                state = search.state(*decisions(search.problem, start.reruns, search.gaps, search.tables), self.budget)
                 self.greedy(possible(search, state, self.budget))
-            if affordable(search, self.limit):
-                self.offer(exact(search, self.budget))
-                self.complete = True
+            self.complete = affordable(search, self.limit, True)
+            if self.complete or affordable(search, self.limit, False):
+                self.offer(exact(search, self.budget, self.complete))
             if self.bound < math.inf:
                 self.greedy(plain)
             if not self.complete:
@@ -160,6 +166,7 @@ class _Run:
                 if above(self.best, self.budget):
                     self.go_low(plain)
                 self.improve()
+                self.anneal()
         found = self.answer()
         if start is not None and _rank(start, self.budget) < _rank(found, self.budget):
             least = min(start.peak_bytes, found.least_peak_bytes)
@@ -211,6 +218,21 @@ class _Run:
         """Search the neighbourhoods of the best, if it is within the budget."""
         if not self.closed() and not self.late() and not above(self.best, self.budget):
             self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
+
+    def anneal(self) -> None:
+        """Anneal the best while that helps, for the longer the more seconds the bound leaves open."""
+        search, most = self.search, min(_ROUND, _TIMES * max(self.limit - self.began, 0))
+        in_vain = 0
+        for seed in range(_ROUNDS):
+            before, begun = self.best.score.seconds, search.work
+            if self.closed() or above(self.best, self.budget) or in_vain == _VAIN_ROUNDS:
+                break
+            work = int(most * (1 - self.bound / before))
+            found = anneal(search, self.best, self.budget, begun + work, seed)
+            if found.score.seconds < before * LESS:
+                self.offer(settle(search, keep(search, found, self.budget), self.budget))
+            in_vain = 0 if self.best.score.seconds < before * LESS else in_vain + 1
+            self.limit += search.work - begun
 
     def offer(self, state: State) -> None:
         """Take the state if it is the best so far."""

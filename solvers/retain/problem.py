@@ -1,10 +1,11 @@
 """The retention problem and its answer, as data: which buffers are dropped between two reads and made again.
 
 A schedule is given: operators in a legal order, the reference order. A buffer may be dropped between two of its
-reads and rebuilt by running its operator once more, a rerun, right before the next read. What a rerun reads must
-itself be live or rebuilt, so chains are seen; an operator may run any number of times, and nothing distinguishes
-forward from backward. Asked for are reruns that bring the peak of live bytes under a budget and add the fewest
-seconds. This is rematerialisation on a fixed order with retention intervals (Moccasin, arXiv 2304.14463).
+reads and rebuilt by running its operator once more, a rerun: right before the next read, or earlier, while what the
+rerun needs is there. What a rerun reads must itself be live or rebuilt, so chains are seen; an operator may run any
+number of times, and nothing distinguishes forward from backward. Asked for are reruns that bring the peak of live bytes
+under a budget and add the fewest seconds. This is rematerialisation on a fixed order with retention intervals
+(Moccasin, arXiv 2304.14463).
 
 What a list of reruns means. Walk the reference order, running the reruns in front of the steps they name. Each run
 makes a version of its results, and each read of a buffer reads its newest version:
@@ -88,8 +89,9 @@ class RetainSolution:
     seconds: what the reruns add.
     bound_seconds: no reruns within the budget, in any order of the operators, add less; infinite if there are none.
     least_peak_bytes: the lowest peak that the search has seen.
-    status: OPTIMAL if seconds meet the bound, or if all combinations of a small problem were tried (each gap between
-        two reads kept, dropped once, or dropped after every rerun; `exact.py`). INFEASIBLE if the search found no
+    status: OPTIMAL if seconds meet the bound, or if all combinations of a small problem were tried (each gap with a
+        step in it kept, dropped once, dropped after every rerun, or brought back in front of any of its steps that
+        read something; `exact.py`). INFEASIBLE if the search found no
         reruns within the budget; the reruns are then those with the lowest peak seen.
     work: operators that were run in thought, and arcs of the networks of the bound.
     """

@@ -3,9 +3,10 @@
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
+from roamc.solvers.order.problem import BufferIndex, Step
 from roamc.solvers.retain.problem import Rerun, RetainProblem
 from roamc.solvers.retain.tables import Gaps, Tables
-from roamc.solvers.retain.walk import Room
+from roamc.solvers.retain.walk import Room, bring_at
 
 
 def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, ...]:
@@ -20,18 +21,45 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
     return tuple(found)
 
 
-def decisions(reruns: tuple[Rerun, ...], gaps: Gaps, tables: Tables) -> tuple[LongArray, LongArray]:
-    """(release, hold) whose walk makes about these reruns: dropped at the first in a gap, held from the last."""
+def decisions(
+    problem: RetainProblem, reruns: tuple[Rerun, ...], gaps: Gaps, tables: Tables
+) -> tuple[LongArray, LongArray]:
+    """(release, hold) whose walk makes about these reruns.
+
+    Dropped at the first rerun in a gap and held from the last, which brings back what is not read at its step. What
+    reruns read behind its last read, and none renews there, is kept for them.
+    """
     steps = len(tables.scratch)
     release = np.full(len(gaps.begin), steps, dtype=np.int64)
     hold = np.zeros(len(gaps.begin), dtype=np.int64)
     release[gaps.last & gaps.free] = 0
+    read = _read_at(problem, reruns, tables)
+    for step, buffers in read.items():
+        for buffer in buffers:
+            if tables.last_read[buffer] < step:
+                release[_gap_at(buffer, step, gaps, tables)] = steps
     for rerun in reruns:
         for buffer in rerun.renews:
-            rows = slice(int(tables.gap_start[buffer]), int(tables.gap_start[buffer + 1]))
-            gap = rows.start + int(np.searchsorted(gaps.end[rows], rerun.before))
-            gap = min(gap, rows.stop - 1)
+            gap = _gap_at(buffer, rerun.before, gaps, tables)
             if tables.droppable[buffer]:
                 release[gap] = min(int(release[gap]), rerun.before) if hold[gap] else rerun.before
-                hold[gap] = rerun.before
+                brings = buffer not in read[rerun.before]
+                hold[gap] = bring_at(rerun.before, steps) if brings else rerun.before
     return release, hold
+
+
+def _read_at(problem: RetainProblem, reruns: tuple[Rerun, ...], tables: Tables) -> dict[Step, set[BufferIndex]]:
+    """What each step with reruns reads, and the reruns in front of it."""
+    step_of = {op: step for step, op in enumerate(problem.sequence.tolist())}
+    found: dict[Step, set[BufferIndex]] = {}
+    for rerun in reruns:
+        for step in (rerun.before, step_of[rerun.operator]):
+            row = tables.read[tables.read_start[step] : tables.read_start[step + 1]]
+            found.setdefault(rerun.before, set()).update(row.tolist())
+    return found
+
+
+def _gap_at(buffer: BufferIndex, step: Step, gaps: Gaps, tables: Tables) -> int:
+    """The gap of the buffer that a rerun in front of the step lies in."""
+    rows = slice(int(tables.gap_start[buffer]), int(tables.gap_start[buffer + 1]))
+    return min(rows.start + int(np.searchsorted(gaps.end[rows], step)), rows.stop - 1)

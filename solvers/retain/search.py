@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.problem import RetainProblem
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
 from roamc.solvers.retain.walk import Room, Score, evaluate, make_room, walk_and_measure
@@ -72,7 +72,7 @@ class Search:
         return self.state(release, np.zeros_like(release), 0)
 
 
-@compiled
+@compiled_uncounted
 def keep_more(
     tables: Tables,
     release: LongArray,

@@ -20,8 +20,8 @@ class Tables(NamedTuple):
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
     sorted.  slot: for each donor of each buffer, its place among the reads of the buffer's producer, in rows that begin
     at donor_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes, producer (a step),
-    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  widest_read, widest_made:
-    the most buffers that a step reads, makes.
+    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
+    gap_buffer.  widest_read, widest_made: the most buffers that a step reads, makes.
     """
 
     read_start: LongArray
@@ -39,6 +39,7 @@ class Tables(NamedTuple):
     droppable: BoolArray
     kept: BoolArray
     gap_start: LongArray
+    gap_buffer: IntArray
     last_read: IntArray
     widest_read: int
     widest_made: int
@@ -83,6 +84,7 @@ def make_tables(problem: RetainProblem) -> Tables:
         droppable=problem.droppable,
         kept=order.kept,
         gap_start=read_only(order.consumer_start + np.arange(order.num_buffers + 1)),
+        gap_buffer=read_only(_gap_buffers(order)),
         last_read=_last_reads(order),
         widest_read=int(np.diff(read.start).max(initial=0)),
         widest_made=int(np.diff(made.start).max(initial=0)),
@@ -93,7 +95,7 @@ def make_gaps(problem: RetainProblem) -> Gaps:
     """List the gaps in the numbering that `gap_start` gives them."""
     order = renumber(problem.order, problem.sequence)
     reads_of = np.diff(order.consumer_start)
-    buffer = np.repeat(np.arange(order.num_buffers, dtype=np.int32), reads_of + 1)
+    buffer = _gap_buffers(order)
     first = order.consumer_start[:-1] + np.arange(order.num_buffers)
     final = first + reads_of
     is_first, is_last = np.zeros(len(buffer), dtype=np.bool_), np.zeros(len(buffer), dtype=np.bool_)
@@ -107,6 +109,10 @@ def make_gaps(problem: RetainProblem) -> Gaps:
     looks = np.stack([order.size[buffer], seconds, reads_of[buffer], np.arange(len(buffer)) - first[buffer]], axis=1)
     family = np.unique(looks, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
     return Gaps(buffer, begin, end, is_last, free, family)
+
+
+def _gap_buffers(order: OrderProblem) -> IntArray:
+    return np.repeat(np.arange(order.num_buffers, dtype=np.int32), np.diff(order.consumer_start) + 1)
 
 
 def _last_reads(order: OrderProblem) -> IntArray:

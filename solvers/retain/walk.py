@@ -11,8 +11,11 @@ Each gap has two steps, `release` and `hold`:
 so release = n keeps the buffer through the gap, (0, 0) drops it once, and (0, n) drops it after every rerun. In
 the gap behind the last read a buffer lives for as long as reruns read it, by the same rules.
 
-The walk goes through the steps. In front of each it collects what the step reads and is not there, and what the
-operators that make it read in turn, and runs those operators in the reference order.
+A hold of n + 1 + s, see `bring_at`, is one of s, and brings the buffer back: in front of step s it is rebuilt, if it is
+not there, whether or not it is read there. Rebuilt early, its inputs may still be there.
+
+The walk goes through the steps. In front of each it collects what the step reads and is not there, what is brought back
+there, and what the operators that make it read in turn, and runs those operators in the reference order.
 """
 
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.tables import Tables
 
 
@@ -32,6 +35,7 @@ class Room(NamedTuple):
     one entry more).  By read: seen, the version.  By version: buffer, born, last (runs, both included), again (made by
     a rerun), passing (a result nobody reads from a rerun), gap that it was made in.  By buffer: version, gap, held,
     wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
+    brought, next_brought: by step the first gap that brings its buffer back there, and by gap the next such; else -1.
     stuck: the buffer that could not be rebuilt, -1 if the room was full; only where seconds are infinite.
     runs: how many the last walk made.
     """
@@ -52,6 +56,8 @@ class Room(NamedTuple):
     held: BoolArray
     wanted: IntArray
     called: IntArray
+    brought: IntArray
+    next_brought: IntArray
     batch: LongArray
     stack: IntArray
     rebuilt: IntArray
@@ -75,7 +81,7 @@ class Score:
 
 def make_room(tables: Tables, most_runs: int) -> Room:
     """Arrays for up to `most_runs` runs, originals included."""
-    n, b = len(tables.scratch), len(tables.size)
+    n, b, gaps = len(tables.scratch), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
     reads = factor * len(tables.read) + 2 * tables.widest_read + 1
     made = factor * b + 2 * tables.widest_made + 1
@@ -92,7 +98,8 @@ def make_room(tables: Tables, most_runs: int) -> Room:
         seen=ints(reads), buffer=ints(made), born=ints(made), last=ints(made), dead=ints(made),
         again=np.empty(made, dtype=np.bool_), at_gap=longs(made),
         version=ints(b), gap=longs(b), held=np.empty(b, dtype=np.bool_), wanted=ints(b),
-        called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(int(tables.gap_start[-1])),
+        called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(gaps),
+        brought=ints(n), next_brought=ints(gaps),
         live=longs(most_runs + 2), stuck=ints(1), runs=ints(1),
     )  # fmt: skip
 
@@ -103,7 +110,7 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
     return Score(seconds, int(peak), area, runs)
 
 
-@compiled
+@compiled_uncounted
 def walk_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
@@ -120,7 +127,7 @@ def walk_and_measure(
     return seconds, peak, area, runs
 
 
-@compiled
+@compiled_uncounted
 def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
     """Write the schedule into the room; the number of runs, and the seconds that the reruns add.
 
@@ -134,8 +141,9 @@ def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tup
     room.wanted[:] = -1
     room.called[:] = -1
     room.rebuilt[:] = 0
+    _list_brings(hold, room)
     for step in range(len(tables.scratch)):
-        missing = False
+        missing = room.brought[step] >= 0
         for row in range(read_start[step], read_start[step + 1]):
             missing = missing or not (held[read[row]] or step < release[gap[read[row]]])
         if missing:
@@ -167,7 +175,36 @@ def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tup
     return run, seconds
 
 
-@compiled
+@compiled_uncounted
+def bring_at(step: int, steps: int) -> int:
+    """The `hold` of a gap whose buffer is brought back in front of `step`."""
+    return steps + 1 + step
+
+
+@compiled_uncounted
+def held_from(hold: int, steps: int) -> int:
+    """The step from which on a rerun is kept."""
+    return hold if hold <= steps else hold - bring_at(0, steps)
+
+
+@compiled_uncounted
+def _list_brings(hold: LongArray, room: Room) -> None:
+    """Fill `brought` and `next_brought`: by step, the gaps that bring their buffers back in front of it."""
+    steps = len(room.brought)
+    room.brought[:] = -1
+    most = 0
+    for gap in range(len(hold)):  # nearly always the only loop, and without a branch
+        most = max(most, hold[gap])
+    if most <= steps:
+        return
+    for gap in range(len(hold)):
+        if hold[gap] > steps:
+            step = held_from(hold[gap], steps)
+            room.next_brought[gap] = room.brought[step]
+            room.brought[step] = gap
+
+
+@compiled_uncounted
 def _rebuild(
     tables: Tables, release: LongArray, hold: LongArray, step: int, now: tuple[int, int, int], room: Room
 ) -> tuple[int, int, int, float]:
@@ -195,7 +232,7 @@ def _rebuild(
             at += 1
         for row in range(tables.made_start[op], tables.made_start[op + 1]):
             buffer = tables.made[row]
-            holds = tables.droppable[buffer] and step >= hold[gap[buffer]]
+            holds = tables.droppable[buffer] and step >= held_from(hold[gap[buffer]], len(tables.scratch))
             room.buffer[fresh], room.born[fresh], last[fresh] = buffer, run, run
             room.again[fresh], room.at_gap[fresh] = True, gap[buffer]
             if not (held[buffer] or step < release[gap[buffer]]) and (holds or wanted[buffer] == step):
@@ -208,12 +245,20 @@ def _rebuild(
     return run, at, fresh, seconds
 
 
-@compiled
+@compiled_uncounted
 def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
     """Put the operators to run again in front of `step` into the batch, sorted: how many, -1 if one must not run."""
     read_start, read, gap, held = tables.read_start, tables.read, room.gap, room.held
     wanted, stack, called, producer = room.wanted, room.stack, room.called, tables.producer
     top, count, op = 0, 0, step
+    bring = room.brought[step]
+    while bring >= 0:
+        buffer = tables.gap_buffer[bring]
+        if producer[buffer] < step and gap[buffer] == bring and not (held[buffer] or step < release[bring]):
+            wanted[buffer] = step
+            stack[top] = buffer
+            top += 1
+        bring = room.next_brought[bring]
     while True:
         for row in range(read_start[op], read_start[op + 1]):
             buffer = read[row]
@@ -234,11 +279,27 @@ def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
         room.batch[count] = op
         count += 1
     if count > 1:
-        room.batch[:count].sort()
+        _sort(room.batch, count)
     return count
 
 
-@compiled
+@compiled_uncounted
+def _sort(row: LongArray, count: int) -> None:
+    """Sort the first `count`, by Shell's method: what NumPy's sort compiles to makes arrays."""
+    width = 1
+    while width < count // 3:
+        width = 3 * width + 1
+    while width > 0:
+        for place in range(width, count):
+            item, to = row[place], place
+            while to >= width and row[to - width] > item:
+                row[to] = row[to - width]
+                to -= width
+            row[to] = item
+        width //= 3
+
+
+@compiled_uncounted
 def donate(tables: Tables, runs: int, room: Room) -> None:
     """Fill `dead`: the run at which the bytes of each version are free, or go to another."""
     donor_start, slot, maker, last, dead = tables.donor_start, tables.slot, room.buffer, room.last, room.dead
@@ -255,7 +316,7 @@ def donate(tables: Tables, runs: int, room: Room) -> None:
                 break
 
 
-@compiled
+@compiled_uncounted
 def count_live(tables: Tables, runs: int, room: Room) -> int:
     """Fill `live`, and return its greatest."""
     live, size, maker, born, dead = room.live, tables.size, room.buffer, room.born, room.dead

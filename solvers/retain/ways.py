@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.walk import Room, walk_and_measure
 
@@ -25,11 +25,11 @@ class Trail(NamedTuple):
 
 
 def make_trail(gaps: int) -> Trail:
-    """Room for the changes of one drop."""
+    """Room for the changes of one drop, or for as many as that of so many gaps."""
     return Trail(*np.empty((3, gaps + _MOST_REPAIRS + 1), dtype=np.int64))
 
 
-@compiled
+@compiled_uncounted
 def drop_in_way(
     tables: Tables,
     release: LongArray,
@@ -52,7 +52,7 @@ def drop_in_way(
     if way == TRANSIENT:
         count = _let_go(tables, room, gap, release, hold, since, trail, count)
     else:
-        count = _set(release, hold, gap, new_release, new_hold, trail, count)
+        count = set_gap(release, hold, gap, new_release, new_hold, trail, count)
         before = count if way == WITH_INPUTS else before
         if way == WITH_INPUTS:
             count = _keep_inputs(tables, gap, end, release, hold, trail, count)
@@ -61,23 +61,24 @@ def drop_in_way(
     return _walk_on(tables, release, hold, budget, room, trail, count)
 
 
-@compiled
+@compiled_uncounted
 def go_back(release: LongArray, hold: LongArray, trail: Trail, count: int) -> None:
     """Undo `count` changes."""
     for row in range(count - 1, -1, -1):
         release[trail.gap[row]], hold[trail.gap[row]] = trail.release[row], trail.hold[row]
 
 
-@compiled
-def _set(
+@compiled_uncounted
+def set_gap(
     release: LongArray, hold: LongArray, gap: int, new_release: int, new_hold: int, trail: Trail, count: int
 ) -> int:
+    """Decide a gap, and note on the trail what was decided before; the length of the trail."""
     trail.gap[count], trail.release[count], trail.hold[count] = gap, release[gap], hold[gap]
     release[gap], hold[gap] = new_release, new_hold
     return count + 1
 
 
-@compiled
+@compiled_uncounted
 def _walk_on(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room, trail: Trail, count: int
 ) -> tuple[float, int, float, int, int]:
@@ -89,26 +90,26 @@ def _walk_on(
         if seconds < np.inf or room.stuck[0] < 0 or repairs == _MOST_REPAIRS or count == len(trail.gap):
             return seconds, peak, area, work, count
         gap = room.gap[room.stuck[0]]
-        count = _set(release, hold, gap, len(tables.scratch), hold[gap], trail, count)
+        count = set_gap(release, hold, gap, len(tables.scratch), hold[gap], trail, count)
         repairs += 1
 
 
-@compiled
+@compiled_uncounted
 def _keep_inputs(
     tables: Tables, gap: int, end: int, release: LongArray, hold: LongArray, trail: Trail, count: int
 ) -> int:
     """Keep what the rerun at the end of `gap` reads and nothing else reads then or later."""
     steps = len(tables.scratch)
-    op = tables.producer[np.searchsorted(tables.gap_start, gap, side="right") - 1]
+    op = tables.producer[tables.gap_buffer[gap]]
     for row in range(tables.read_start[op], tables.read_start[op + 1]):
         buffer = tables.read[row]
         final = tables.gap_start[buffer + 1] - 1
         if end < steps and tables.last_read[buffer] < end and release[final] < steps:
-            count = _set(release, hold, final, steps, hold[final], trail, count)
+            count = set_gap(release, hold, final, steps, hold[final], trail, count)
     return count
 
 
-@compiled
+@compiled_uncounted
 def _let_go(
     tables: Tables,
     room: Room,
@@ -136,5 +137,5 @@ def _let_go(
             gap = room.at_gap[version]
             held = room.last[version] > run and room.step[room.last[version]] > step and gap != dropped
             if held and since[gap] != step and hold[gap] <= step and tables.droppable[room.buffer[version]]:
-                count = _set(release, hold, gap, release[gap], step + 1, trail, count)
+                count = set_gap(release, hold, gap, release[gap], step + 1, trail, count)
     return count

@@ -28,8 +28,8 @@ def cleaned(graph: TrainGraph) -> TrainGraph:
     return normalize.apply(graph, normalize.decide(graph, Options()))
 
 
-def some_reruns(graph: TrainGraph, seed: int, share: float) -> list[Rerun]:
-    """Of all operators and their readers, a random share: the operator runs again in front of the reader."""
+def some_reruns(graph: TrainGraph, seed: int, share: float, ahead: bool = False) -> list[Rerun]:
+    """Of all operators and their readers, a random share: the operator runs again in front of the reader, or ahead."""
     rng = random.Random(seed)
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
@@ -39,8 +39,9 @@ def some_reruns(graph: TrainGraph, seed: int, share: float) -> list[Rerun]:
     for storage, may_drop in zip(memory.counted, droppable(memory, memory.counted), strict=True):
         for user in memory.uses[storage.index] if may_drop else ():
             if user < until[storage.producer] and rng.random() < share:
-                chosen.append((user, storage.producer, storage.name))
-    return [Rerun(names[user], names[maker], (storage,)) for user, maker, storage in sorted(chosen)]
+                at = rng.randint(storage.producer + 1, user) if ahead else user
+                chosen.append((at, storage.producer, storage.name))
+    return [Rerun(names[at], names[maker], (storage,)) for at, maker, storage in sorted(chosen)]
 
 
 def check(graph: TrainGraph, inputs: list[Any], reruns: Sequence[Rerun], said: str, *, deep: bool = True) -> TrainGraph:
@@ -70,6 +71,14 @@ def test_random_reruns_of_random_graphs_leave_every_bit(seed: int, route: str) -
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(6))
+def test_reruns_ahead_of_their_readers_leave_every_bit(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    graph = cleaned(graph)
+    check(graph, inputs, some_reruns(graph, seed, 0.3, ahead=True), f"seed {seed}, {route}")
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("name", ["nanogpt-dropout", "t5", "vit"])
 def test_random_reruns_of_models_leave_every_bit(name: str, route: str) -> None:
     graph, inputs = model_graph(name, route)
@@ -92,6 +101,16 @@ def test_bytes_are_free_between_the_two_runs() -> None:
     assert before[2] == X.nbytes + 8
     assert live_bytes(build_memory(after)).tolist()[2] == 8
     assert after.phase["sin_1"] is Phase.BACKWARD
+
+
+def test_a_rerun_ahead_of_its_reader_waits_for_it() -> None:
+    graph, inputs = chain(lambda x: ((y := x.sin()), (y + (y.sum() * 2 * x.sum())).sum())[1], "FFFFFBB")
+    before = [op.node.name for op in build_memory(graph).operators]
+    early = before[before.index("add") - 1]
+    after = check(graph, inputs, [Rerun(early, "sin", ("sin",))], "sin ahead")
+    names = [op.node.name for op in build_memory(after).operators]
+    assert names.index("sin_1") + 1 == names.index(early) == names.index("add") - 1
+    assert after.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
 
 
 def test_first_run_that_nobody_reads_any_more_is_taken_out() -> None:

@@ -1,6 +1,7 @@
 """Small problems: the answer is that of a brute force written without any of the solver's code."""
 
 import itertools
+import math
 import random
 
 from roamc.solvers.order import make_problem, peak_bytes
@@ -12,7 +13,9 @@ from roamc.solvers.status import Status
 from tests.solvers.order.cases import possible_donors
 from tests.solvers.retain.cases import random_retain
 
-MOST_GAPS = 4
+MOST_COMBINATIONS = 300
+KEEP, DROP_ONCE, DROP_ALWAYS, BRING = range(4)
+"""What a gap may do; BRING + t drops, and brings back in front of step t."""
 
 
 class Impossible(Exception):
@@ -25,20 +28,22 @@ def reads_of(problem: RetainProblem, op: int) -> list[int]:
     return [k for k, (lo, hi) in enumerate(spans) if op in order.consumer[lo:hi].tolist()]
 
 
-def choices(problem: RetainProblem) -> list[tuple[int, int]]:
-    """(buffer, number of reads before the gap) of every gap with a choice."""
-    order, found = problem.order, []
+def choices(problem: RetainProblem) -> dict[tuple[int, int], list[int]]:
+    """(buffer, number of reads before the gap) of every gap with a choice: what it may do."""
+    order, found = problem.order, {}
+    reading = [t for t, op in enumerate(problem.sequence.tolist()) if reads_of(problem, op)]
     step = {op: t for t, op in enumerate(problem.sequence.tolist())}
     for k, (lo, hi) in enumerate(itertools.pairwise(order.consumer_start.tolist())):
         times = [step[int(order.producer[k])], *sorted(step[op] for op in order.consumer[lo:hi].tolist()), len(step)]
         for number, (begin, end) in enumerate(itertools.pairwise(times)):
             if problem.droppable[k] and order.size[k] > 0 and end > begin + 1:
-                found.append((k, number))
+                brings = [BRING + t for t in reading if begin < t < end]
+                found[k, number] = [KEEP, DROP_ONCE, DROP_ALWAYS, *brings]
     return found
 
 
 def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tuple[float, int]:
-    """Seconds and peak when the gaps follow 0 keep, 1 drop once, 2 drop after every rerun; else they are kept."""
+    """Seconds and peak when the gaps do this, and all others are kept."""
     order, n = problem.order, problem.num_ops
     reads = [reads_of(problem, op) for op in range(n)]
     makes = [[k for k in range(order.num_buffers) if order.producer[k] == op] for op in range(n)]
@@ -48,8 +53,11 @@ def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tupl
     runs: list[tuple[int, list[int]]] = []
     seconds = 0.0
 
-    def need(op: int, step: int, wanted: set[int], batch: set[int]) -> None:
-        for k in reads[op]:
+    def does(k: int) -> int:
+        return policy.get((k, uses[k]), KEEP)
+
+    def need(buffers: list[int], step: int, wanted: set[int], batch: set[int]) -> None:
+        for k in buffers:
             if there[k] or k in wanted:
                 continue
             maker = int(order.producer[k])
@@ -58,16 +66,17 @@ def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tupl
             wanted.add(k)
             if maker not in batch:
                 batch.add(maker)
-                need(maker, step, wanted, batch)
+                need(reads[maker], step, wanted, batch)
 
     for step, op in enumerate(sequence):
         wanted: set[int] = set()
         batch: set[int] = set()
-        need(op, step, wanted, batch)
+        need([k for k in uses if does(k) == BRING + step], step, wanted, batch)
+        need(reads[op], step, wanted, batch)
         for again in sorted(batch, key=sequence.index):
             renewed = []
             for k in makes[again]:
-                holds = bool(problem.droppable[k]) and policy.get((k, uses[k]), 0) < 2
+                holds = bool(problem.droppable[k]) and does(k) != DROP_ALWAYS and does(k) <= BRING + step
                 if not there[k] and (k in wanted or holds):
                     renewed.append(k)
                     there[k] = holds
@@ -75,10 +84,10 @@ def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tupl
             seconds += float(problem.seconds[again])
         for k in reads[op]:
             uses[k] += 1
-            there[k] = policy.get((k, uses[k]), 0) == 0
+            there[k] = does(k) == KEEP
         for k in makes[op]:
             uses[k] = 0
-            there[k] = policy.get((k, 0), 0) == 0
+            there[k] = does(k) == KEEP
         runs.append((op, [-1]))
     return seconds, count_peak(problem, runs, reads, makes)
 
@@ -124,7 +133,7 @@ def best(problem: RetainProblem, budget: int) -> tuple[float, int]:
     """Fewest seconds and the lowest peak with them within the budget; (inf, lowest peak) if there is none."""
     gaps = choices(problem)
     answers = []
-    for row in itertools.product(range(3), repeat=len(gaps)):
+    for row in itertools.product(*gaps.values()):
         try:
             answers.append(simulate(problem, dict(zip(gaps, row, strict=True))))
         except Impossible:
@@ -158,18 +167,18 @@ def small_graph(dice: random.Random) -> OrderProblem:
     return make_problem([0] * n, [], buffers, [dice.choice([0, 0, 1]) for _ in range(n)], donors)
 
 
-def test_a_thousand_small_graphs_are_solved_as_brute_force_does() -> None:
+def test_small_graphs_are_solved_as_brute_force_does() -> None:
     dice = random.Random(5)
-    seen = dropped = 0
-    while seen < 1000:
+    seen = dropped = brought = 0
+    while seen < 600:
         problem = random_retain(dice.choice([small_graph, mirrored_graph])(dice), dice)
-        if not 1 <= len(choices(problem)) <= MOST_GAPS:
+        if not 1 < math.prod(map(len, choices(problem).values())) <= MOST_COMBINATIONS:
             continue
         seen += 1
         full = peak_bytes(problem.order, problem.sequence)
         budget = max(full - dice.randint(1, 8), full // 2)
         seconds, peak = best(problem, budget)
-        found = exact(Search(problem), budget).score
+        found = exact(Search(problem), budget, brings=True).score
         assert found.peak == peak
         assert (found.seconds if found.peak <= budget else float("inf")) == seconds
         solution = solve(problem, budget)
@@ -178,4 +187,6 @@ def test_a_thousand_small_graphs_are_solved_as_brute_force_does() -> None:
             assert solution.seconds <= seconds
             assert solution.status is Status.OPTIMAL
             dropped += 1
+            brought += found.seconds < exact(Search(problem), budget, brings=False).score.seconds
     assert dropped > 100
+    assert brought > 0

@@ -1,0 +1,212 @@
+"""Simulated annealing over single decisions, reruns ahead of their reads among them, where the bound leaves room.
+
+A buffer may be brought back before it is read, while what its operator reads is still there, and then waits:
+
+    input      =====================|
+    buffer     =====| dropped       |===== waits =====| read
+
+No drop at the peak suggests this, nor to drop what lies between two steps only, for reruns that go there. So each move
+gives one or two gaps new decisions at random, mostly gaps over steps above the budget, and keeps or drops in turn what
+their reruns read behind its last read. It is taken by Metropolis' rule (1953). What counts is the seconds and a price
+for the area above the budget, which rises above the budget and falls below it, so that both sides of it are seen
+(strategic oscillation: Glover 1977).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from roamc.solvers.arrays import FloatArray, LongArray
+from roamc.solvers.compiled import compiled_uncounted
+from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.tables import Tables
+from roamc.solvers.retain.walk import Room, bring_at, walk_and_measure
+from roamc.solvers.retain.ways import Trail, go_back, make_trail, set_gap
+
+_MOVES = 256
+_HOT = 0.3
+"""The first temperature, in mean seconds of an operator."""
+
+_COLD = 0.03
+"""The last one, as a share of the first."""
+
+_PRICE = 3.0
+_RISE = 1.002
+_MOST_CHANGES = 48
+
+_IN_FOCUS = 0.7
+_TWO = 0.3
+_KEEP, _DROP, _BRING, _RELEASE = 0.35, 0.6, 0.85, 0.95
+_FOLLOW = 0.5
+_KEEP_INPUT, _DROP_INPUT = 0.3, 0.6
+
+LESS = 1 - 1e-9
+"""Of the seconds, what counts as fewer."""
+
+
+class Places(NamedTuple):
+    """Where moves are made. All arrays are int64.
+
+    focus: gaps over steps that are above the budget without reruns.  free: all gaps in which a buffer may be dropped.
+    begin, end: of each gap.  stop: for each step, the first from it on that reads something; the number of steps if
+    none does. Reruns go in front of such steps only: others may be no operators, for those who read the answer.
+    """
+
+    focus: LongArray
+    free: LongArray
+    begin: LongArray
+    end: LongArray
+    stop: LongArray
+
+
+def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int) -> State:
+    """The best state found from `best`, which is within the budget; `best` itself if none takes fewer seconds.
+
+    The same search and seed give the same answer.
+    """
+    begun, seconds = search.work, search.tables.seconds
+    plain = search.keep_everything()
+    area = search.state(plain.release, plain.hold, budget).score.area
+    places = _places(search, budget)
+    if best.score.seconds == 0 or area == 0:
+        return best
+    hot = _HOT * float(seconds[seconds > 0].mean())
+    state, found = best.copy(), best.copy()
+    now = np.array([best.score.seconds, best.score.area, _PRICE * best.score.seconds / area, best.score.seconds])
+    trail = make_trail(_MOST_CHANGES)
+    dice = np.array([seed], dtype=np.int64)
+    while search.work < work_limit:
+        share = (search.work - begun) / (work_limit - begun)
+        search.work += _anneal(
+            search.tables, (state.release, state.hold), (found.release, found.hold), places, now,
+            hot * _COLD**share, budget, search.room, trail, dice,
+        )  # fmt: skip
+    return search.state(found.release, found.hold, budget)
+
+
+def settle(search: Search, state: State, budget: int) -> State:
+    """The same without the brings that save nothing: a rerun is made when it is read, if that is as good."""
+    state = search.state(state.release.copy(), state.hold.copy(), budget)
+    for gap in np.flatnonzero(state.hold > search.steps).tolist():
+        hold = state.hold.copy()
+        hold[gap] = 0
+        tried = search.state(state.release, hold, budget)
+        if tried.score.peak <= budget and tried.score.seconds <= state.score.seconds:
+            state = tried
+    return search.state(state.release, state.hold, budget)
+
+
+def _places(search: Search, budget: int) -> Places:
+    """The room holds the schedule without reruns."""
+    gaps, steps, tables = search.gaps, search.steps, search.tables
+    above = np.concatenate([[0], np.cumsum(search.room.live[:steps] > budget)])
+    free = tables.droppable[gaps.buffer] & (tables.size[gaps.buffer] > 0) & (gaps.begin < steps - 1)
+    over = above[np.minimum(gaps.end, steps)] > above[np.minimum(gaps.begin + 1, steps)]
+    focus = gaps.free & over if (gaps.free & over).any() else free
+    reads = np.flatnonzero(np.diff(tables.read_start) > 0)
+    stop = np.append(reads, steps)[np.searchsorted(reads, np.arange(steps))]
+    return Places(np.flatnonzero(focus), np.flatnonzero(free), gaps.begin, gaps.end, stop.astype(np.int64))
+
+
+@compiled_uncounted
+def _anneal(
+    tables: Tables,
+    state: tuple[LongArray, LongArray],
+    found: tuple[LongArray, LongArray],
+    places: Places,
+    now: FloatArray,
+    temperature: float,
+    budget: int,
+    room: Room,
+    trail: Trail,
+    dice: LongArray,
+) -> int:
+    """Make some moves; the work done. now: seconds and area of the state, the price, fewest seconds found."""
+    release, hold = state
+    work = 0
+    for _ in range(_MOVES):
+        count = _change(tables, release, hold, places, dice, trail, 0)
+        if _roll(dice) < _TWO:
+            count = _change(tables, release, hold, places, dice, trail, count)
+        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+        work += runs + 1
+        now[2] = now[2] * _RISE if now[1] > 0 else now[2] / _RISE
+        worse = seconds - now[0] + now[2] * (area - now[1])
+        if not (worse <= 0 or np.exp(-worse / temperature) > _roll(dice)):
+            go_back(release, hold, trail, count)
+            continue
+        now[0], now[1] = seconds, area
+        if peak <= budget and seconds < now[3] * LESS:
+            now[3] = seconds
+            for gap in range(len(release)):
+                found[0][gap], found[1][gap] = release[gap], hold[gap]
+    return work
+
+
+@compiled_uncounted
+def _roll(dice: LongArray) -> float:
+    """A number in [0, 1), by Knuth's linear congruential generator; overflow wraps around."""
+    dice[0] = dice[0] * 6364136223846793005 + 1442695040888963407
+    return float((dice[0] >> 33) & 0x7FFFFFFF) / 2147483648.0
+
+
+@compiled_uncounted
+def _change(
+    tables: Tables, release: LongArray, hold: LongArray, places: Places, dice: LongArray, trail: Trail, count: int
+) -> int:
+    """Give a gap a new decision; the length of the trail."""
+    gaps = places.focus if _roll(dice) < _IN_FOCUS else places.free
+    gap = gaps[int(_roll(dice) * len(gaps))]
+    steps, begin, end = len(tables.scratch), places.begin[gap], places.end[gap]
+    if end == begin + 1:
+        return set_gap(release, hold, gap, 0 if release[gap] > 0 else steps, 0, trail, count)
+    at = places.stop[begin + 1 + int(_roll(dice) * (min(end, steps) - begin - 1))]
+    kind = _roll(dice)
+    if kind < _KEEP:
+        return set_gap(release, hold, gap, steps, 0, trail, count)
+    if kind < _DROP or (kind < _BRING and at >= end):
+        at, count = end, set_gap(release, hold, gap, 0, 0, trail, count)
+    elif kind < _BRING:
+        earlier = release[gap] if release[gap] < at else 0
+        count = set_gap(release, hold, gap, earlier, bring_at(at, steps), trail, count)
+    elif kind < _RELEASE:
+        return set_gap(release, hold, gap, at, hold[gap], trail, count)
+    else:
+        at, count = end, set_gap(release, hold, gap, 0, steps, trail, count)
+    if at < steps and _roll(dice) < _FOLLOW:
+        count = _follow(tables, release, hold, gap, at, places, dice, trail, count)
+    return count
+
+
+@compiled_uncounted
+def _follow(
+    tables: Tables,
+    release: LongArray,
+    hold: LongArray,
+    gap: int,
+    at: int,
+    places: Places,
+    dice: LongArray,
+    trail: Trail,
+    count: int,
+) -> int:
+    """Keep or drop behind its last read what the rerun of `gap` at step `at` reads, and so on for what is dropped."""
+    steps, next_one = len(tables.scratch), count
+    op = tables.producer[tables.gap_buffer[gap]]
+    while True:
+        for row in range(tables.read_start[op], tables.read_start[op + 1]):
+            buffer = tables.read[row]
+            final = tables.gap_start[buffer + 1] - 1
+            if places.begin[final] >= at or not tables.droppable[buffer] or count + 2 >= len(trail.gap):
+                continue
+            roll = _roll(dice)
+            if roll < _KEEP_INPUT:
+                count = set_gap(release, hold, final, steps, hold[final], trail, count)
+            elif roll < _DROP_INPUT:
+                count = set_gap(release, hold, final, 0, 0, trail, count)
+        while next_one < count and release[trail.gap[next_one]] > 0:
+            next_one += 1
+        if next_one == count:
+            return count
+        op = tables.producer[tables.gap_buffer[trail.gap[next_one]]]
+        next_one += 1
