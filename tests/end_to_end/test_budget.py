@@ -55,7 +55,9 @@ def test_budget_leaves_every_bit(name: str, route: str) -> None:
         got = run_program(found, again)
         assert torch.equal(torch.get_rng_state(), state), budget
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, {budget}")
-        assert not found.plan.budget_bytes or found.plan.needed_bytes <= found.plan.budget_bytes
+        if not found.plan.budget_bytes:
+            break  # that was the lowest
+        assert found.plan.needed_bytes <= found.plan.budget_bytes
 
 
 class Masked(nn.Module):
