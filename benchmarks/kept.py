@@ -12,7 +12,6 @@ torch.compile splits a model, each piece has a plan and keeps the budget by itse
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 from typing import Any
@@ -60,7 +59,7 @@ def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
         peaks.append(heap.peak())
 
     compiled = _with_loss(work)
-    step = eager_step(dataclasses.replace(work, loss=lambda model, *batch: compiled(*batch)), optimizer, look)
+    step = eager_step(compiled, optimizer, look)
     options: dict[str, Any] = {"memory_budget": budget, "strict": True, "idle_arena": "free"}
     if route == "train_step":
         planned = roamc.train_step(work.model, work.loss, optimizer, **options)
@@ -69,13 +68,13 @@ def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
             planned(*work.batch)
             look()
     else:
-        roamc.optimize(compiled, **options)
+        roamc.optimize(compiled.model, **options)
     for _ in range(2):
         step()
     before = heap.live() - blocks.held()
     heap.reset()
     step()
-    plans = planned.plans if route == "train_step" else roamc.plans(compiled)
+    plans = planned.plans if route == "train_step" else roamc.plans(compiled.model)
     plan = max(plans, key=lambda found: found.needed_bytes)
     return {
         "budget": plan.budget_bytes or plan.needed_bytes,
@@ -87,8 +86,8 @@ def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
     }
 
 
-def _with_loss(work: Workload) -> Any:
-    """A module that takes a batch and returns the loss."""
+def _with_loss(work: Workload) -> Workload:
+    """The same with a model that returns the loss itself."""
     from torch import nn
 
     class Loss(nn.Module):
@@ -99,7 +98,7 @@ def _with_loss(work: Workload) -> Any:
         def forward(self, *batch: Any) -> Any:
             return work.loss(self.model, *batch)
 
-    return Loss()
+    return Workload(Loss(), work.batch, lambda model, *batch: model(*batch))
 
 
 def _line(row: dict[str, Any]) -> str:

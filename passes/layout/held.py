@@ -187,8 +187,8 @@ def _split(table: Table, held: Bools) -> Split:
 
 
 def _given_up(table: Table, held: Bools) -> bool:
-    outside = held | table.foreign
-    return bool(outside.all() and (outside & ~(table.foreign | table.allocated | table.elsewhere)).any())
+    never_inside = table.foreign | table.allocated | table.elsewhere
+    return bool((held | table.foreign).all() and not never_inside.all())
 
 
 def _preference(split: Split) -> tuple[Bytes, Bytes]:

@@ -125,8 +125,7 @@ class _Version:
     given: bool = False
 
 
-def _all_runs(problem: RetainProblem, solution: RetainSolution) -> list[_Run]:
-    _, makes = _reads_and_makes(problem)
+def _all_runs(problem: RetainProblem, solution: RetainSolution, makes: list[list[int]]) -> list[_Run]:
     waiting = list(reversed(solution.reruns))
     runs: list[_Run] = []
     for step, op in enumerate(problem.sequence.tolist()):
@@ -140,8 +139,8 @@ def _all_runs(problem: RetainProblem, solution: RetainSolution) -> list[_Run]:
 
 def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int, int]]:
     """All runs of the schedule with its reruns, which are legal: (operator, live bytes while it runs)."""
-    runs = _all_runs(problem, solution)
-    reads, _ = _reads_and_makes(problem)
+    reads, makes = _reads_and_makes(problem)
+    runs = _all_runs(problem, solution, makes)
     newest: dict[int, _Version] = {}
     versions: list[_Version] = []
     made: list[list[_Version]] = []

@@ -70,7 +70,7 @@ def test_core_of_attention_runs_again_where_the_rest_is_kept() -> None:
     assert saved(found[4]) - saved(found[3]) == pytest.approx(34 * UNIT, rel=0.02)
 
 
-@pytest.mark.parametrize("layers", [3])
+@pytest.mark.parametrize("layers", [3, 4])
 def test_free_choice_keeps_the_same_budget_in_less_time(layers: int) -> None:
     """Cheap results of large tensors run again instead of some of the cores."""
     budget = matching_budget(layers)
