@@ -22,8 +22,7 @@ def render() -> str:
         "",
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, "
         "counted under malloc (MB). Tensors are what the plan holds of them at its peak; predicted is that with the "
-        "estimate of what operators take for themselves (– where a row is older), and workspace the most that one was "
-        "seen to take.",
+        "estimate of what operators take for themselves, and workspace the most that one was seen to take.",
         "",
         "| model | dtype | eager | `train_step` | of eager's | tensors | predicted | measured / predicted "
         "| workspace | fragmentation |",
@@ -266,8 +265,8 @@ def _peak_row(row: dict[str, Any]) -> str:
         _megabytes(step["measured"]),
         f"{step['measured'] / eager:.3f}",
         _megabytes(step["peak_bytes"]),
-        _megabytes(step["needed_bytes"]) if "needed_bytes" in step else "–",
-        f"{step['measured'] / step.get('needed_bytes', step['peak_bytes']):.4f}",
+        _megabytes(step["needed_bytes"]),
+        f"{step['measured'] / step['needed_bytes']:.4f}",
         _megabytes(step["workspace"]),
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.2%}",
     ]
