@@ -36,8 +36,9 @@ lint: .venv/.ready build/types ## ruff, mypy --strict, and the rules on imports 
 		--cache-dir $(CURDIR)/.mypy_cache -p roamc
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
 
-bench: .venv/.ready ## run every script in benchmarks/
-	@for table in peak speed budget kept cost workspace order_layout retain_rivals; do echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
+bench: .venv/.ready ## run every script in benchmarks/ and write the tables; takes hours
+	@for table in peak speed budget "budget --falling" kept "kept --dtype bfloat16" cost workspace order_layout retain_rivals table; do \
+		echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 clean: ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

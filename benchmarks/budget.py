@@ -1,6 +1,6 @@
 """Step time against measured peak: activations dropped under a budget, by roamc, by torch.compile and by hand.
 
-    python -m benchmarks.budget [--models gpt,bert] [--rows eager,optimize@300MB] [--rounds N] [--quick]
+    python -m benchmarks.budget [--models gpt,bert] [--rows eager,optimize@300MB] [--rounds N] [--falling] [--quick]
 
 Peaks are measured as in :mod:`benchmarks.peak`: in a fresh process, counted under malloc over the whole third step,
 above parameters, optimizer state and batch. Values are compared there as well: loss and gradients of the first step,
@@ -8,6 +8,8 @@ losses and parameters after three, with the program that they have to be like. T
 thread, program after program in turn in one process per family, eager always among them; a ratio is taken within its
 round, and the median over rounds is quoted. They are processor seconds of the process: what else runs on the machine
 does not count. roamc plans with a shipped profile, so that the plans are the same on every machine.
+
+With ``--falling`` roamc alone under ten budgets, each lower than the one before: whether peaks fall and times rise.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,28 @@ RIVALS = (
     *("inductor", "inductor@0.8", "inductor@0.5", "inductor@0.2", "inductor@0.0", "inductor+block", "inductor+select"),
 )
 BUDGETS = {"gpt": ("430MB", "300MB", "170MB", "110MB", "min")}
+LOWER = {"gpt": ("400MB", "270MB", "140MB")}
+"""Of ``train_step``, where gradients die at their update: 30 MB below the others."""
+
 SHARES = ("70%", "50%", "30%", "min")
+FALLING = (*(f"{share}%" for share in range(100, 10, -10)), "min")
 ROUNDS = 9
 
 
 def rows_of(model: str) -> list[str]:
     """All programs of the table for one model; a program comes behind the one that it has to be like."""
-    ours = [route + at for route in ("optimize", "train_step") for at in ("", *_budgets(model))]
+    budgets, lower = BUDGETS.get(model, SHARES), LOWER.get(model, ())
+    ours = [*_under("optimize", budgets), *_under("train_step", (*budgets[:-1], *lower, budgets[-1]))]
     return [*RIVALS, "aot_eager", *ours]
 
 
-def _budgets(model: str) -> tuple[str, ...]:
-    return tuple(f"@{budget}" for budget in BUDGETS.get(model, SHARES))
+def falling_rows() -> list[str]:
+    """roamc without a budget and under each of :data:`FALLING`, on both routes."""
+    return ["eager", "aot_eager", *_under("optimize", FALLING), *_under("train_step", FALLING)]
+
+
+def _under(route: str, budgets: Sequence[str]) -> list[str]:
+    return [route, *(f"{route}@{budget}" for budget in budgets)]
 
 
 def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -> dict[str, Any]:
@@ -269,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rows", help="programs, separated by commas; all of them unless given")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 measures no times")
     parser.add_argument("--profile", default="cpu", help="that roamc plans with: a file or the name of a shipped one")
+    parser.add_argument("--falling", action="store_true", help="roamc alone, under ten budgets")
     parser.add_argument("--quick", action="store_true", help="tiny models; nothing is written")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -278,12 +291,12 @@ def main() -> None:
     kept = True
     with tempfile.TemporaryDirectory() as folder:
         for model in given.models.split(","):
-            rows = given.rows.split(",") if given.rows else rows_of(model)
+            rows = given.rows.split(",") if given.rows else falling_rows() if given.falling else rows_of(model)
             sheet = Sheet(model, rows, given.quick, given.profile, Path(folder))
             for measured in (sheet.measure, *(functools.partial(sheet.time, given.rounds),) * bool(given.rounds)):
                 measured()
                 if not given.quick:
-                    print(save("budget", sheet.results(), __doc__ or ""))
+                    print(save("falling" if given.falling else "budget", sheet.results(), __doc__ or ""))
             kept &= not any(over_budget(row) for row in sheet.found.values() if "measured" in row)
     sys.exit(not kept)
 

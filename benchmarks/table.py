@@ -1,4 +1,4 @@
-"""Write the tables of the README from the results files: ``python -m benchmarks.table``."""
+"""Write ``RESULTS.md`` and the tables of the README from the results files: ``python -m benchmarks.table``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,60 @@ import json
 import re
 from typing import Any
 
-from benchmarks import kept, order_layout, retain_rivals
+from benchmarks import budget, kept, order_layout, retain_rivals, summary
 from benchmarks._measure import HERE, RESULTS
+from benchmarks.summary import megabytes
 
 START, END = "<!-- results -->", "<!-- end of results -->"
 
 
-def render() -> str:
-    """The tables as Markdown, with the machine and the date; the last ones as far as they were measured."""
-    peak, speed = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peak", "speed"))
-    where = peak["machine"]
-    lines = [
+def full() -> str:
+    """All tables as Markdown; the last ones as far as they were measured."""
+    return "\n".join(
+        [
+            "# Results",
+            "",
+            "Written by `python -m benchmarks.table` from the files in `results/`, which say with what each was made.",
+            _machine(),
+            *_peak(_rows_of("peak")),
+            *_speed(_rows_of("speed")),
+            *_budget(_rows_of("budget")),
+            *_falling(_rows_of("falling")),
+            *_kept(_rows_of("kept")),
+            *_cost(_rows_of("cost")),
+            *_order_layout(_rows_of("order_layout")),
+            *_retain_rivals(_rows_of("retain_rivals")),
+            "",
+        ]
+    )
+
+
+def short() -> str:
+    """What the README shows."""
+    order = _rows_of("order_layout")
+    parts = [
+        [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
+        summary.peaks(_rows_of("peak")),
+        _speed(_rows_of("speed"))[1:],
+        summary.frontier(_rows_of("budget")),
+        summary.kept(_rows_of("kept")),
+        _saving(order),
+        summary.rivals(_rows_of("retain_rivals")),
+    ]
+    return "\n".join("\n".join((*part, "")) for part in parts).rstrip()
+
+
+def _machine() -> str:
+    where = json.loads((RESULTS / "peak.json").read_text())["machine"]
+    return (
         f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}, {where['date']}; "
-        "`make bench` measures again.",
+        "`make bench` measures again."
+    )
+
+
+def _peak(rows: list[dict[str, Any]]) -> list[str]:
+    """Peaks without a budget, on both routes."""
+    return [
         "",
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, "
         "counted under malloc (MB). Tensors are what the plan holds of them at its peak; predicted is that with the "
@@ -27,31 +68,27 @@ def render() -> str:
         "| model | dtype | eager | `train_step` | of eager's | tensors | predicted | measured / predicted "
         "| workspace | fragmentation |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        *(_peak_row(row) for row in peak["rows"]),
+        *(_peak_row(row) for row in rows),
         "",
         "The same for a loop around a compiled model, gradients handed out in `.grad` (MB):",
         "",
         "| model | dtype | eager | `aot_eager` | `roamc.optimize` | of eager's | `idle_arena=\"free\"` | of eager's |",
         "|---|---|---|---|---|---|---|---|",
-        *(_loop_row(row) for row in peak["rows"]),
+        *(_loop_row(row) for row in rows),
+    ]
+
+
+def _speed(rows: list[dict[str, Any]]) -> list[str]:
+    """Step times without a budget."""
+    return [
         "",
         "Step time, median of ratios over interleaved steps, and seconds to plan the whole step (capture apart):",
         "",
         "| model | `train_step` / eager | `train_step` / `aot_eager` | `optimize` / eager | `optimize` / `aot_eager` "
         "| capture s | planning s |",
         "|---|---|---|---|---|---|---|",
-        *(_speed_row(row) for row in speed["rows"]),
+        *(_speed_row(row) for row in rows),
     ]
-    return "\n".join(
-        [
-            *lines,
-            *_budget(_rows_of("budget")),
-            *_kept(_rows_of("kept")),
-            *_cost(_rows_of("cost")),
-            *_order_layout(_rows_of("order_layout")),
-            *_retain_rivals(_rows_of("retain_rivals")),
-        ]
-    )
 
 
 def _rows_of(name: str) -> list[dict[str, Any]]:
@@ -82,14 +119,14 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
 
 def _budget_row(row: dict[str, Any]) -> str:
     if "refused" in row:
-        return f"| {row['model']} | {row['kind']} | – | needs {_megabytes(row['refused'])} | {'– | ' * 7}– |"
+        return f"| {row['model']} | {row['kind']} | – | needs {megabytes(row['refused'])} | {'– | ' * 7}– |"
     time, ours = row.get("time"), "peak_bytes" in row
     cells = [
         row["model"],
         row["kind"],
-        _megabytes(row["measured"]),
-        _megabytes(row["peak_bytes"]) if ours else "–",
-        _megabytes(row["workspace"]) if ours else "–",
+        megabytes(row["measured"]),
+        megabytes(row["peak_bytes"]) if ours else "–",
+        megabytes(row["workspace"]) if ours else "–",
         f"{time['of free']:.2f}" if time else "–",
         f"{time['of eager']:.2f}" if time else "–",
         f"{row['predicted_ratio']:.2f}" if "predicted_ratio" in row else "–",
@@ -99,6 +136,35 @@ def _budget_row(row: dict[str, Any]) -> str:
         _values(row.get("like")),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _falling(rows: list[dict[str, Any]]) -> list[str]:
+    """Peaks and times under one budget after another, each planned by itself."""
+    if not rows:
+        return []
+    found = {(row["model"], *row["kind"].split("@")): row for row in rows if "@" in row["kind"]}
+    routes = dict.fromkeys(key[:2] for key in found)
+    return [
+        "",
+        "Ten falling budgets, shares of what eager takes, each planned by itself: measured peak (MB) and measured step "
+        "time to that without a budget; – is refused:",
+        "",
+        f"| model | route | | {' | '.join(budget.FALLING)} |",
+        "|---|---|---|" + "---|" * len(budget.FALLING),
+        *(
+            f"| {model} | {route} | {what} | {' | '.join(cell(found[model, route, at]) for at in budget.FALLING)} |"
+            for model, route in routes
+            for what, cell in (("peak", _falling_peak), ("time", _falling_time))
+        ),
+    ]
+
+
+def _falling_peak(row: dict[str, Any]) -> str:
+    return "–" if "refused" in row else megabytes(row["measured"])
+
+
+def _falling_time(row: dict[str, Any]) -> str:
+    return f"{row['time']['of free']:.3f}" if "time" in row else "–"
 
 
 def _values(like: dict[str, Any] | None) -> str:
@@ -173,13 +239,7 @@ def _order_layout(rows: list[dict[str, Any]]) -> list[str]:
         return []
     return [
         "",
-        "Order and layout against PyTorch, whole memory (parameters, state, batch and temporaries): mean saving over "
-        "AlexNet, VGG-16, MNASNet, MobileNet, EfficientNet, ViT and BERT at batch 1 and 32, against what PyTorch's "
-        "caching allocator reserves in eager mode (simulated):",
-        "",
-        "| graph | order and layout | with donation | as planned | as planned, against expandable segments |",
-        "|---|---|---|---|---|",
-        *(_mean_row(rows, kind) for kind in order_layout.KINDS),
+        *_saving(rows),
         "",
         "Temporary bytes of the whole step with SGD (MB). The bound holds for every order; fragmentation is arena over "
         "peak. MODeL is its integer program on CP-SAT with a time limit:",
@@ -188,6 +248,19 @@ def _order_layout(rows: list[dict[str, Any]]) -> list[str]:
         "| fragmentation | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(_order_row(row) for row in rows if row["kind"] == "sgd"),
+    ]
+
+
+def _saving(rows: list[dict[str, Any]]) -> list[str]:
+    """Means over the paper's models."""
+    return [
+        "Order and layout against PyTorch, whole memory (parameters, state, batch and temporaries): mean saving over "
+        "AlexNet, VGG-16, MNASNet, MobileNet, EfficientNet, ViT and BERT at batch 1 and 32, against what PyTorch's "
+        "caching allocator reserves in eager mode (simulated):",
+        "",
+        "| graph | order and layout | with donation | as planned | as planned, against expandable segments |",
+        "|---|---|---|---|---|",
+        *(_mean_row(rows, kind) for kind in order_layout.KINDS),
     ]
 
 
@@ -203,11 +276,11 @@ def _order_row(row: dict[str, Any]) -> str:
         row["model"],
         str(row["batch"]),
         str(row["operators"]),
-        _megabytes(row["pytorch"]["reserved"]),
-        _megabytes(order_layout.best_order(row)[1]),
-        "–" if ilp is None else _megabytes(ilp),
-        _megabytes(ours["peak"]),
-        _megabytes(ours["bound"]),
+        megabytes(row["pytorch"]["reserved"]),
+        megabytes(order_layout.best_order(row)[1]),
+        "–" if ilp is None else megabytes(ilp),
+        megabytes(ours["peak"]),
+        megabytes(ours["bound"]),
         f"{ours['arena'] / max(ours['arena_bound'], 1) - 1:.3%}",
         f"{ours['seconds'] + ours['layout_seconds']:.2f}",
     ]
@@ -252,22 +325,18 @@ def _share(added: float | None, row: dict[str, Any], proved: bool = False) -> st
     return "–" if added is None else f"{added / row['step']:.2%}{'*' if proved else ''}"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f}"
-
-
 def _peak_row(row: dict[str, Any]) -> str:
     step, eager = row["train_step"], row["eager"]["measured"]
     cells = [
         row["model"],
         row["dtype"],
-        _megabytes(eager),
-        _megabytes(step["measured"]),
+        megabytes(eager),
+        megabytes(step["measured"]),
         f"{step['measured'] / eager:.3f}",
-        _megabytes(step["peak_bytes"]),
-        _megabytes(step["needed_bytes"]),
+        megabytes(step["peak_bytes"]),
+        megabytes(step["needed_bytes"]),
         f"{step['measured'] / step['needed_bytes']:.4f}",
-        _megabytes(step["workspace"]),
+        megabytes(step["workspace"]),
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.2%}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -275,9 +344,9 @@ def _peak_row(row: dict[str, Any]) -> str:
 
 def _loop_row(row: dict[str, Any]) -> str:
     eager = row["eager"]["measured"]
-    cells = [row["model"], row["dtype"], _megabytes(eager), _megabytes(row["aot_eager"]["measured"])]
+    cells = [row["model"], row["dtype"], megabytes(eager), megabytes(row["aot_eager"]["measured"])]
     for route in ("optimize", "optimize_free"):
-        cells += [_megabytes(row[route]["measured"]), f"{row[route]['measured'] / eager:.3f}"]
+        cells += [megabytes(row[route]["measured"]), f"{row[route]['measured'] / eager:.3f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -290,12 +359,13 @@ def _speed_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Put the tables between the marks in the README."""
+    """Write the page of all tables, and put those of the README between its marks."""
+    (HERE / "RESULTS.md").write_text(full())
     readme = HERE.parent / "README.md"
     text = readme.read_text()
     if END not in text:
         text = text.replace(START, f"{START}\n{END}")
-    readme.write_text(re.sub(f"{START}.*{END}", lambda _: f"{START}\n{render()}\n{END}", text, flags=re.DOTALL))
+    readme.write_text(re.sub(f"{START}.*{END}", lambda _: f"{START}\n{short()}\n{END}", text, flags=re.DOTALL))
 
 
 if __name__ == "__main__":

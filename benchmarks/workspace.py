@@ -1,6 +1,6 @@
 """Memory that operators take for themselves: what roamc.cost.scratch estimates against the heap.
 
-    python -m benchmarks.workspace [MODEL ...] [--threads N]
+    python -m benchmarks.workspace [MODEL ...] [--dtype DTYPE] [--threads N]
 
 Every distinct operator call of a model's training step runs on tensors of its shapes, in a process whose heap is
 counted. A row is one call that takes, or is said to take, at least a hundredth of the largest storage of its graph.
@@ -21,7 +21,7 @@ SHARE = 0.01
 """Of the largest storage; calls that take less are left out."""
 
 
-def worker(name: str, threads: int) -> dict[str, Any]:
+def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
     """Measure one model's operators."""
     import torch
 
@@ -30,7 +30,7 @@ def worker(name: str, threads: int) -> dict[str, Any]:
     from roamc.memory import build_memory
 
     torch.set_num_threads(threads)
-    work = make(name)
+    work = make(name, dtype)
     step = workload.Workload(name, work.model, work.batch, work.loss, torch.optim.AdamW)
     graph = workload.capture(step)
     memory = build_memory(graph)
@@ -45,7 +45,7 @@ def worker(name: str, threads: int) -> dict[str, Any]:
         rows[call]["count"] += 1
     large = [row for row in rows.values() if max(row["estimated"], row["measured"]) >= SHARE * largest]
     large.sort(key=lambda row: -row["measured"])
-    return {"model": name, "kind": f"{threads} threads", "largest storage": largest, "operators": large}
+    return {"model": name, "dtype": dtype, "kind": f"{threads} threads", "largest storage": largest, "operators": large}
 
 
 def _geometry(node: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def _real(fake: Any) -> Any:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{found['model']}, {found['kind']}"
+    yield f"{found['model']} {found['dtype']}, {found['kind']}"
     for row in found["operators"]:
         ratio = row["estimated"] / max(1, row["measured"])
         yield (
@@ -100,16 +100,17 @@ def main() -> None:
     """Run every model in a process of its own and print estimates beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        print(json.dumps(worker(*given.models, given.threads)))
+        print(json.dumps(worker(*given.models, given.dtype, given.threads)))
         return
     rows = []
     for name in given.models:
-        threads = given.threads
-        rows.append(fresh(__file__, name, f"--threads={threads}", count_heap=True, threads=threads))
+        asked = (f"--dtype={given.dtype}", f"--threads={given.threads}")
+        rows.append(fresh(__file__, name, *asked, count_heap=True, threads=given.threads))
         print("\n".join(_lines(rows[-1])), flush=True)
     save("workspace", rows, __doc__ or "")
 

@@ -390,6 +390,31 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB),
     "the mean of floats": (lambda x: x.mean(1), (floats(512, 512),), 0),
     "matrix products": (torch.mm, (floats(512, 512), floats(512, 512)), 0),
+    "bfloat16, in order": (  # by thread: 512 x 64 of the second, 256 x 64 sums
+        torch.mm,
+        (floats(512, 512, dtype=torch.bfloat16), floats(512, 512, dtype=torch.bfloat16)),
+        2 * (2 * 512 * 64 + 4 * 256 * 64) + 28 * 1024,
+    ),
+    "bfloat16, transposed": (  # and 256 x 512 of the first, with 32 columns more
+        lambda a, b: torch.mm(a.t(), b),
+        (floats(512, 512, dtype=torch.bfloat16), floats(512, 512, dtype=torch.bfloat16)),
+        2 * (2 * 512 * 64 + 4 * 256 * 64 + 2 * 256 * 544) + 28 * 1024,
+    ),
+    "bfloat16, transposed and deep": (  # sums of all rounds: 256 x 1024
+        lambda a, b: torch.addmm(b[0], a.t(), b),
+        (floats(1024, 512, dtype=torch.bfloat16), floats(1024, 1024, dtype=torch.bfloat16)),
+        2 * (2 * 512 * 64 + 4 * 256 * 1024 + 2 * 256 * 544) + 28 * 1024,
+    ),
+    "bfloat16, few rows and columns": (
+        torch.mm,
+        (floats(8, 40, dtype=torch.bfloat16), floats(40, 3, dtype=torch.bfloat16)),
+        2 * (2 * 64 * 64 + 4 * 8 * 64) + 28 * 1024,
+    ),
+    "float16, transposed": (
+        lambda a, b: torch.mm(a.t(), b),
+        (floats(64, 512, dtype=torch.float16), floats(64, 100, dtype=torch.float16)),
+        4 * 512 * 100,
+    ),
     "attention keeps blocks of scores": (
         aten._scaled_dot_product_flash_attention_for_cpu,
         (floats(1, 2, 256, 64), floats(1, 2, 300, 64), floats(1, 2, 300, 64)),
@@ -419,6 +444,8 @@ def test_views_and_picks_take_nothing() -> None:
     assert not any(workspace(node) for node in views)
 
 
-@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (2560, 10), (1 << 30, 256 << 10)])
-def test_objects_take_a_little(nbytes: int, expected: int) -> None:
-    assert objects(nbytes) == expected
+@pytest.mark.parametrize(
+    ("nbytes", "tensors", "expected"), [(0, 0, 0), (2560, 0, 10), (1 << 30, 50, 256 << 10), (1 << 20, 364, 364 * 512)]
+)
+def test_objects_take_a_little(nbytes: int, tensors: int, expected: int) -> None:
+    assert objects(nbytes, tensors) == expected

@@ -7,6 +7,7 @@ among its kernels by rules of its own: the estimate is at the upper end of what 
     convolution, channels first    arguments and results once more, in blocks of 16 channels
                  channels last     the weight once more
     mul(float, bool)               the mask, as floats
+    mm, bmm in half precision      see :mod:`roamc.cost.products`
 
 On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are counted.
 """
@@ -23,15 +24,13 @@ from torch import fx
 
 from roamc.cost.call import Call, call_of, fakes, tensors_in
 from roamc.cost.kinds import COPIES, kind_of
+from roamc.cost.products import THREADS, products
 from roamc.graph import tensors_of
 from roamc.memory import Int64s, Operator
 from roamc.units import Bytes
 
 BLOCK = 16
 """oneDNN's blocked layouts have channels in groups of so many."""
-
-THREADS = 2
-"""Buffers of so many threads are counted: a plan is not to depend on the machine that makes it."""
 
 FEW = 16
 """Convolutions of fewer input channels have kernels of their own."""
@@ -43,7 +42,10 @@ OBJECTS: Bytes = 256 << 10
 """What the process takes for tensor objects and the like while a step runs: at most so much,"""
 
 OBJECTS_SHARE = 256
-"""and of small steps this part."""
+"""and of small steps this part;"""
+
+OBJECT: Bytes = 512
+"""but no less than this for every tensor."""
 
 ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that oneDNN convolves; others take torch's own kernels."""
@@ -68,9 +70,12 @@ def workspaces(operators: Iterable[Operator]) -> Int64s:
     return np.array([workspace(operator.node) for operator in operators], dtype=np.int64)
 
 
-def objects(nbytes: Bytes) -> Bytes:
-    """Bytes for the objects of a step that takes ``nbytes`` for tensors; measured: 50 to 120 kB."""
-    return min(OBJECTS, nbytes // OBJECTS_SHARE)
+def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
+    """Bytes for the objects of a step that takes ``nbytes`` for so many ``tensors``.
+
+    Measured: 50 to 120 kB, and 150 kB for the 364 tensors of an LSTM.
+    """
+    return max(min(OBJECTS, nbytes // OBJECTS_SHARE), OBJECT * tensors)
 
 
 def _converted(call: Call, made: torch.Tensor) -> Bytes:
@@ -126,10 +131,10 @@ def _rms_norm(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _products(call: Call, made: torch.Tensor) -> Bytes:
-    """Batches of half-precision products copy arguments that are not in order."""
-    if made.itemsize != 2:
-        return 0
-    return sum(_nbytes(t) for t in tensors_in(fakes(call.args)) if t.dim() == 3 and not _in_order(t))
+    """Buffers of the kernel; batches of half-precision products also copy arguments that are not in order."""
+    first, second = [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
+    copied = [t for t in (first, second) if made.itemsize == 2 and t.dim() == 3 and not _in_order(t)]
+    return products(first, second, made) + sum(_nbytes(tensor) for tensor in copied)
 
 
 def _in_order(tensor: torch.Tensor) -> bool:
@@ -219,6 +224,8 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "sum": _reduced,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mm": _products,
+    "addmm": _products,
     "bmm": _products,
     "baddbmm": _products,
 }

@@ -1,0 +1,86 @@
+"""What the README shows of the results: the tables that most people ask for, and the rest in a sentence each."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+
+def megabytes(count: int) -> str:
+    """One decimal, without the unit."""
+    return f"{count / 1e6:.1f}"
+
+
+def peaks(rows: Rows) -> list[str]:
+    """Measured peaks of whole steps, on both routes, in float32."""
+    return [
+        "Peak bytes of one step with AdamW above parameters, optimizer state and batch, float32, counted under malloc "
+        "in fresh processes (MB), without a budget: nothing is computed twice.",
+        "",
+        "| model | eager | `roamc.train_step` | of eager's | measured / predicted | `roamc.optimize` | of eager's |",
+        "|---|---|---|---|---|---|---|",
+        *(_peak_row(row) for row in rows if row["dtype"] == "float32"),
+    ]
+
+
+def _peak_row(row: dict[str, Any]) -> str:
+    eager, step, loop = (row[name]["measured"] for name in ("eager", "train_step", "optimize_free"))
+    shares = f"{step / eager:.3f} | {step / row['train_step']['needed_bytes']:.3f}"
+    return (
+        f"| {row['model']} | {megabytes(eager)} | {megabytes(step)} | {shares} "
+        f"| {megabytes(loop)} | {loop / eager:.3f} |"
+    )
+
+
+def frontier(rows: Rows, model: str = "gpt") -> list[str]:
+    """Step time against measured peak for one model."""
+    shown = [row for row in rows if row["model"] == model and "measured" in row]
+    ours = [row for row in shown if "peak_bytes" in row]
+    equal = sum(row["like"]["equal"] for row in ours)
+    return [
+        "Under a budget: six layers of GPT (width 384, 256 tokens, batch 16), one thread. `+block` is "
+        "`torch.utils.checkpoint` around every block; after `@` stands `memory_budget`, or torch.compile's own. Times "
+        f"are medians of ratios over interleaved steps. {equal} of roamc's {len(ours)} programs give loss, gradients "
+        "and parameters without a budget, or eager's, bit for bit.",
+        "",
+        "| program | measured peak (MB) | time / no budget | time / eager | planning s |",
+        "|---|---|---|---|---|",
+        *map(_frontier_row, shown),
+    ]
+
+
+def _frontier_row(row: dict[str, Any]) -> str:
+    time, planning = row["time"], f"{row['planning']:.1f}" if "planning" in row else "–"
+    ratios = f"{time['of free']:.2f} | {time['of eager']:.2f}"
+    return f"| {row['kind']} | {megabytes(row['measured'])} | {ratios} | {planning} |"
+
+
+def kept(rows: Rows) -> list[str]:
+    """How many budgets were kept, as measured."""
+    measured = [row for row in rows if "measured" in row]
+    above = [row for row in measured if row["measured"] > row["budget"]]
+    text = (
+        f"Of {len(rows)} budgets ({len({row['model'] for row in rows})} models, both routes, 100 % of what eager takes "
+        f"to the lowest), {len(rows) - len(measured)} were refused with the lowest peak that was found, and "
+        f"{len(measured) - len(above)} kept, as measured"
+    )
+    if not above:
+        return [f"{text}: all that were not refused."]
+    names = ", ".join(f"{row['model']} {row['dtype']} {row['kind']}" for row in above)
+    worst = max(row["measured"] / row["budget"] for row in above) - 1
+    return [f"{text}; exceeded, by {worst:.1%} at most: {names}."]
+
+
+def rivals(rows: Rows) -> list[str]:
+    """Added time and seconds taken against Moccasin."""
+    solved = [row for row in rows if row["moccasin"]["added"] is not None]
+    more = [row for row in solved if row["ours"]["added"] > row["moccasin"]["added"] * (1 + 1e-9)]
+    faster = sorted(row["moccasin"]["seconds"] / row["ours"]["seconds"] for row in rows)
+    return [
+        f"Which operators run again: on {len(rows)} problems {len(solved)} were solved by Moccasin's program on CP-SAT "
+        f"within {rows[0]['limit']:g} s, {len(more)} of them with less added time than ours. Ours took "
+        f"{statistics.median(faster):.0f} times less time in the median ({faster[0]:.1f} to {faster[-1]:.0f}); small "
+        "problems gain least.",
+    ]

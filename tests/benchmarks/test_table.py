@@ -1,0 +1,33 @@
+"""The tables that are shown are those of the results files."""
+
+from __future__ import annotations
+
+from benchmarks import summary, table
+from benchmarks._measure import HERE
+
+ROW = {"model": "gpt", "dtype": "float32", "kind": "optimize 50%", "budget": 100}
+
+
+def test_readme_and_page_show_what_was_measured() -> None:
+    readme = (HERE.parent / "README.md").read_text()
+    assert readme.partition(table.START)[2].partition(table.END)[0].strip() == table.short()
+    assert (HERE / "RESULTS.md").read_text() == table.full()
+
+
+def test_a_budget_that_was_exceeded_is_named() -> None:
+    (good,) = summary.kept([{**ROW, "measured": 100}, {**ROW, "refused": 120}])
+    assert "1 were refused" in good
+    assert good.endswith("all that were not refused.")
+    (bad,) = summary.kept([{**ROW, "measured": 100}, {**ROW, "measured": 103}])
+    assert "exceeded, by 3.0% at most: gpt float32 optimize 50%" in bad
+
+
+def test_falling_budgets_are_a_line_of_peaks_and_one_of_times() -> None:
+    rows = [
+        {"model": "gpt", "kind": f"train_step@{at}", "measured": 2_000_000 - number, "time": {"of free": 1.0}}
+        for number, at in enumerate(table.budget.FALLING[:-1])
+    ]
+    rows.append({"model": "gpt", "kind": "train_step@min", "refused": 3_000_000})
+    *_, peaks, times = table._falling(rows)
+    assert peaks.count("| 2.0 ") == times.count("| 1.000 ") == len(rows) - 1
+    assert peaks.endswith("| – |")
