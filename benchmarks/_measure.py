@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -11,7 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ def counter_library() -> Path:
 
 def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int = 2) -> Any:
     """Run ``script --worker arguments`` in a process of its own; its last line of output, read as JSON."""
-    env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=str(HERE.parent), TOKENIZERS_PARALLELISM="false")
-    env.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the processor from the one that works
+    env = _environment(threads)
     if count_heap:
         env["LD_PRELOAD"] = str(counter_library())
     command = [sys.executable, script, "--worker", *arguments]
@@ -41,6 +41,54 @@ def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int =
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _environment(threads: int) -> dict[str, str]:
+    env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=str(HERE.parent), TOKENIZERS_PARALLELISM="false")
+    env.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the processor from the one that works
+    return env
+
+
+@contextlib.contextmanager
+def resident(script: str, *arguments: str, threads: int) -> Iterator[Callable[[str], Any]]:
+    """Run ``script --worker arguments`` in a process that stays: its :func:`serve` answers lines, read as JSON."""
+    command = [sys.executable, script, "--worker", *arguments]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, env=_environment(threads), stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        question, lines = process.stdin, process.stdout
+
+        def answer() -> Any:
+            for line in lines:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+            log.seek(0)
+            raise RuntimeError(f"{' '.join(command[1:])} failed:\n{log.read()[-3000:]}")
+
+        def ask(asked: str) -> Any:
+            print(asked, file=question, flush=True)
+            return answer()
+
+        answer()
+        try:
+            yield ask
+        finally:
+            process.kill()
+
+
+ANSWER = "answer: "
+"""Begins the lines of a resident worker that are for the one who asked."""
+
+
+def serve(answer: Callable[[str], Any]) -> None:
+    """The other end of :func:`resident`: say that it is ready, then ``answer`` line after line."""
+    print(ANSWER + "null", flush=True)
+    for question in sys.stdin:
+        print(ANSWER + json.dumps(answer(question.strip())), flush=True)
 
 
 class Heap:

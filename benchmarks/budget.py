@@ -5,9 +5,9 @@
 Peaks are measured as in :mod:`benchmarks.peak`: in a fresh process, counted under malloc over the whole third step,
 above parameters, optimizer state and batch. Values are compared there as well: loss and gradients of the first step,
 losses and parameters after three, with the program that they have to be like. Times are those of whole steps with one
-thread, program after program in turn in one process per family, eager always among them; a ratio is taken within its
-round, and the median over rounds is quoted. They are processor seconds of the process: what else runs on the machine
-does not count. roamc plans with a shipped profile, so that the plans are the same on every machine.
+thread, program after program in turn, each in a process of its own: what one leaves in its heap is nobody else's. A
+ratio is taken within its round, and the median over rounds is quoted. They are processor seconds: what else runs on
+the machine counts little. roamc plans with a shipped profile, so that the plans are the same on every machine.
 
 With ``--falling`` roamc alone under ten budgets, each lower than the one before: whether peaks fall and times rise.
 """
@@ -15,6 +15,7 @@ With ``--falling`` roamc alone under ten budgets, each lower than the one before
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Heap, Lines, by_line, fresh, save
+from benchmarks._measure import Heap, Lines, by_line, fresh, resident, save, serve
 
 MODELS = ("gpt", "bert", "llama", "resnet50")
 RIVALS = (
@@ -137,27 +138,35 @@ def _foreseen(planning: list[tuple[float, Any]], profile: str) -> dict[str, floa
     return {"planning": taken, "predicted_seconds": step_seconds(graph, load_profile("cpu", profile))}
 
 
-def time_worker(model: str, rows: list[str], quick: bool, profile: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Time steps of all ``rows`` in turn in this process; seconds by row."""
+def timed_step(model: str, row: str, quick: bool, profile: str, folder: Path) -> Callable[[str], float]:
+    """A step of one program, which takes its seed and says how many seconds it took. The first has run."""
     import torch
 
     from benchmarks.blocks import make
     from benchmarks.programs import build, plan_kept_in
 
-    torch._dynamo.config.recompile_limit = 64  # every program compiles the same code anew
-    steps = {row: build(row, make(model, quick=quick), profile).step for row in rows}
-    times: dict[str, list[float]] = {row: [] for row in rows}
-    for row in rows:
-        with plan_kept_in(folder / f"{model} {row}.json"):
-            steps[row](None)
+    step = build(row, make(model, quick=quick), profile).step
+    with plan_kept_in(folder / f"{model} {row}.json"):
+        step(None)
+
+    def timed(seed: str) -> float:
+        torch.manual_seed(int(seed))
+        start = time.process_time()
+        step(None)
+        return time.process_time() - start
+
+    return timed
+
+
+def race(steps: dict[str, Callable[[str], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step in every round; one round before them is not counted."""
+    times: dict[str, list[float]] = {row: [] for row in steps}
     for number in range(-1, rounds):
-        for row in rows if number % 2 else reversed(rows):
-            torch.manual_seed(number + 1)
-            start = time.process_time()
-            steps[row](None)
+        for row in steps if number % 2 else reversed(steps):
+            taken = steps[row](str(number + 1))
             if number >= 0:
-                times[row].append(time.process_time() - start)
-    return {"seconds": times}
+                times[row].append(taken)
+    return times
 
 
 def _compare(mine: Path, other: Path) -> dict[str, Any]:
@@ -208,12 +217,15 @@ class Sheet:
             rows = list(dict.fromkeys(("eager", *rows)))
             if rows == ["eager"] and family != "eager":
                 continue
-            given = (self.model, ",".join(rows), *self.common, str(self.folder), str(rounds))
-            seconds = fresh(__file__, "time", *given, threads=1)["seconds"]
+            with contextlib.ExitStack() as stack:
+                seconds = race({row: stack.enter_context(self._racer(row)) for row in rows}, rounds)
             for row in rows:
                 if Name.parse(row).family == family and row in self.found:
                     self.found[row] |= _ratios(seconds, row, family)
                     print(f"{self.model:<9}{row:<18}{self.found[row]['time']}", flush=True)
+
+    def _racer(self, row: str) -> contextlib.AbstractContextManager[Callable[[str], float]]:
+        return resident(__file__, "time", self.model, row, *self.common, str(self.folder), threads=1)
 
     def results(self) -> list[dict[str, Any]]:
         """The rows for the results file."""
@@ -264,14 +276,15 @@ def line(model: str, row: str, found: dict[str, Any]) -> str:
     return text
 
 
-def _worker(kind: str, *given: str) -> dict[str, Any]:
+def _worker(kind: str, model: str, row: str, quick: str, profile: str, path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    model, rows, quick, profile, path, *rest = given
+    given = (model, row, bool(int(quick)), profile, Path(path))
     if kind == "peak":
-        return peak_worker(model, rows, bool(int(quick)), profile, Path(path))
-    return time_worker(model, rows.split(","), bool(int(quick)), profile, Path(path), int(rest[0]))
+        print(json.dumps(peak_worker(*given)))
+    else:
+        serve(timed_step(*given))
 
 
 def main() -> None:
@@ -286,7 +299,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        print(json.dumps(_worker(*given.worker)))
+        _worker(*given.worker)
         return
     kept = True
     with tempfile.TemporaryDirectory() as folder:

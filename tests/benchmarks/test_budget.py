@@ -70,7 +70,8 @@ def test_lowest_peak_gives_the_same_bits(found: dict[str, Any], folder: Path) ->
 
 
 def test_times_are_of_every_row_and_round(found: dict[str, Any], folder: Path) -> None:
-    seconds = budget.time_worker("gpt", list(found), True, "cpu", folder, 2)["seconds"]
+    steps = {row: budget.timed_step("gpt", row, True, "cpu", folder) for row in found}
+    seconds = budget.race(steps, 2)
     assert {row: len(times) for row, times in seconds.items()} == dict.fromkeys(ROWS, 2)
 
 
