@@ -135,18 +135,21 @@ class _Search:
         return wanted if 0 < wanted < self.failed else None
 
 
-def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
+def fit(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
     """The plan that keeps ``budget`` at the least added time; the lowest one found if none does.
 
     Args:
-        first: the plan that drops nothing.
+        first: plans with nothing dropped; only called where that may be the answer.
+        least: bytes that such a plan needs at least.
         attempt: plans with this many live bytes asked of ``retain``.
         budget: bytes; 0 for the lowest peak.
     """
-    if first.needed_bytes <= budget:
-        return first
+    found = []
+    if least <= budget:
+        found.append(first())
+        if found[0].needed_bytes <= budget:
+            return found[0]
     search, target = _Search(budget), budget - budget // ALIGNED - objects(budget)
-    found = [first]
     for _ in range(ROUNDS if budget else 1):
         now = attempt(target)
         found.append(now)
@@ -154,6 +157,8 @@ def fit(first: T, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
         if wanted is None:
             break
         target = wanted
+    if least > budget and min(one.needed_bytes for one in found) > max(least, budget):
+        found.append(first())
     return best(found, budget)
 
 

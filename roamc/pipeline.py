@@ -66,6 +66,9 @@ PIPELINE = (
 SHARED = 2
 """So many passes at the head are the same whatever the budget; those behind are tried several times."""
 
+ORDERED = 4
+"""Behind so many the operators are in their order."""
+
 REQUIRED = frozenset({layout.NAME})
 """Passes that no option leaves out: without them there is no program."""
 
@@ -177,10 +180,15 @@ class Trials:
                 return self._noted(self._road.arrive(self._clean))
             return dataclasses.replace(self.first, plan=dataclasses.replace(self.first.plan, step_seconds=0.0))
 
+        def first() -> _Attempt:
+            return _Attempt(self.first)
+
         def attempt(target: Bytes) -> _Attempt:
             return _Attempt(self.attempt(target, together=together))
 
-        return budget.fit(_Attempt(self.first), attempt, limit).planned
+        if self._many:  # that it is among those found, for the budgets to come
+            first()
+        return budget.fit(first, self._least, attempt, limit).planned
 
     def attempt(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Planned:
         """A plan with ``target`` live bytes asked of ``retain``.
@@ -196,14 +204,26 @@ class Trials:
     @functools.cached_property
     def first(self) -> Planned:
         """The plan in which nothing runs again."""
-        nothing = dataclasses.replace(retain.NOTHING, allowed=self._road.allowed)
-        return self._noted(self._road.arrive(_fresh(self._clean), nothing, self.alone))
+        return self._noted(self._road.place(self._ordered, self.alone))
 
     @functools.cached_property
     def choice(self) -> retain.Choice:
         """What can be dropped or kept smaller."""
-        order, allowed = _order(self.first), self._road.allowed
-        return retain.Choice(self._clean.graph, self.options, order, self._profile, self._prices, allowed)
+        graph, ordered = self._clean.graph, self._ordered.decisions.get(reorder.NAME)
+        order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
+        return retain.Choice(graph, self.options, order, self._profile, self._prices, self._road.allowed)
+
+    @property
+    def _least(self) -> Bytes:
+        """No order has fewer live bytes if nothing runs again."""
+        ordered = self._ordered.decisions.get(reorder.NAME)
+        return ordered.bound_bytes if ordered else 0
+
+    @functools.cached_property
+    def _ordered(self) -> Stop:
+        """Nothing runs again, and the operators are in their order."""
+        nothing = dataclasses.replace(retain.NOTHING, allowed=self._road.allowed)
+        return self._road.order(_fresh(self._clean), nothing)
 
     @functools.cached_property
     def alone(self) -> Seconds:
@@ -286,14 +306,18 @@ class _Road:
             kept: what retain has decided; None for its own decision, or that of the plan.
             alone: predicted time of the step without reruns.
         """
-        passes = PIPELINE[SHARED:]
-        known = {retain.NAME: kept}
+        return self.place(self.order(clean, kept), alone)
+
+    def order(self, clean: Stop, kept: retain.Decision | None) -> Stop:
+        """The part of the road up to the order of the operators."""
+        return self.travel(clean, PIPELINE[SHARED:ORDERED], {retain.NAME: kept})
+
+    def place(self, ordered: Stop, alone: Seconds) -> Planned:
+        """The rest of it."""
         again = self.plan is None and joint.may_look_again(self.options)
         first = dataclasses.replace(self, options=joint.first_look(self.options)) if again else self
-        head = [step.name for step in passes].index(donate.NAME)
-        ordered = first.travel(clean, passes[:head], known)
         values = joint.values_of(ordered.graph)
-        end = first.travel(ordered, passes[head:])
+        end = first.travel(ordered, PIPELINE[ORDERED:])
         if again and joint.falls_short(end.decisions[layout.NAME]):
             end = self._look_again(end, values)
         begun = time.perf_counter()
@@ -361,11 +385,6 @@ class _Attempt:
 def _fresh(stop: Stop) -> Stop:
     """The same with a graph of its own, for passes to change."""
     return dataclasses.replace(stop, graph=copied(stop.graph))
-
-
-def _order(planned: Planned) -> tuple[str, ...]:
-    """The names of its operators, first to last."""
-    return tuple(op.node.name for op in build_memory(planned.graph).operators)
 
 
 def _decision(step: Pass, graph: TrainGraph, options: Options, plan: Plan | None) -> Any:

@@ -81,15 +81,35 @@ def test_search_keeps_the_budget_wherever_the_passes_are_off_by_a_little(seed: i
         foreseen = max(200, target // step * step)
         return Guess(foreseen + random.Random(seed + target).randint(-noise, noise), foreseen, 1000 - foreseen)
 
-    found = budget.fit(first, attempt, 600)
+    found = budget.fit(lambda: first, 0, attempt, 600)
     assert len(asked) <= budget.ROUNDS
     assert found.needed_bytes <= 600
     assert found.needed_bytes >= 600 - step - 3 * noise - 600 * budget.CLOSE
-    assert budget.fit(first, attempt, 1000).added_seconds == 0
+    assert budget.fit(lambda: first, 0, attempt, 1000).added_seconds == 0
     asked.clear()
-    lowest = budget.fit(first, attempt, 100)
+    lowest = budget.fit(lambda: first, 0, attempt, 100)
     assert lowest.needed_bytes <= 200 + noise
     assert len(asked) == 1, "there is nothing lower to ask for"
+
+
+def test_plan_without_reruns_is_not_made_where_it_cannot_be_the_answer() -> None:
+    calls: list[str] = []
+
+    def first() -> Guess:
+        calls.append("first")
+        return Guess(950, 900, 0.0)
+
+    def attempt(target: int) -> Guess:
+        return Guess(max(target, floor), max(target, floor), 1.0)
+
+    floor = 500
+    assert budget.fit(first, 900, attempt, 600).needed_bytes <= 600
+    assert budget.fit(first, 900, attempt, 0).needed_bytes == 500
+    assert not calls, "900 is above the budget, or above what was found"
+    assert budget.fit(first, 900, attempt, 920).needed_bytes <= 920
+    assert calls == ["first"], "it might have fitted"
+    floor = 990
+    assert budget.fit(first, 900, attempt, 600).needed_bytes == 950, "the lowest, where none fits"
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -109,12 +109,24 @@ def test_flops_of_attention_backward_are_five_products() -> None:
     assert flops(node) == 5 * (2 * 2 * 3 * 16 * 16 * 8)
 
 
-def test_causal_attention_takes_half_the_time() -> None:
-    large = [floats(8, 16, 512, 64)] * 3
+@pytest.mark.parametrize(("length", "share"), [(256, 1.0), (512, 1.0), (1024, 0.75), (2048, 0.625)])
+def test_causal_attention_leaves_out_whole_blocks_of_512_keys(length: int, share: float) -> None:
+    large = [floats(2, 4, length, 64)] * 3
     attend = aten._scaled_dot_product_flash_attention_for_cpu
-    full = seconds(node_of(lambda q, k, v: attend(q, k, v, 0.0, False), *large), CPU)
-    half = seconds(node_of(lambda q, k, v: attend(q, k, v, 0.0, True), *large), CPU)
-    assert half == pytest.approx(full / 2, rel=0.01)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def backward(causal: bool) -> fx.Node:
+        sums = floats(2, length, 4).transpose(1, 2)
+        return node_of(lambda g, q, k, v, o, s: back(g, q, k, v, o, s, 0.0, causal), *large, *large[:2], sums)
+
+    for full, causal in (
+        (
+            node_of(lambda q, k, v: attend(q, k, v, 0.0, False), *large),
+            node_of(lambda *t: attend(*t, 0.0, True), *large),
+        ),
+        (backward(False), backward(True)),
+    ):
+        assert seconds(causal, CPU) == pytest.approx(seconds(full, CPU) * share, rel=0.01)
 
 
 def test_block_of_gpt2_has_the_flops_of_the_papers() -> None:

@@ -9,9 +9,12 @@ that nobody recomputes it to save memory, and not so dear that it hides all othe
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 
+from roamc.cost.attention import causal_share
 from roamc.cost.call import call_of, fakes, tensors_in
 from roamc.cost.count import elements, flops, own_bytes, traffic
 from roamc.cost.kinds import CONVOLUTIONS, FREE, PRODUCTS, UNKNOWN, VIEW, kind_of
@@ -80,11 +83,16 @@ def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
 
 
 def _share(node: fx.Node) -> float:
-    """Fused attention under a causal mask leaves out what the mask hides: half of the products."""
+    """Fused attention under a causal mask leaves out what the mask hides: half of the products, on a CPU less."""
     call = call_of(node)
     named = getattr(getattr(call.target, "_schema", None), "arguments", ())
     at = next((at for at, argument in enumerate(named) if argument.name == "is_causal"), len(call.args))
-    return 0.5 if (call.args[at] if at < len(call.args) else call.kwargs.get("is_causal")) is True else 1.0
+    if (call.args[at] if at < len(call.args) else call.kwargs.get("is_causal")) is not True:
+        return 1.0
+    if "for_cpu" not in call.name:
+        return 0.5
+    query, key = itertools.islice(tensors_in(fakes(call.args[call.name.endswith("backward") :])), 2)
+    return causal_share(query.shape[-2], key.shape[-2])
 
 
 def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from roamc.cost.attention import scores
 from roamc.cost.call import Call, call_of, fakes, tensors_in
 from roamc.cost.kinds import COPIES, kind_of
 from roamc.cost.products import THREADS, products
@@ -143,18 +144,12 @@ def _in_order(tensor: torch.Tensor) -> bool:
 
 def _attention(call: Call, made: torch.Tensor) -> Bytes:
     """Blocks of scores, and of sums over them, in float32; some queries and keys at a time."""
-    return _blocks_of_scores(_argument(call, 0), _argument(call, 1), 1)
+    return scores(_argument(call, 0), _argument(call, 1), 1)
 
 
 def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
     """Blocks of scores, of their gradient, and of the sums."""
-    return _blocks_of_scores(_argument(call, 1), _argument(call, 2), 3)
-
-
-def _blocks_of_scores(query: torch.Tensor, key: torch.Tensor, blocks: int) -> Bytes:
-    queries, keys, head = query.shape[-2], key.shape[-2], query.shape[-1]
-    together = next(count for least, count in ((768, 256), (192, 64), (0, 32)) if queries >= least)
-    return THREADS * 4 * blocks * min(queries, together) * (min(keys, 512) + head)
+    return scores(_argument(call, 1), _argument(call, 2), 3)
 
 
 def _convolution(call: Call, made: torch.Tensor) -> Bytes:
