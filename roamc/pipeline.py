@@ -184,7 +184,7 @@ class Trials:
             return _Attempt(self.first)
 
         def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.attempt(target, together=together))
+            return _Attempt(self.attempt(target, together=together) if limit else self.lowest(together=together))
 
         if self._many:  # that it is among those found, for the budgets to come
             first()
@@ -198,7 +198,13 @@ class Trials:
             together: begin the choice with one for more bytes. The plan then depends on those made together before.
             walks: the solver's work is limited to that of so many walks.
         """
-        kept = self.choice.decide(target, together=together, walks=walks)
+        return self._made(self.choice.decide(target, together=together, walks=walks))
+
+    def lowest(self, *, together: bool = False) -> Planned:
+        """A plan with as few live bytes as ``retain`` finds; ``together`` as for :meth:`attempt`."""
+        return self._made(self.choice.lowest(together=together))
+
+    def _made(self, kept: retain.Decision) -> Planned:
         return self._noted(self._road.arrive(_fresh(self._clean), kept, self.alone))
 
     @functools.cached_property

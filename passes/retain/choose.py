@@ -42,6 +42,12 @@ GENEROUS = 2.0
 NEAR = 0.02
 """What was best for a peak that differs by no more than this share is tried first and alone."""
 
+DESCENTS = 4
+"""For the lowest peak, one lower than the lowest so far is asked for at most so often,"""
+
+LOWER = 0.02
+"""by this share."""
+
 _CLOSE = 1e-9
 
 
@@ -127,6 +133,28 @@ class Choice:
         names = {code[0] for code in best.codes}
         self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
         return _bounded(best, target, bound)
+
+    def lowest(self, *, together: bool = False) -> Decision:
+        """The lowest peak that is found, at the least added time for it.
+
+        Where no bytes at all are asked for, the solver's searches for a given peak have nothing to aim at. Asked for a
+        little less than the lowest so far, they may get there.
+
+        Raises:
+            VerifyError: the solver broke a rule of its problem.
+        """
+        found, won = self.decide(0, together=together), self._won[1]
+        for _ in range(DESCENTS):
+            lower = self.decide(int(found.peak_bytes * (1 - LOWER)), together=together)
+            if lower.peak_bytes >= found.peak_bytes:
+                break
+            found, won = lower, self._won[1]
+        self._won = found.peak_bytes, won
+        again = self.decide(found.peak_bytes, together=together)
+        best = min(found, again, key=lambda one: (one.peak_bytes, one.added_seconds))
+        if best.status == "infeasible":  # for less than this
+            best = dataclasses.replace(best, status="gap")
+        return _bounded(best, best.peak_bytes, self.bounds.seconds(best.peak_bytes))
 
     @functools.cached_property
     def plain(self) -> Question:
