@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks import budget, kept, order_layout, retain_rivals, summary
+from benchmarks import budget, kept, order_layout, planning, retain_rivals, summary
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import megabytes
 
@@ -26,6 +26,7 @@ def full() -> str:
             *_budget(_rows_of("budget")),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
+            *_planning(_rows_of("planning")),
             *_cost(_rows_of("cost")),
             *_order_layout(_rows_of("order_layout")),
             *_retain_rivals(_rows_of("retain_rivals")),
@@ -113,8 +114,15 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
         "| model | program | measured peak | planned | workspace | time / no budget | time / eager | predicted "
         "| added | lower bound | planning | values |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_budget_row(row) for row in rows),
+        *(_budget_row(row) for row in sorted(rows, key=_place)),
     ]
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    """Models and their programs in the sequence in which they are measured."""
+    kinds = budget.rows_of(row["model"])
+    kind = kinds.index(row["kind"]) if row["kind"] in kinds else len(kinds)
+    return budget.MODELS.index(row["model"]), kind
 
 
 def _budget_row(row: dict[str, Any]) -> str:
@@ -199,6 +207,39 @@ def _kept_cell(row: dict[str, Any]) -> str:
         return f"– ({row['refused'] / row['budget'] * share:.0%})"
     pieces = f" ({row['pieces']} pieces)" if row["pieces"] > 1 else ""
     return f"{row['measured'] / row['budget']:.3f}{pieces}"
+
+
+def _planning(rows: list[dict[str, Any]]) -> list[str]:
+    """What plans add, how far that can be from the least, and what making them takes."""
+    if not rows:
+        return []
+    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["kind"].split()[0], row["operators"]), []).append(row)
+    lines = [
+        "",
+        "Planning under a budget, from graphs alone: predicted added time, in brackets the gap (predicted step time "
+        "over the least that is proved for any choice within the budget), and processor seconds, capture apart; – is "
+        "refused:",
+        "",
+        f"| model | route | operators | {' | '.join(planning.BUDGETS)} |",
+        "|---|---|---|" + "---|" * len(planning.BUDGETS),
+        *(f"| {' | '.join((*map(str, key), *map(_planning_cell, cells)))} |" for key, cells in found.items()),
+    ]
+    for row in rows:
+        if "torch" in row:
+            lines += [
+                "",
+                f"torch's own partitioner takes {row['torch']:.1f} s for {row['model']}, {row['kind'].split()[0]}.",
+            ]
+    return lines
+
+
+def _planning_cell(row: dict[str, Any]) -> str:
+    seconds = f"{row['seconds']:.1f} s"
+    if row["refused"]:
+        return f"– {seconds}"
+    return seconds if row["kind"].endswith("none") else f"{row['added']:.1%} ({row['gap']:.1%}) {seconds}"
 
 
 def _cost(rows: list[dict[str, Any]]) -> list[str]:
