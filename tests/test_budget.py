@@ -137,3 +137,11 @@ def test_lower_budgets_never_cost_less() -> None:
     assert all(plan.needed_bytes <= plan.budget_bytes for plan in plans)
     added = [plan.added_seconds for plan in plans]
     assert added == sorted(added)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound(route: str) -> None:
+    choice = pipeline.Trials(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
+    first, lowest = choice.decide(0), choice.lowest()
+    assert (lowest.peak_bytes, lowest.added_seconds) <= (first.peak_bytes, first.added_seconds)
+    assert 0 < lowest.bound_seconds <= lowest.added_seconds

@@ -70,7 +70,7 @@ def trace(trials: Trials, now: Plan, say: Callable[[str], None] = lambda stage: 
     if not trials.has_reruns:
         return None
     say("the lowest peak")
-    lowest, highest = trials.attempt(0, together=True).plan.needed_bytes, trials.first.plan.needed_bytes
+    lowest, highest = trials.lowest(together=True).plan.needed_bytes, trials.first.plan.needed_bytes
     for number, target in enumerate(targets(lowest, highest), start=1):
         say(f"peak {number} of {BETWEEN} above the lowest")
         trials.attempt(target, together=True, walks=WALKS)
