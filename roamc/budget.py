@@ -36,6 +36,9 @@ ROUNDS = 6
 CLOSE = 0.01
 """Nothing is asked again for so small a share of the budget."""
 
+NEARLY = 1.1
+"""Where no plan is under the budget, but one within this of it, the lowest peak is looked for as well."""
+
 ALIGNED = 1000
 """One part in so many is left for what the alignment of tensors rounds up."""
 
@@ -141,7 +144,7 @@ def fit(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], bud
     Args:
         first: plans with nothing dropped; only called where that may be the answer.
         least: bytes that such a plan needs at least.
-        attempt: plans with this many live bytes asked of ``retain``.
+        attempt: plans with this many live bytes asked of ``retain``; for 0 it looks for the lowest peak, at more work.
         budget: bytes; 0 for the lowest peak.
     """
     found = []
@@ -157,6 +160,8 @@ def fit(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], bud
         if wanted is None:
             break
         target = wanted
+    if budget < min(one.needed_bytes for one in found) <= budget * NEARLY and target > 0:
+        found.append(attempt(0))
     if least > budget and min(one.needed_bytes for one in found) > max(least, budget):
         found.append(first())
     return best(found, budget)

@@ -184,7 +184,7 @@ class Trials:
             return _Attempt(self.first)
 
         def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.attempt(target, together=together) if limit else self.lowest(together=together))
+            return _Attempt(self.attempt(target, together=together) if target > 0 else self.lowest(together=together))
 
         if self._many:  # that it is among those found, for the budgets to come
             first()

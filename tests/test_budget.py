@@ -112,6 +112,14 @@ def test_plan_without_reruns_is_not_made_where_it_cannot_be_the_answer() -> None
     assert budget.fit(first, 900, attempt, 600).needed_bytes == 950, "the lowest, where none fits"
 
 
+@pytest.mark.parametrize(("budget_", "needed"), [(100, 98), (97, 98), (60, 105)])
+def test_lowest_peak_is_looked_for_where_little_is_missing(budget_: int, needed: int) -> None:
+    def attempt(target: int) -> Guess:
+        return Guess(98, 98, 2.0) if target == 0 else Guess(max(target, 105), max(target, 105), 1.0)
+
+    assert budget.fit(lambda: Guess(500, 500, 0.0), 500, attempt, budget_).needed_bytes == needed
+
+
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_plan_under_a_budget_is_data_and_runs_again(route: str) -> None:
     graph, inputs = model_graph("nanogpt-dropout", route)
