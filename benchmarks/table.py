@@ -107,13 +107,13 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
         "Step time against measured peak, one thread, AdamW (MB, s). `+block` is `torch.utils.checkpoint` around every "
         "block, `+select` keeps its matrix products and attention; after `@` stands `memory_budget`, or the budget of "
         "torch.compile. Times are medians of ratios over interleaved steps: to the same program without a budget, and "
-        "to eager. Predicted are the first of these, the seconds added, and the least that any choice of reruns adds "
-        "within that peak. Values are compared with the same program without a budget, that with `aot_eager`, and that "
-        "with eager:",
+        "to eager; quickest is the ratio of the quickest steps. Predicted are the first, the seconds added, and "
+        "the least that any choice of reruns adds within that peak. Values are compared with the program without a "
+        "budget, that with `aot_eager`, and that with eager:",
         "",
-        "| model | program | measured peak | planned | workspace | time / no budget | time / eager | predicted "
-        "| added | lower bound | planning | values |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | program | measured peak | planned | workspace | time / no budget | quickest | time / eager "
+        "| predicted | added | lower bound | planning | values |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(_budget_row(row) for row in sorted(rows, key=_place)),
     ]
 
@@ -127,7 +127,7 @@ def _place(row: dict[str, Any]) -> tuple[int, int]:
 
 def _budget_row(row: dict[str, Any]) -> str:
     if "refused" in row:
-        return f"| {row['model']} | {row['kind']} | – | needs {megabytes(row['refused'])} | {'– | ' * 7}– |"
+        return f"| {row['model']} | {row['kind']} | – | needs {megabytes(row['refused'])} | {'– | ' * 8}– |"
     time, ours = row.get("time"), "peak_bytes" in row
     cells = [
         row["model"],
@@ -136,6 +136,7 @@ def _budget_row(row: dict[str, Any]) -> str:
         megabytes(row["peak_bytes"]) if ours else "–",
         megabytes(row["workspace"]) if ours else "–",
         f"{time['of free']:.2f}" if time else "–",
+        f"{time['least of free']:.2f}" if time and "least of free" in time else "–",
         f"{time['of eager']:.2f}" if time else "–",
         f"{row['predicted_ratio']:.2f}" if "predicted_ratio" in row else "–",
         f"{row['added_seconds']:.3f}" if ours else "–",
