@@ -39,7 +39,7 @@ def _peak_row(row: dict[str, Any]) -> str:
 def frontier(rows: Rows, model: str = "gpt") -> list[str]:
     """Step time against measured peak for one model."""
     places = {kind: place for place, kind in enumerate(rows_of(model))}
-    shown = [row for row in rows if row["model"] == model and "measured" in row]
+    shown = [row for row in rows if row["model"] == model]
     shown.sort(key=lambda row: places.get(row["kind"], len(places)))
     ours = [row for row in shown if "peak_bytes" in row]
     equal = sum(row["like"]["equal"] for row in ours)
@@ -56,6 +56,8 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
 
 
 def _frontier_row(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"| {row['kind']} | refused: needs {megabytes(row['refused'])} | – | – | – |"
     time, planning = row["time"], f"{row['planning']:.1f}" if "planning" in row else "–"
     ratios = f"{time['of free']:.2f} | {time['of eager']:.2f}"
     return f"| {row['kind']} | {megabytes(row['measured'])} | {ratios} | {planning} |"
