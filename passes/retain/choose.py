@@ -42,11 +42,11 @@ GENEROUS = 2.0
 NEAR = 0.02
 """What was best for a peak that differs by no more than this share is tried first and alone."""
 
-DESCENTS = 4
+DESCENTS = 6
 """For the lowest peak, one lower than the lowest so far is asked for at most so often,"""
 
 LOWER = 0.02
-"""by this share."""
+"""by this share, and twice that after each time that it was found."""
 
 _CLOSE = 1e-9
 
@@ -143,9 +143,10 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
+        self._won = 0, ()
         found, won = self.decide(0, together=together), self._won[1]
-        for _ in range(DESCENTS):
-            lower = self.decide(int(found.peak_bytes * (1 - LOWER)), together=together)
+        for number in range(DESCENTS):
+            lower = self.decide(int(found.peak_bytes * (1 - LOWER * 2**number)), together=together)
             if lower.peak_bytes >= found.peak_bytes:
                 break
             found, won = lower, self._won[1]
