@@ -28,6 +28,9 @@ from tests.models import MODELS
 from tests.test_pipeline import run_program
 
 BUDGETS = ("70%", "min")
+LONG = dict.fromkeys(("lstm", "t5", "resnet50", "mobilenetv2"), ("70%", "40%"))
+"""Many operators: the lowest peak takes long to find."""
+
 SMALL = {"layout_nodes": 10_000}
 
 
@@ -48,7 +51,7 @@ def test_budget_leaves_every_bit(name: str, route: str) -> None:
     torch.manual_seed(5)
     expected = run_program(free, used)
     state = torch.get_rng_state()
-    for budget in BUDGETS:
+    for budget in LONG.get(name, BUDGETS):
         found, _ = planned(name, route, budget)
         again = clones(inputs)
         torch.manual_seed(5)
