@@ -12,13 +12,14 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+Row = dict[str, Any]
 
 
 def counter_library() -> Path:
@@ -41,6 +42,19 @@ def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int =
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def rows_by_route(
+    script: str, models: Sequence[str], routes: Sequence[str], line: Callable[[Row], str], *given: str, **how: Any
+) -> list[Row]:
+    """The rows of a :func:`fresh` worker, called with MODEL, ``given`` and ROUTE, for all of both; each is printed."""
+    rows: list[Row] = []
+    for name in models:
+        for route in routes:
+            found = fresh(script, name, *given, route, **how)
+            rows += found
+            print("\n".join(map(line, found)), flush=True)
+    return rows
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ import gc
 import json
 from typing import Any
 
-from benchmarks._measure import Heap, fresh, save
+from benchmarks._measure import Heap, rows_by_route, save
 from benchmarks.models import WORKLOADS, Workload, make
 from benchmarks.peak import eager_step
 
@@ -122,12 +122,7 @@ def main() -> None:
     if given.worker:
         print(json.dumps(worker(*given.worker)))
         return
-    rows = []
-    for name in given.models:
-        for route in ROUTES:
-            found = fresh(__file__, name, given.dtype, route, count_heap=True, threads=2)
-            rows += found
-            print("\n".join(map(_line, found)), flush=True)
+    rows = rows_by_route(__file__, given.models, ROUTES, _line, given.dtype, count_heap=True)
     print(save("kept", rows, __doc__ or ""))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks._measure import fresh, save
+from benchmarks._measure import rows_by_route, save
 
 MODELS = ("gpt", "bert", "llama", "t5", "vit", "resnet50", "mobilenetv2", "gpt2", "gpt2-xl")
 ROUTES = ("train_step", "optimize")
@@ -35,10 +35,10 @@ def worker(name: str, route: str) -> list[dict[str, Any]]:
 
     warm_up()
     graph, torchs = _captured(name, route)
-    alone = step_seconds(graph, load_profile("cpu", "cpu"))
+    alone, operators = step_seconds(graph, load_profile("cpu", "cpu")), _operators(graph)
     rows = []
     for budget in BUDGETS:
-        row = {"model": name, "kind": f"{route} {budget}", "operators": _operators(graph)}
+        row = {"model": name, "kind": f"{route} {budget}", "operators": operators}
         rows.append(row | _planned(copied(graph), budget, alone) | (torchs if budget == "none" else {}))
     return rows
 
@@ -124,12 +124,7 @@ def main() -> None:
     if given.worker:
         print(json.dumps(worker(*given.worker)))
         return
-    rows = []
-    for name in given.models:
-        for route in ROUTES:
-            found = fresh(__file__, name, route)
-            rows += found
-            print("\n".join(map(_line, found)), flush=True)
+    rows = rows_by_route(__file__, given.models, ROUTES, _line)
     print(save("planning", rows, __doc__ or ""))
 
 

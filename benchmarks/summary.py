@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.budget import rows_of
-
 Rows = list[dict[str, Any]]
 
 
@@ -38,9 +36,7 @@ def _peak_row(row: dict[str, Any]) -> str:
 
 def frontier(rows: Rows, model: str = "gpt") -> list[str]:
     """Step time against measured peak for one model."""
-    places = {kind: place for place, kind in enumerate(rows_of(model))}
     shown = [row for row in rows if row["model"] == model]
-    shown.sort(key=lambda row: places.get(row["kind"], len(places)))
     ours = [row for row in shown if "peak_bytes" in row]
     equal = [row["like"]["equal"] for row in ours if "like" in row]
     return [

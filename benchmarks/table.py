@@ -23,7 +23,7 @@ def full() -> str:
             _machine(),
             *_peak(_rows_of("peak")),
             *_speed(_rows_of("speed")),
-            *_budget(_rows_of("budget")),
+            *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
             *_planning(_rows_of("planning")),
@@ -42,7 +42,7 @@ def short() -> str:
         [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
         summary.peaks(_rows_of("peak")),
         _speed(_rows_of("speed"))[1:],
-        summary.frontier(_rows_of("budget")),
+        summary.frontier(_budget_rows()),
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),
@@ -114,8 +114,12 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
         "| model | program | measured peak | planned | workspace | time / no budget | quickest | time / eager "
         "| predicted | added | lower bound | planning | values |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_budget_row(row) for row in sorted(rows, key=_place)),
+        *(_budget_row(row) for row in rows),
     ]
+
+
+def _budget_rows() -> list[dict[str, Any]]:
+    return sorted(_rows_of("budget"), key=_place)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int]:

@@ -193,6 +193,11 @@ def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
     return np.cumsum(change)[:steps]
 
 
+def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
+    """How many storages alive in ``[born, dead)`` there are at the step that has most."""
+    return int(timeline(np.ones_like(born), born, dead, steps).max(initial=0))
+
+
 def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
     """Live bytes of counted storages at every step of ``order`` (graph order if None)."""
     born, dead = lifetimes(memory, order)

@@ -17,19 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from roamc import budget, cost, news, typed, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
 from roamc.memory import (
-    MemoryModel,
     build_memory,
     eager_lifetimes,
     eager_live_bytes,
     input_bytes,
     lifetimes,
+    most_alive,
     sizes,
     timeline,
 )
@@ -253,20 +252,14 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     """Check the graph, read the budget, and take the passes that are the same whatever the budget."""
     verify.check_graph(graph, "capture", deep=deep)
     memory = build_memory(graph)
-    graph = graph.replace(eager_bytes=int(eager_live_bytes(memory).max(initial=0)))
+    live = eager_live_bytes(memory)
+    graph = graph.replace(eager_bytes=int(live.max(initial=0)))
+    most = int((live + cost.workspaces(memory.operators)).max(initial=0))
+    needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     allowed = "light" if options.memory_budget == budget.LIGHT else "all"
-    needs = _eager_needs(memory)
     limit = _in_bytes(graph, options.memory_budget, needs)
     road = _Road(dataclasses.replace(options, memory_budget=limit), plan, deep, mark, allowed, needs)
     return road, road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
-
-
-def _eager_needs(memory: MemoryModel) -> Bytes:
-    """What eager PyTorch takes at its worst step, operators' own memory and tensors' objects included."""
-    born, dead = eager_lifetimes(memory)
-    alive = timeline(np.ones(len(born), dtype=np.int64), born, dead, len(memory.operators))
-    most = int((eager_live_bytes(memory) + cost.workspaces(memory.operators)).max(initial=0))
-    return most + cost.objects(most, int(alive.max(initial=0)))
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:

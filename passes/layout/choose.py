@@ -14,7 +14,7 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
-from roamc.memory import Int64s, timeline
+from roamc.memory import Int64s, most_alive
 from roamc.options import Options
 from roamc.passes.layout.held import LITTLE, Split, Table, arena_live, cost, outside_live, outsides, peak, splits
 from roamc.passes.layout.holes import LARGE, LEAST, Punched, Room, away, punch
@@ -133,7 +133,7 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
         outsides=_moments(table, split),
     )
     outside = outside_live(table, split.held)
-    alive = peak(timeline(np.ones_like(table.size), table.born, table.dead, table.steps))
+    alive = most_alive(table.born, table.dead, table.steps)
     for punched in punch(room) if shrinks else itertools.islice(punch(room), 1):
         tensors = room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
