@@ -4,7 +4,8 @@
 
 Every model, on both routes, under five budgets, in a process for each model and route. Measured is the third step: from
 its start to the end of backward with ``optimize`` (the optimizer is not roamc's there; the loss is part of what is
-compiled), to its end with ``train_step``.
+compiled), to its end with ``train_step``. "equal" says whether the losses of the three steps and the parameters after
+them are, bit for bit, those of the same route without a budget.
 "within" is the budget less what was measured; a budget that the planner refuses is a row without a measurement. Where
 torch.compile splits a model, each piece has a plan and keeps the budget by itself; shown is the largest.
 """
@@ -15,6 +16,9 @@ import argparse
 import gc
 import json
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from benchmarks._measure import Heap, rows_by_route, save
 from benchmarks.models import WORKLOADS, Workload, make
@@ -28,11 +32,13 @@ def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
     """One model under every budget."""
     from roamc.errors import BudgetError
 
+    expected, _ = _stepped(name, dtype, route, None)
     rows = []
     for budget in BUDGETS:
         row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {budget}"}
         try:
-            row |= _kept(name, dtype, route, budget)
+            values, found = _stepped(name, dtype, route, budget)
+            row |= found | {"equal": all(map(torch.equal, expected, values))}
         except Exception as error:
             cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
             if not isinstance(cause, BudgetError) or cause.plan is None:
@@ -43,40 +49,38 @@ def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
-    """Plan, take three steps, count the third."""
-    import torch
-
+def _stepped(name: str, dtype: str, route: str, budget: str | None) -> tuple[list[Tensor], dict[str, Any]]:
+    """Plan, take three steps, count the third. Returns its losses and parameters, and what was counted."""
     import roamc
     from roamc.runtime import blocks
 
     torch._dynamo.reset()
     work = make(name, dtype)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
-    heap, peaks = Heap(), list[int]()
+    heap, peaks, losses = Heap(), list[int](), list[Tensor]()
 
     def look() -> None:
         peaks.append(heap.peak())
 
-    compiled = _with_loss(work)
+    compiled = _with_loss(work, losses)
     step = eager_step(compiled, optimizer, look)
     options: dict[str, Any] = {"memory_budget": budget, "strict": True, "idle_arena": "free"}
     if route == "train_step":
         planned = roamc.train_step(work.model, work.loss, optimizer, **options)
 
         def step() -> None:
-            planned(*work.batch)
+            losses.append(planned(*work.batch).clone())
             look()
     else:
         roamc.optimize(compiled.model, **options)
-    for _ in range(2):
+    for number in range(3):
+        torch.manual_seed(number)
+        before = heap.live() - blocks.held()
+        heap.reset()
         step()
-    before = heap.live() - blocks.held()
-    heap.reset()
-    step()
     plans = planned.plans if route == "train_step" else roamc.plans(compiled.model)
     plan = max(plans, key=lambda found: found.needed_bytes)
-    return {
+    return [*losses, *(parameter.detach() for parameter in work.model.parameters())], {
         "budget": plan.budget_bytes or plan.needed_bytes,
         "pieces": len(plans),
         "planned": plan.peak_bytes,
@@ -86,9 +90,8 @@ def _kept(name: str, dtype: str, route: str, budget: str) -> dict[str, Any]:
     }
 
 
-def _with_loss(work: Workload) -> Workload:
-    """The same with a model that returns the loss itself."""
-    from torch import nn
+def _with_loss(work: Workload, losses: list[Tensor]) -> Workload:
+    """The same with a model that returns the loss itself; each loss is added to ``losses``."""
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -98,7 +101,12 @@ def _with_loss(work: Workload) -> Workload:
         def forward(self, *batch: Any) -> Any:
             return work.loss(self.model, *batch)
 
-    return Workload(Loss(), work.batch, lambda model, *batch: model(*batch))
+    def kept(model: nn.Module, *batch: Any) -> Tensor:
+        loss: Tensor = model(*batch)
+        losses.append(loss.detach().clone())
+        return loss
+
+    return Workload(Loss(), work.batch, kept)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -109,6 +117,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{head}  planned {row['planned'] / 1e6:8.2f}  with workspace {row['needed'] / 1e6:8.2f}  measured "
         f"{row['measured'] / 1e6:8.2f}  within {(row['budget'] - row['measured']) / 1e6:7.3f}  reruns {row['reruns']}"
         f"{'' if row['pieces'] == 1 else '  pieces ' + str(row['pieces'])}"
+        f"  values {'equal' if row['equal'] else 'DIFFER'}"
     )
 
 

@@ -69,10 +69,18 @@ def kept(rows: Rows) -> list[str]:
         f"{len(measured) - len(above)} kept, as measured"
     )
     if not above:
-        return [f"{text}: all that were not refused."]
+        return [f"{text}: all that were not refused.{same_bits(rows)}"]
     names = ", ".join(f"{row['model']} {row['dtype']} {row['kind']}" for row in above)
     worst = max(row["measured"] / row["budget"] for row in above) - 1
-    return [f"{text}; exceeded, by {worst:.1%} at most: {names}."]
+    return [f"{text}; exceeded, by {worst:.1%} at most: {names}.{same_bits(rows)}"]
+
+
+def same_bits(rows: Rows) -> str:
+    """A sentence on how many of the rows give the values of three steps without a budget, if any were compared."""
+    equal = [row["equal"] for row in rows if "equal" in row]
+    if not equal:
+        return ""
+    return f" Losses and parameters are, bit for bit, those without a budget in {sum(equal)} of {len(equal)}."
 
 
 def rivals(rows: Rows) -> list[str]:

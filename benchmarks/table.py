@@ -198,7 +198,7 @@ def _kept(rows: list[dict[str, Any]]) -> list[str]:
         "Whether budgets are kept: the measured peak as a share of `memory_budget`, a share of what eager takes. "
         "`min` is measured against what the plan says that it needs; – is refused, with the smallest budget that the "
         "planner reached as a share of what eager takes. Where torch.compile splits a model each piece keeps the "
-        "budget by itself, and the peak is that of all:",
+        f"budget by itself, and the peak is that of all.{summary.same_bits(rows)}",
         "",
         f"| model | dtype | route | {' | '.join(kept.BUDGETS)} |",
         "|---|---|---|" + "---|" * len(kept.BUDGETS),

@@ -40,7 +40,7 @@ def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
         call = (str(operator.node.target), str([_geometry(node) for node in operator.node.all_input_nodes]))
         if call not in rows:
             rows[call] = {"operator": call[0], "arguments": call[1], "count": 0}
-            rows[call]["estimated"] = workspace(operator.node)
+            rows[call]["estimated"] = workspace(operator.node, eager=True)
             rows[call]["measured"] = _measured(operator.node, heap)
         rows[call]["count"] += 1
     large = [row for row in rows.values() if max(row["estimated"], row["measured"]) >= SHARE * largest]

@@ -254,7 +254,7 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     graph = graph.replace(eager_bytes=int(live.max(initial=0)))
-    most = int((live + cost.workspaces(memory.operators)).max(initial=0))
+    most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     allowed = "light" if options.memory_budget == budget.LIGHT else "all"
     limit = _in_bytes(graph, options.memory_budget, needs)

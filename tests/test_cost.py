@@ -398,6 +398,11 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "a condition is not converted": (torch.where, (floats(512, 512).bool(), floats(512, 512), floats(512, 512)), 0),
     "numbers are not tensors": (lambda x: x * 2.5, (floats(512, 512),), 0),
     "whole numbers times a fraction": (lambda x: x * 2.5, (floats(512, 512).int(),), MB),
+    "dropout takes its mask in parts on the way back": (
+        lambda grad: aten.native_dropout_backward(grad, grad > 0, 2.0),
+        (floats(4, 1024, 1024),),
+        MB,
+    ),
     "copies convert on the way": (lambda x: x.to(torch.float32), (floats(512, 512, dtype=torch.bfloat16),), 0),
     "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB),
     "the mean of floats": (lambda x: x.mean(1), (floats(512, 512),), 0),
@@ -447,6 +452,11 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
 def test_workspace_of_an_operator(case: str) -> None:
     function, inputs, expected = WORKSPACES[case]
     assert workspace(node_of(function, *inputs)) == expected
+
+
+def test_eager_dropout_takes_its_mask_at_once() -> None:
+    node = node_of(lambda grad: aten.native_dropout_backward(grad, grad > 0, 2.0), floats(3, 1024, 1024))
+    assert workspace(node, eager=True) == 3 * 4 * MB
 
 
 def test_views_and_picks_take_nothing() -> None:

@@ -247,7 +247,8 @@ class _Emitter:
         form = form_of(node, len(births))
         placed = [(position, storage) for position, storage in births if self._placed(storage)]
         comment = self._comment(node)
-        if not placed and node.target not in CLONES_BASE:
+        lean = form.kind is FormKind.KERNEL and KERNELS[node.target].lean  # type: ignore[index]
+        if not placed and not lean and node.target not in CLONES_BASE:
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
             return [*self._allocate_rest(node, births), self._written(node, form) + comment]

@@ -28,6 +28,7 @@ from roamc.cost.kinds import COPIES, kind_of
 from roamc.cost.products import THREADS, products
 from roamc.graph import tensors_of
 from roamc.memory import Int64s, Operator
+from roamc.runtime.kernels import piece_elements
 from roamc.units import Bytes
 
 BLOCK = 16
@@ -52,13 +53,16 @@ ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that oneDNN convolves; others take torch's own kernels."""
 
 
-def workspace(node: fx.Node) -> Bytes:
-    """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known."""
+def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
+    """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known.
+
+    With ``eager`` in eager PyTorch, not in a program of ours, where kernels of :mod:`roamc.runtime.kernels` may run.
+    """
     made = next(tensors_in(node.meta.get("val")), None)
     if made is None or made.device.type != "cpu":
         return 0
     call = call_of(node)
-    rule = _RULES.get(call.name)
+    rule = (_EAGER if eager else _RULES).get(call.name)
     if rule is not None:
         return rule(call, made)
     if all(tensor.dtype == made.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
@@ -66,9 +70,9 @@ def workspace(node: fx.Node) -> Bytes:
     return _converted(call, made) if kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root") else 0
 
 
-def workspaces(operators: Iterable[Operator]) -> Int64s:
-    """What each of them takes for itself, in bytes."""
-    return np.array([workspace(operator.node) for operator in operators], dtype=np.int64)
+def workspaces(operators: Iterable[Operator], *, eager: bool = False) -> Int64s:
+    """What each of them takes for itself, in bytes, as :func:`workspace` says."""
+    return np.array([workspace(operator.node, eager=eager) for operator in operators], dtype=np.int64)
 
 
 def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
@@ -103,6 +107,11 @@ def _argument(call: Call, position: int) -> torch.Tensor:
 def _first_again(call: Call, made: torch.Tensor) -> Bytes:
     """The first argument is copied, or something of its size made of it."""
     return _nbytes(_argument(call, 0))
+
+
+def _piece(call: Call, made: torch.Tensor) -> Bytes:
+    """A part of the first argument."""
+    return piece_elements(_argument(call, 0)) * made.itemsize
 
 
 def _reduced(call: Call, made: torch.Tensor) -> Bytes:
@@ -209,7 +218,7 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "convolution_backward": _convolution_backward,
     "native_batch_norm_backward": _first_again,
     "native_dropout": _first_again,
-    "native_dropout_backward": _first_again,
+    "native_dropout_backward": _piece,
     "_safe_softmax": lambda call, made: made.numel(),
     "_fused_rms_norm": _rms_norm,
     "logsumexp": _first_again,
@@ -224,3 +233,5 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "bmm": _products,
     "baddbmm": _products,
 }
+
+_EAGER = {**_RULES, "native_dropout_backward": _first_again}

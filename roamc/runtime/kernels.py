@@ -29,19 +29,21 @@ class Kernel:
 
     Attributes:
         devices: types of the devices on which it gives the operator's bits.
+        lean: it takes less memory for itself than the operator, which it then replaces wherever results lie.
     """
 
     function: Callable[..., None]
     devices: frozenset[str]
+    lean: bool = False
 
 
 KERNELS: dict[OpOverload, Kernel] = {}
 
 
-def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE) -> Callable[..., Any]:
+def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bool = False) -> Callable[..., Any]:
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for overload in overloads:
-            KERNELS[overload] = Kernel(function, devices)
+            KERNELS[overload] = Kernel(function, devices, lean)
         return function
 
     return register
@@ -266,7 +268,7 @@ def keep_some(size: Sequence[int], stride: Sequence[int], keep: float, *, out: T
     out.bernoulli_(keep)
 
 
-@_writes(aten.native_dropout.default, devices=CPU_ONLY)
+@_writes(aten.native_dropout.default, devices=CPU_ONLY, lean=True)
 def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Tensor, Tensor]) -> None:
     """ATen's CPU kernel step by step: draw the mask, scale it in the input's dtype, multiply."""
     result, mask = out
@@ -281,7 +283,7 @@ def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Ten
     torch.mul(self, result, out=result)
 
 
-@_writes(aten.native_dropout_backward.default, devices=CPU_ONLY)
+@_writes(aten.native_dropout_backward.default, devices=CPU_ONLY, lean=True)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> None:
     """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place; over ``grad`` piece by piece."""
     if out.data_ptr() != grad.data_ptr():
@@ -301,9 +303,23 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor in parts of about ``PIECE`` elements, the same parts for all of one shape."""
     if tensor.numel() <= PIECE:
         return (tensor,)
-    length, dim = max((size, dim) for dim, size in enumerate(tensor.shape))
-    parts: Sequence[Tensor] = tensor.split(max(1, PIECE * length // tensor.numel()), dim)
+    dim, length = _longest(tensor)
+    parts: Sequence[Tensor] = tensor.split(length, dim)
     return parts
+
+
+def _longest(tensor: Tensor) -> tuple[int, int]:
+    """The longest dimension of a large tensor, and how much of it is one part."""
+    size, dim = max((size, dim) for dim, size in enumerate(tensor.shape))
+    return dim, max(1, PIECE * size // tensor.numel())
+
+
+def piece_elements(tensor: Tensor) -> int:
+    """Elements of the largest of the parts in which kernels take a tensor."""
+    if tensor.numel() <= PIECE:
+        return tensor.numel()
+    dim, length = _longest(tensor)
+    return tensor.numel() // tensor.shape[dim] * length
 
 
 @_writes(aten.embedding.default)

@@ -122,6 +122,13 @@ def test_held_result_of_an_operator_with_an_out_form_is_a_plain_call() -> None:
     FileCheck().check("sin = aten_sin(x_1)").check("aten_cos_out(sin, out=cos)").check_next("del sin").run(text)
 
 
+def test_kernel_that_takes_less_than_its_operator_makes_results_that_are_handed_out_too() -> None:
+    text = same_bits(lambda x: aten.native_dropout_backward(x, x > 0, 2.0), X)
+    FileCheck().check("native_dropout_backward = torch.empty_strided((16, 16), (16, 1), ").check_next(
+        "run_native_dropout_backward(x_1, gt, 2.0, out=native_dropout_backward)"
+    ).run(text)
+
+
 def test_result_of_several_that_is_handed_out_has_memory_of_its_own() -> None:
     text = same_bits(lambda x: ((v := x.topk(3)), v[0], v[1].sum())[1:], X)
     FileCheck().check('topk = (torch.empty_strided((16, 3), (3, 1), dtype=torch.float32, device="cpu"), None,)').check(
