@@ -126,6 +126,12 @@ class _Unit:
         self.record = record
         self.pair: Pair | None = None
         self.notes = tuple(f"torch.compile splits the model at {where}; each piece has a plan" for where in breaks)
+        if self.notes and options.memory_budget is not None:
+            warnings.warn(
+                f"memory_budget={options.memory_budget!r} holds for each piece of {name!r} by itself, and they may "
+                f"take more together: {'; '.join(self.notes)}. Change that line, or use roamc.train_step",
+                stacklevel=2,
+            )
 
     def backend(self) -> Callable[..., Any]:
         return compat.aot_backend(

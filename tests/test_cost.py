@@ -440,6 +440,17 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "convolution": (_convolved(), (_image(64, 32), floats(64, 64, 3, 3)), MB + 4 * 64 * 64 * 9 + 32 * 1024),
     "channels last": (_convolved(), (_image(64, 32, last=True), floats(64, 64, 3, 3)), 4 * 64 * 64 * 9 + 32 * 1024),
     "17 channels take two blocks": (_convolved(), (_image(17, 32), floats(8, 17, 1, 1)), MB // 2 + 544 + 32 * 1024),
+    "bfloat16, strided, in groups: the gradient of the image in blocks, twice": (
+        lambda gradient, image, weight: aten.convolution_backward(
+            gradient, image, weight, [0], [2, 2], [1, 1], [1, 1], False, [0, 0], 32, [True, True, False]
+        ),
+        (
+            _image(32, 16, dtype=torch.bfloat16),
+            _image(32, 32, dtype=torch.bfloat16),
+            floats(32, 1, 3, 3, dtype=torch.bfloat16),
+        ),
+        MB // 2 + 3 * 2 * 32 * 9 + 32 * 1024 + 2 * (MB // 4 + MB // 16) // 4,
+    ),
     "double precision makes windows": (
         _convolved(),
         (_image(16, 32, dtype=torch.float64), floats(16, 16, 3, 3, dtype=torch.float64)),

@@ -138,9 +138,19 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
         tensors = room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
-        if punched.gaps:  # its memory is asked for as a whole, from a large page on, before parts of it go back
-            needed = max(needed, room.arena_bytes + LARGE)
+        if punched.gaps:
+            needed = max(needed, _taken(table, split, room.arena_bytes, outside, options))
         yield Laid(split, solution, punched, peak(tensors), needed, cost(punched.total // 2, split) + _effort(punched))
+
+
+def _taken(table: Table, split: Split, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
+    """Bytes while an arena with holes is taken: as a whole, from a large page on, before parts of it go back.
+
+    One that lies idle between forward and backward, nothing saved in it, is taken again if idle arenas are freed.
+    """
+    waits = bool((table.saved & ~split.held).any())
+    beside = int(outside[table.boundary]) if table.boundary and not waits and not options.keeps_arena else 0
+    return beside + arena_bytes + LARGE
 
 
 def _effort(punched: Punched) -> Bytes:

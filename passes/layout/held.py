@@ -53,6 +53,7 @@ class Table:
 
     Attributes:
         steps: of the graph's order.
+        boundary: the step at which backward begins; 0 if all runs in one go.
         size: bytes.
         padded: bytes, up to the arena's alignment.
         born: first step.
@@ -66,6 +67,7 @@ class Table:
     """
 
     steps: int
+    boundary: int
     size: Int64s
     padded: Int64s
     born: Int64s
@@ -109,6 +111,7 @@ def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: 
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
     return Table(
         steps=len(memory.operators),
+        boundary=memory.boundary if boundary else 0,
         size=size,
         padded=-(-size // alignment) * alignment,
         born=born,

@@ -184,9 +184,10 @@ def _convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
     if _channels_last(image):
         return again + _nbytes(weight) + THREADS * per_image
     read, written = _blocked(image), _blocked(gradient)
-    strided = any(step > 1 for step in call.args[4]) and call.args[-2] == 1
+    wide, groups = image.dtype is torch.float32, call.args[-2]
+    strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = max(read + written, 2 * read) if strided and call.args[-1][0] else read + written
-    return most + again + (0 if image.dtype is torch.float32 else THREADS * per_image)
+    return most + again + (0 if wide else THREADS * per_image)
 
 
 def _blocked(tensor: torch.Tensor) -> Bytes:

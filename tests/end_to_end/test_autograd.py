@@ -321,6 +321,12 @@ def test_graph_break_runs_piecewise(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("a graph break") == 4
 
 
+def test_budget_of_a_model_in_pieces_is_not_that_of_the_model() -> None:
+    model = roamc.optimize(Breaking(), memory_budget="200%")
+    with pytest.warns(UserWarning, match=r"for each piece of 'Breaking' .*splits the model at test_autograd\.py:\d+"):
+        square(model, noise(4, 8)).backward()
+
+
 @pytest.mark.parametrize("build", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
 def test_optimize_plans_a_module_of_torch_itself(build: Callable[[], nn.Module]) -> None:
     both(lambda model: square(model, noise(4, 8)).backward(), build())

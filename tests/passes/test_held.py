@@ -8,7 +8,10 @@ import torch
 
 from roamc.graph import TrainGraph
 from roamc.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
-from roamc.passes.layout.held import LITTLE, PRICE, Table, cost, make_table, outside_live, peak, splits
+from roamc.options import Options
+from roamc.passes.layout import choose
+from roamc.passes.layout.held import LITTLE, PRICE, Split, Table, cost, make_table, outside_live, peak, splits
+from roamc.passes.layout.holes import LARGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -28,8 +31,11 @@ def padded_live(graph: TrainGraph) -> int:
 
 
 def held_names(graph: TrainGraph) -> set[str]:
-    best = splits(table_of(graph))[0]
-    return {s.name for s, held in zip(build_memory(graph).counted, best.held, strict=True) if held}
+    return names_of(graph, splits(table_of(graph))[0])
+
+
+def names_of(graph: TrainGraph, split: Split) -> set[str]:
+    return {s.name for s, held in zip(build_memory(graph).counted, split.held, strict=True) if held}
 
 
 def test_everything_lies_in_the_arena_where_that_costs_nothing() -> None:
@@ -50,6 +56,24 @@ def test_an_arena_does_not_keep_its_size_where_gradients_grow() -> None:
     graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
     assert splits(table_of(graph))[0].peak_bytes == 2 * 2**20 + 4
     assert len(held_names(graph)) == 1
+
+
+@pytest.mark.parametrize("idle", ["free", "keep"])
+def test_an_arena_that_is_taken_again_for_backward_lies_beside_what_is_saved(idle: str) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = x.sin()
+        return s.sum(), (-(s * 2)) + 1
+
+    graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
+    table, options = table_of(graph), Options(idle_arena=idle)
+    assert table.boundary == 2
+    for split in splits(table):
+        outside = outside_live(table, split.held)
+        needed = choose._taken(table, split, 8 << 20, outside, options)
+        again = idle == "free" and "sin" in names_of(graph, split)
+        # sin, the loss, and what step 2 makes outside the arena
+        assert needed == (8 << 20) + LARGE + (int(outside[2]) if again else 0)
+        assert not again or outside[2] >= 2**20 + 4
 
 
 def test_outputs_that_the_caller_may_drop_count_both_ways() -> None:
