@@ -85,7 +85,7 @@ def compile_graph(
             "(torch.compile(..., dynamic=False) says so from the start)",
             specialized,
         )
-    unit = _Unit(_name(gm, record), options, record, compat.new_graph_breaks())
+    unit = _Unit(_name(gm, record), options, record, compat.graph_break(gm))
     compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
     return compiled
 
@@ -120,16 +120,17 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
 class _Unit:
     """One graph on its way: AOTAutograd calls partition, then forward, then (at the first backward) backward."""
 
-    def __init__(self, name: str, options: Options, record: Record, breaks: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, options: Options, record: Record, split: str | None = None) -> None:
         self.name = name
         self.options = options
         self.record = record
         self.pair: Pair | None = None
-        self.notes = tuple(f"torch.compile splits the model at {where}; each piece has a plan" for where in breaks)
-        if self.notes and options.memory_budget is not None:
+        self.notes = (f"torch.compile splits the model at {split}; each piece has a plan",) if split else ()
+        if split and options.memory_budget is not None:
             warnings.warn(
                 f"memory_budget={options.memory_budget!r} holds for each piece of {name!r} by itself, and they may "
-                f"take more together: {'; '.join(self.notes)}. Change that line, or use roamc.train_step",
+                f"take more together: torch.compile splits the model at {split}. Change that line, or use "
+                "roamc.train_step",
                 stacklevel=2,
             )
 

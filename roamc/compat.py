@@ -345,21 +345,13 @@ def forward_backward(
     return found["halves"], found["outputs"], found["static"]
 
 
-_breaks_seen = 0
-
-
-def new_graph_breaks() -> list[str]:
-    """Where dynamo has split a model since the last call, as ``file.py:line (reason)``."""
-    global _breaks_seen
-    from torch._dynamo import utils
-
-    reasons = list(getattr(utils, "graph_break_reasons", ()))
-    fresh, _breaks_seen = reasons[min(_breaks_seen, len(reasons)) :], len(reasons)
-    found = []
-    for reason in fresh:
-        frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
-        found.append(f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})")
-    return found
+def graph_break(gm: fx.GraphModule) -> str | None:
+    """Where dynamo ended this graph before the model's end, as ``file.py:line (reason)``; None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
+    return f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})"
 
 
 def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:

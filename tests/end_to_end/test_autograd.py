@@ -317,7 +317,9 @@ def test_checkpoint_around_an_optimized_module() -> None:
 
 def test_graph_break_runs_piecewise(capsys: pytest.CaptureFixture[str]) -> None:
     model = assert_backward_equal(Breaking(), square, [(noise(4, 8, seed=seed),) for seed in range(2)])
-    assert len(roamc.plans(model)) == 2
+    first, last = roamc.plans(model)
+    assert first.notes[0].startswith("torch.compile splits the model at test_autograd.py:")
+    assert last.notes == ()
     assert capsys.readouterr().out.count("a graph break") == 4
 
 
