@@ -92,6 +92,9 @@ def _stepped(name: str, dtype: str, route: str, budget: str | None) -> tuple[lis
 
 def _with_loss(work: Workload, losses: list[Tensor]) -> Workload:
     """The same with a model that returns the loss itself; each loss is added to ``losses``."""
+    if getattr(work.model, "loss_type", "known") is None:
+        # transformers logs which loss it takes then, and torch.compile splits the model there.
+        work.model.loss_type = "ForCausalLM"
 
     class Loss(nn.Module):
         def __init__(self) -> None:

@@ -66,9 +66,8 @@ def _nanogpt(dropout: float) -> Workload:
 def _gpt2(layers: int, width: int, batch: int, length: int) -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64))
-    model.loss_type = "ForCausalLM"  # else transformers logs which it takes, and torch.compile splits the model there
-    return Workload(model, (_tokens(batch, length, 50257),), _language)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64)
+    return Workload(GPT2LMHeadModel(config), (_tokens(batch, length, 50257),), _language)
 
 
 def _bert() -> Workload:

@@ -72,7 +72,7 @@ def kept(rows: Rows) -> list[str]:
         return [f"{text}: all that were not refused.{same_bits(rows)}"]
     names = ", ".join(f"{row['model']} {row['dtype']} {row['kind']}" for row in above)
     worst = max(row["measured"] / row["budget"] for row in above) - 1
-    return [f"{text}; exceeded, by {worst:.1%} at most: {names}.{same_bits(rows)}"]
+    return [f"{text}; exceeded, by {worst:.2%} at most: {names}.{same_bits(rows)}"]
 
 
 def same_bits(rows: Rows) -> str:

@@ -19,7 +19,7 @@ def test_a_budget_that_was_exceeded_is_named() -> None:
     assert "1 were refused" in good
     assert good.endswith("all that were not refused.")
     (bad,) = summary.kept([{**ROW, "measured": 100}, {**ROW, "measured": 103}])
-    assert "exceeded, by 3.0% at most: gpt float32 optimize 50%" in bad
+    assert "exceeded, by 3.00% at most: gpt float32 optimize 50%" in bad
 
 
 def test_values_are_counted_where_they_were_compared() -> None:
