@@ -165,7 +165,7 @@ MODELS: dict[str, Case] = {
     "vit": Case(_vit, _labelled, hf_classes),
     "resnet50": Case(_resnet50, _labelled, hf_classes),
     "mobilenetv2": Case(_mobilenet, _labelled, hf_classes),
-    "lstm": Case(LSTM, lambda: (tokens(length=10),), next_token),
+    "lstm": Case(LSTM, lambda: (tokens(length=7),), next_token),
 }
 
 
