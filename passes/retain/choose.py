@@ -24,7 +24,7 @@ import numpy as np
 
 from roamc import cost
 from roamc.cost import DeviceProfile
-from roamc.graph import TrainGraph, copied, operators
+from roamc.graph import Phase, TrainGraph, copied, operators
 from roamc.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values
@@ -186,7 +186,9 @@ class Choice:
         """The bound on the seconds of all choices, codecs included."""
         storages = self.plain.storages
         size = np.array([storage.nbytes for storage in storages], dtype=np.int64)
-        codes = Codes(size.copy(), np.zeros(len(size)), size.copy())
+        late = {op.node.name for op in self.memory.operators if op.phase is not Phase.FORWARD}
+        decoding = np.array([name in late for name in self.plain.operators], dtype=np.bool_)
+        codes = Codes(size.copy(), np.zeros(len(size)), size.copy(), decoding)
         number = {storage.name: index for index, storage in enumerate(storages)}
         for candidate in self.candidates:
             at = number[candidate.code.storage]

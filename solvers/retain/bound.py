@@ -19,9 +19,14 @@ buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum
 and for every rate, cut(rate) - rate * (budget - fixed) is a lower bound (weak duality). The best rate is found by
 cutting planes, a handful of cuts. The sets of buffers that the cuts keep are good solutions to begin with.
 
-Where buffer k may also be kept in a smaller form (`Codes`), of code[k] bytes for extra[k] seconds, x_k costs the less
-of rate * size[k] and rate * code[k] + extra[k], and an operator that reads k may find it in decoded[k] bytes. The
-bound then holds for every choice of reruns and of smaller forms.
+Where buffer k may also be kept in a smaller form (`Codes`), of code[k] bytes for extra[k] seconds, late operators may
+find it in decoded[k] bytes, made from that form, and x_k costs the less of rate * size[k] and rate * code[k] +
+extra[k]. Other operators read k itself, also when they run again; for them there is a second node:
+
+    needed as it is --rate * size - the least--> operator that makes k
+                    --endless--> needed k
+
+The bound then holds for every choice of reruns and of smaller forms.
 """
 
 import math
@@ -50,15 +55,17 @@ _SOURCE, _SINK = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Smaller forms in which buffers can wait for readers, which then read another buffer, made from that form.
+    """Smaller forms in which buffers can wait for late readers, which then read another buffer, made from that form.
 
     code: int64[b] bytes of the form; the buffer's size where it has none.  extra: float64[b] seconds for writing and
-    reading it.  decoded: int64[b] bytes of what is made from it; the buffer's size where it has none.
+    reading it.  decoded: int64[b] bytes of what is made from it; the buffer's size where it has none.  late: bool[n],
+    the operators that read the other buffer.
     """
 
     code: LongArray
     extra: FloatArray
     decoded: LongArray
+    late: BoolArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +86,11 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """The network at one operator, but for the rate: arcs with endless, priced and timed capacities.
+    """The network at one operator, but for the rate: arcs with priced, endless and timed capacities, in this sequence.
 
     fixed: bytes that are live in any case.  free: bool[b], which of them are buffers before v.
-    priced: int64[p], the buffers with arcs of rate * size; timed: int64[t], the operators with arcs of seconds.
+    priced: int64[p], the buffers with arcs of the least that they cost; whole: int64[w], of these those with further
+    arcs for who reads them as they are; timed: int64[t], the operators with arcs of seconds.
     """
 
     step: Step
@@ -91,6 +99,7 @@ class _Network:
     tail: LongArray
     head: LongArray
     priced: LongArray
+    whole: LongArray
     timed: LongArray
     needed: Bytes
 
@@ -107,10 +116,17 @@ class Bounds:
     networks: list[_Network] = field(init=False)
     cuts: dict[tuple[Step, float], Cut] = field(default_factory=dict)
     work: int = 0
+    _smaller: BoolArray = field(init=False)
+    _late: BoolArray = field(init=False)
 
     def __post_init__(self) -> None:
         self.order = renumber(self.problem.order, self.problem.sequence)
         self.pairs = dependencies(self.order)
+        self._smaller = np.zeros(self.order.num_buffers, dtype=np.bool_)
+        self._late = np.zeros(self.order.num_ops, dtype=np.bool_)
+        if self.codes is not None:
+            self._smaller = self.codes.code < self.order.size
+            self._late = self.codes.late[self.problem.sequence]
         self.alone = int((operator_bound(self.order) - self._read_smaller()).max(initial=0))
         self.networks = []
 
@@ -120,6 +136,7 @@ class Bounds:
         if self.codes is not None:
             saved = self.order.size - self.codes.decoded
             np.add.at(less, self.order.consumer, np.repeat(saved, np.diff(self.order.consumer_start)))
+            less[~self._late] = 0
         return less
 
     def look_at(self, count: int = OPERATORS) -> None:
@@ -192,13 +209,18 @@ class Bounds:
         again = problem.repeatable[problem.sequence] & (place == -1)
         node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)
         priced = np.flatnonzero(before & ~free)
-        dropped = self.problem.droppable[priced] & again[order.producer[priced]]
-        needed = np.flatnonzero(before & ~free & read_later)
+        whole = priced[self._smaller[priced]]
+        dropped = problem.droppable & again[order.producer]
+        end = np.where(dropped, node_of_op[order.producer], _SINK)
+        needed = before & ~free & read_later
         reads = again[order.consumer] & before[buffer] & ~free[buffer]
+        behind = (place[order.consumer] == 1) & needed[buffer]
         timed = np.flatnonzero(again)
-        tail = [2 + priced, np.full(len(needed), _SOURCE), node_of_op[order.consumer[reads]], node_of_op[timed]]
-        head = [np.where(dropped, node_of_op[order.producer[priced]], _SINK), 2 + needed, 2 + buffer[reads]]
-        head.append(np.full(len(timed), _SINK))
+        as_read = self._as_read(buffer)
+        tail = [2 + priced, self._whole(whole), self._whole(whole), np.full(int(behind.sum()), _SOURCE)]
+        head = [end[priced], end[whole], 2 + whole, as_read[behind]]
+        tail += [node_of_op[order.consumer[reads]], node_of_op[timed]]
+        head += [as_read[reads], np.full(len(timed), _SINK)]
         return _Network(
             step=step,
             fixed=fixed,
@@ -206,9 +228,19 @@ class Bounds:
             tail=np.concatenate(tail),
             head=np.concatenate(head),
             priced=priced,
+            whole=whole,
             timed=timed,
             needed=int(order.size[needed].sum()),
         )
+
+    def _whole(self, buffer: LongArray) -> LongArray:
+        """The second nodes of buffers: needed as they are."""
+        return 2 + self.order.num_buffers + self.order.num_ops + buffer
+
+    def _as_read(self, buffer: LongArray) -> LongArray:
+        """int64[...]: for each read its node; `buffer` says of what."""
+        itself = self._smaller[buffer] & ~self._late[self.order.consumer]
+        return np.where(itself, self._whole(buffer), 2 + buffer)
 
     def _cut(self, network: _Network, rate: float) -> Cut:
         """The least cut for a rate, infinite for the fewest bytes whatever the seconds."""
@@ -222,24 +254,26 @@ class Bounds:
         seconds = self.problem.seconds[self.problem.sequence]
         per_byte, per_second = (1.0, self._tiny(seconds)) if rate == math.inf else (rate, 1.0)
         size, extra = self._forms(per_byte, per_second)
-        price = (size * per_byte + extra * per_second)[network.priced]
+        least = size * per_byte + extra * per_second
+        price = np.concatenate([least[network.priced], (order.size * per_byte - least)[network.whole]])
         time = seconds[network.timed] * per_second
-        scale = _WHOLE / max(float(price.sum() + time.sum()), 1e-300)
+        total = float(price.sum() + time.sum())
+        scale = _WHOLE / total if total > 0 else 1.0
         endless = np.full(len(network.tail) - len(price) - len(time), _ENDLESS)
         capacity = np.concatenate([np.floor(price * scale).astype(np.int64), endless])
         capacity = np.concatenate([capacity, np.floor(time * scale).astype(np.int64)])
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(network.tail, network.head, capacity)
         self.work += len(capacity)
-        yes = np.zeros(2 + order.num_buffers + order.num_ops, dtype=np.bool_)
+        yes = np.zeros(2 + 2 * order.num_buffers + order.num_ops, dtype=np.bool_)
         value = 0.0
         if flow.num_nodes() > _SINK and (network.tail == _SOURCE).any():
             flow.solve(_SOURCE, _SINK)
             value = flow.optimal_flow() / scale
             yes[flow.get_source_side_min_cut()] = True
-        rerun = yes[2 + order.num_buffers :]
-        wanted = yes[2 : 2 + order.num_buffers] & ~network.free
-        kept = wanted & ~(rerun[order.producer] & self.problem.droppable)
+        needed, rerun, whole = np.split(yes[2:], np.cumsum([order.num_buffers, order.num_ops]))
+        kept = needed & ~network.free & ~(rerun[order.producer] & self.problem.droppable)
+        size, extra = np.where(whole, order.size, size), np.where(whole, 0.0, extra)
         return Cut(
             network.step,
             rate,

@@ -2,13 +2,15 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roamc.solvers.arrays import FloatArray, LongArray
+from roamc.solvers.arrays import BoolArray, FloatArray, LongArray
+from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
 from roamc.solvers.retain import RetainProblem, make_problem, solve
 from roamc.solvers.retain.bound import Bounds, Codes
@@ -63,9 +65,12 @@ def test_bound_is_met_where_one_large_buffer_is_to_go() -> None:
     assert solution.status is Status.OPTIMAL or solution.bound_seconds >= 0.3 * solution.seconds
 
 
-def with_codes(problem: RetainProblem, code: LongArray, extra: FloatArray, budget: int) -> tuple[float, float]:
-    """The bound and the price of a byte where buffers can be kept in fewer bytes."""
-    bounds = Bounds(problem, Codes(code, extra, problem.order.size))
+def with_codes(
+    problem: RetainProblem, code: LongArray, extra: FloatArray, budget: int, late: BoolArray | None = None
+) -> tuple[float, float]:
+    """The bound and the price of a byte where buffers can be kept in fewer bytes, for all operators or those `late`."""
+    everyone = np.ones(problem.num_ops, dtype=np.bool_)
+    bounds = Bounds(problem, Codes(code, extra, problem.order.size, everyone if late is None else late))
     bounds.look_at(100)
     return bounds.seconds(budget), bounds.price(budget)
 
@@ -83,8 +88,75 @@ def test_smaller_forms_never_raise_the_bound_and_useless_ones_leave_it(
     dear = np.full(len(size), 1e6)
     if least < math.inf:  # else no reruns help, and smaller forms at any price may
         assert with_codes(problem, np.zeros_like(size), dear, budget)[0] == pytest.approx(least)
-    free = with_codes(problem, (size * smaller).astype(np.int64), nothing, budget)[0]
-    assert free <= least * (1 + 1e-9)
+    code = (size * smaller).astype(np.int64)
+    free = with_codes(problem, code, nothing, budget)[0]
+    nobody = np.zeros(problem.num_ops, dtype=np.bool_)
+    assert free <= with_codes(problem, code, nothing, budget, nobody)[0] * (1 + 1e-9) <= least * (1 + 1e-9) ** 2
+
+
+@PROPERTY
+@given(problems(7), st.floats(0.2, 1), st.integers(0, 2**32))
+def test_no_choice_of_smaller_forms_is_below_the_bound(problem: RetainProblem, share: float, seed: int) -> None:
+    check_with_codes(problem, share, random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_of_smaller_forms_is_below_the_bound_in_training(seed: int) -> None:
+    for share in (0.8, 0.6, 0.45):
+        check_with_codes(layered(4, seed, donate=False), share, random.Random(seed))
+
+
+def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) -> None:
+    """Forms are written as operators: one behind the last early reader, one in front of each late reader."""
+    size = problem.order.size
+    half = problem.num_ops // 2  # operators behind this step are late
+    late = np.zeros(problem.num_ops, dtype=np.bool_)
+    late[problem.sequence[half:]] = True
+    code = np.array([dice.choice([0, int(nbytes) // 8, int(nbytes)]) for nbytes in size], dtype=np.int64)
+    extra = np.array([dice.choice([0.0, 0.0, 0.1]) for _ in size])
+    budget = int(peak_bytes(problem.order, problem.sequence) * share)
+    least = with_codes(problem, code, extra, budget, late)[0]
+    for some in (0.3, 1.0):
+        chosen = [k for k in range(len(size)) if not problem.order.kept[k] and dice.random() < some]
+        found = solve(written(problem, chosen, code, late), budget, work_limit=100_000)
+        if found.status is not Status.INFEASIBLE:
+            assert found.seconds + math.fsum(extra[chosen]) >= least
+
+
+def written(problem: RetainProblem, coded: list[int], code: LongArray, late: BoolArray) -> RetainProblem:
+    """The problem with these buffers read by late operators in smaller forms; writing and reading takes no time."""
+    order = problem.order
+    when = {op: float(step) for step, op in enumerate(problem.sequence.tolist())}
+    scratch, seconds, again = order.scratch.tolist(), problem.seconds.tolist(), problem.repeatable.tolist()
+    droppable = problem.droppable.tolist()
+    buffers = []
+    for k, made in enumerate(order.producer.tolist()):
+        readers = order.consumer[order.consumer_start[k] : order.consumer_start[k + 1]].tolist()
+        waiting = [op for op in readers if late[op]] if k in coded else []
+        early = [op for op in readers if op not in waiting]
+        if waiting:
+            write, *read = range(len(when), len(when) + 1 + len(waiting))
+            when |= {write: max(when[op] for op in (made, *early)) + 0.25}
+            when |= {decode: when[op] - 0.25 for decode, op in zip(read, waiting, strict=True)}
+            early.append(write)
+            buffers.append((int(code[k]), write, read, False))
+            buffers += [(int(order.size[k]), decode, [op], False) for decode, op in zip(read, waiting, strict=True)]
+        buffers.insert(k, (int(order.size[k]), made, early, bool(order.kept[k])))
+    new = len(when) - problem.num_ops
+    sequence = sorted(when, key=when.__getitem__)
+    step = {op: number for number, op in enumerate(sequence)}
+
+    def moved(row: list[Any], more: Any) -> list[Any]:
+        return [(row + [more] * new)[op] for op in sequence]
+
+    coded_order = make_order(
+        [0] * len(sequence),
+        [(step[before], step[after]) for before, after in order.edges.tolist()],
+        [(nbytes, step[made], [step[op] for op in readers], kept) for nbytes, made, readers, kept in buffers],
+        moved(scratch, 0),
+    )
+    droppable += [True] * (len(buffers) - len(droppable))
+    return make_problem(coded_order, range(len(sequence)), moved(seconds, 0.0), moved(again, True), droppable)
 
 
 def test_bound_is_the_price_of_the_form_where_that_is_cheaper() -> None:
