@@ -87,7 +87,7 @@ class TrainStep:
     @property
     def plans(self) -> list[Plan]:
         """The plans in use, least recently used first."""
-        return [bound.plan for bound in self._steps.values()]
+        return [bound.plan for bound in dict.fromkeys(self._steps.values())]
 
     @property
     def latest(self) -> Whole:
@@ -163,6 +163,9 @@ class TrainStep:
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
             )
+        for bound in self._steps.values():
+            if bound.serves(captured):  # forward has set an attribute to what it keeps from now on
+                return bound
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         start = time.perf_counter()
@@ -183,11 +186,21 @@ class _BoundStep:
         self.model = request.model
         self.optimizer = request.optimizer
         self.sources = captured.sources
-        numbers: dict[Cohort, int] = {}
-        self.cohort = {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in captured.cohorts.items()}
+        self.cohort = _numbered(captured.cohorts)
         self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
+
+    def serves(self, captured: CapturedStep) -> bool:
+        """Whether a step captured anew has this program."""
+        graph = captured.graph.graph
+        return (
+            not any(node.op == "get_attr" for node in graph.nodes)  # values that the fingerprint does not see
+            and self.plan.fingerprint == pipeline.fingerprint(captured.graph)
+            and self.sources == captured.sources
+            and self.cohort == _numbered(captured.cohorts)
+            and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
+        )
 
     def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
         """Feed one step."""
@@ -244,6 +257,12 @@ class _BoundStep:
             else:
                 arguments.append(leaves[source.index])
         return arguments
+
+
+def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
+    """Parameter name to the number of its cohort, in the sequence in which they come."""
+    numbers: dict[Cohort, int] = {}
+    return {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in cohorts.items()}
 
 
 def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:

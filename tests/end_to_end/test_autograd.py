@@ -268,6 +268,35 @@ def test_changed_shapes_of_a_train_step() -> None:
     assert len(step.plans) == 3
 
 
+class Settles(MLP):
+    """Forward sets an attribute to what it is from then on, as Swin does with its windows."""
+
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = len(x)
+        return super().forward(x)
+
+
+class Counts(MLP):
+    """Forward counts its calls, and they count."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_an_attribute_that_forward_sets_takes_no_second_plan() -> None:
+    step = assert_steps_equal(Settles(), square, sgd, [(noise(4, 8, seed=seed),) for seed in range(3)])
+    assert len(step.plans) == 1
+
+
+def test_an_attribute_that_forward_changes_is_read_at_every_step() -> None:
+    assert_steps_equal(Counts(), square, sgd, [(noise(4, 8, seed=seed),) for seed in range(4)])
+
+
 def test_plans_of_a_train_step_are_bounded() -> None:
     model = MLP()
     step = roamc.train_step(model, square, sgd(model), strict=True, max_plans=2)
