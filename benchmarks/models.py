@@ -122,6 +122,13 @@ def _mobilenet() -> Workload:
     return Workload(MobileNetV2ForImageClassification(config), _labelled(8, 112), _classes)
 
 
+def _swin() -> Workload:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(image_size=112, embed_dim=48, depths=[2, 2, 4], num_heads=[3, 6, 12], num_labels=10)
+    return Workload(SwinForImageClassification(config), _labelled(4, 112), _classes)
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "nanogpt": lambda: _nanogpt(0.0),
     "nanogpt-dropout": lambda: _nanogpt(0.1),
@@ -133,6 +140,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "vit": _vit,
     "resnet50": _resnet50,
     "mobilenetv2": _mobilenet,
+    "swin": _swin,
     "lstm": lambda: Workload(_LSTM(), (_tokens(8, 32, 256),), _next_byte),
 }
 

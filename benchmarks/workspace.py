@@ -1,9 +1,11 @@
 """Memory that operators take for themselves: what roamc.cost.scratch estimates against the heap.
 
-    python -m benchmarks.workspace [MODEL ...] [--dtype DTYPE] [--threads N]
+    python -m benchmarks.workspace [MODEL ...] [--operators] [--dtype DTYPE] [--threads N]
 
 Every distinct operator call of a model's training step runs on tensors of its shapes, in a process whose heap is
 counted. A row is one call that takes, or is said to take, at least a hundredth of the largest storage of its graph.
+With --operators the calls of :mod:`benchmarks.operator_cases` instead, which have arguments of several layouts; printed
+are those of which the estimate is off by more than 128 KiB.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from benchmarks.models import make
 MODELS = ("nanogpt-dropout", "bert", "vit", "resnet50", "mobilenetv2", "lstm")
 SHARE = 0.01
 """Of the largest storage; calls that take less are left out."""
+
+NEAR = 128 << 10
+"""With --operators, bytes that an estimate may be off."""
 
 
 def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
@@ -46,6 +51,28 @@ def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
     large = [row for row in rows.values() if max(row["estimated"], row["measured"]) >= SHARE * largest]
     large.sort(key=lambda row: -row["measured"])
     return {"model": name, "dtype": dtype, "kind": f"{threads} threads", "largest storage": largest, "operators": large}
+
+
+def operators_worker(dtype: str, threads: int) -> list[dict[str, Any]]:
+    """Measure every operator on every layout."""
+    import torch
+
+    from benchmarks.operator_cases import CASES
+    from roamc import compat
+    from roamc.cost.scratch import workspace
+    from roamc.graph import operators
+
+    torch.set_num_threads(threads)
+    heap, rows = Heap(), []
+    for layout, cases in CASES.items():
+        for name, (function, makers) in cases.items():
+            mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+            given = [mode.from_tensor(make(getattr(torch, dtype))) for make in makers]
+            calls = operators(compat.trace(function, given, mode).graph)
+            node = next(node for node in reversed(calls) if getattr(node.target, "_schema", None) is not None)
+            row = {"operator": name, "arguments": layout, "count": 1}
+            rows.append(row | {"estimated": workspace(node, eager=True), "measured": _measured(node, heap)})
+    return rows
 
 
 def _geometry(node: Any) -> list[Any]:
@@ -88,28 +115,39 @@ def _real(fake: Any) -> Any:
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['model']} {found['dtype']}, {found['kind']}"
-    for row in found["operators"]:
-        ratio = row["estimated"] / max(1, row["measured"])
-        yield (
-            f"  {row['measured'] / 1e6:9.2f} MB  estimated {row['estimated'] / 1e6:9.2f} MB  {ratio:8.2f}  "
-            f"{row['count']:3d} x {row['operator']}  {row['arguments'][:150]}"
-        )
+    yield from map(_line, found["operators"])
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = row["estimated"] / max(1, row["measured"])
+    return (
+        f"  {row['measured'] / 1e6:9.2f} MB  estimated {row['estimated'] / 1e6:9.2f} MB  {ratio:8.2f}  "
+        f"{row['count']:3d} x {row['operator']}  {row['arguments'][:150]}"
+    )
 
 
 def main() -> None:
     """Run every model in a process of its own and print estimates beside measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--operators", action="store_true", help="operators on several layouts; nothing is written")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    how = given.dtype, given.threads
     if given.worker:
-        print(json.dumps(worker(*given.models, given.dtype, given.threads)))
+        print(json.dumps(operators_worker(*how) if given.operators else worker(*given.models, *how)))
+        return
+    asked = (f"--dtype={given.dtype}", f"--threads={given.threads}")
+    if given.operators:
+        rows = fresh(__file__, "--operators", *asked, count_heap=True, threads=given.threads)
+        off = [row for row in rows if abs(row["estimated"] - row["measured"]) > NEAR]
+        print("\n".join(map(_line, sorted(off, key=lambda row: row["estimated"] - row["measured"]))))
+        print(f"{len(rows)} calls, {len(off)} of them off by more than {NEAR >> 10} KiB")
         return
     rows = []
     for name in given.models:
-        asked = (f"--dtype={given.dtype}", f"--threads={given.threads}")
         rows.append(fresh(__file__, name, *asked, count_heap=True, threads=given.threads))
         print("\n".join(_lines(rows[-1])), flush=True)
     save("workspace", rows, __doc__ or "")

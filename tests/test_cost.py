@@ -404,7 +404,40 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         MB,
     ),
     "copies convert on the way": (lambda x: x.to(torch.float32), (floats(512, 512, dtype=torch.bfloat16),), 0),
-    "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB),
+    "the mean of halves": (lambda x: x.mean(1), (floats(512, 512, dtype=torch.bfloat16),), MB + 4 * 512),
+    "a sum of halves over scattered dimensions": (
+        lambda x: x.sum((0, 2)),
+        (floats(2, 256, 512, dtype=torch.bfloat16),),
+        MB,
+    ),
+    "a sum of halves over neighbours": (lambda x: x.sum((1, 2)), (floats(2, 256, 512, dtype=torch.bfloat16),), 0),
+    "a sum of floats": (lambda x: x.sum((0, 2)), (floats(2, 256, 512),), 0),
+    "a roll of one dimension": (lambda x: x.roll(1, 0), (floats(512, 512),), 0),
+    "a roll of three, one after the other": (
+        lambda x: torch.roll(x, (1, 2, 1), (0, 1, 2)),
+        (floats(2, 256, 512),),
+        2 * MB,
+    ),
+    "a softmax in order": (lambda x: x.softmax(-1), (floats(512, 512),), 0),
+    "a softmax of what is transposed copies it": (lambda x: x.t().softmax(-1), (floats(512, 512),), MB),
+    "layer norm of what is transposed copies it": (lambda x: F.layer_norm(x.t(), (512,)), (floats(512, 512),), MB),
+    "a product reads columns as well as rows": (lambda a, b: a.t() @ b, (floats(512, 512), floats(512, 512)), 0),
+    "a product copies what has neither": (lambda a, b: a[:, ::2] @ b, (floats(512, 1024), floats(512, 8)), MB),
+    "pooling copies what has other strides": (
+        lambda x: F.avg_pool2d(x.transpose(0, 1), 2),
+        (floats(8, 4, 64, 128),),
+        MB,
+    ),
+    "pooling reads channels last": (
+        lambda x: F.avg_pool2d(x, 2),
+        (floats(4, 8, 64, 128).contiguous(memory_format=torch.channels_last),),
+        0,
+    ),
+    "half precision is gathered in floats": (
+        lambda x, at: x.gather(0, at),
+        (floats(512, 512, dtype=torch.bfloat16), torch.zeros(512, 512, dtype=torch.int64)),
+        MB,
+    ),
     "the mean of floats": (lambda x: x.mean(1), (floats(512, 512),), 0),
     "matrix products": (torch.mm, (floats(512, 512), floats(512, 512)), 0),
     "bfloat16, in order": (  # by thread: 512 x 64 of the second, 256 x 64 sums
@@ -436,6 +469,18 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu,
         (floats(1, 2, 256, 64), floats(1, 2, 300, 64), floats(1, 2, 300, 64)),
         2 * 4 * 64 * (300 + 64),
+    ),
+    "attention backward keeps two": (
+        lambda q, k, v, o, s: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            o.transpose(1, 2), q, k, v, o.transpose(1, 2), s, 0.0, False
+        ),
+        (*(floats(1, 2, length, 64) for length in (256, 300, 300)), floats(1, 256, 2, 64), floats(1, 2, 256)),
+        2 * 4 * 2 * 64 * 300,
+    ),
+    "attention backward copies a gradient of heads behind each other": (
+        lambda q, k, v, o, s: aten._scaled_dot_product_flash_attention_for_cpu_backward(o, q, k, v, o, s, 0.0, False),
+        (*(floats(1, 2, length, 64) for length in (256, 300, 300, 256)), floats(1, 2, 256)),
+        2 * 4 * 2 * 64 * 300 + 4 * 2 * 256 * 64,
     ),
     "convolution": (_convolved(), (_image(64, 32), floats(64, 64, 3, 3)), MB + 4 * 64 * 64 * 9 + 32 * 1024),
     "channels last": (_convolved(), (_image(64, 32, last=True), floats(64, 64, 3, 3)), 4 * 64 * 64 * 9 + 32 * 1024),

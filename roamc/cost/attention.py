@@ -14,16 +14,41 @@ KEYS = 512
 """Keys at a time."""
 
 
-def scores(query: torch.Tensor, key: torch.Tensor, blocks: int) -> Bytes:
-    """Bytes of so many ``blocks`` of scores, and of sums over them, in float32, a set a thread.
+PACKED: Bytes = 64 << 10
+"""Of products in half precision in the backward pass, a thread."""
+
+
+def forward_bytes(query: torch.Tensor, key: torch.Tensor) -> Bytes:
+    """A block of scores and the sums over it in float32, in half precision the block in that too; a set a thread.
 
     Args:
         query: ``[..., queries, head]``.
         key: ``[..., keys, head]``.
-        blocks: that exist at one time.
     """
-    queries, keys, head = query.shape[-2], key.shape[-2], query.shape[-1]
-    return THREADS * 4 * blocks * min(queries, _together(queries)) * (min(keys, KEYS) + head)
+    block = _block(query, key)
+    sums = 4 * min(query.shape[-2], _together(query.shape[-2])) * query.shape[-1]
+    return THREADS * (sums + block * (4 if query.itemsize == 4 else 6))
+
+
+def backward_bytes(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Bytes:
+    """Two blocks, of scores and of their gradient, and the gradient of the result where heads lie behind each other.
+
+    In half precision also both blocks in that, and the gradients of a head's keys and values in float32.
+
+    Args:
+        gradient: ``[batch, heads, queries, head]``; read as it is if it lies as ``[batch, queries, heads, head]``.
+        query: ``[batch, heads, queries, head]``.
+        key: ``[batch, heads, keys, head]``.
+    """
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.numel() * gradient.itemsize
+    if query.itemsize == 4:
+        return copied + THREADS * 8 * _block(query, key)
+    return copied + THREADS * (12 * _block(query, key) + 8 * key.shape[-2] * key.shape[-1] + PACKED)
+
+
+def _block(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Scores computed at a time."""
+    return min(query.shape[-2], _together(query.shape[-2])) * min(key.shape[-2], KEYS)
 
 
 def causal_share(queries: int, keys: int) -> float:

@@ -15,14 +15,16 @@ On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are count
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import numpy as np
 import torch
 from torch import fx
 
-from roamc.cost.attention import scores
+from roamc.cost.arguments import copied, matrix
+from roamc.cost.attention import backward_bytes, forward_bytes
 from roamc.cost.call import Call, call_of, fakes, tensors_in
 from roamc.cost.kinds import COPIES, kind_of
 from roamc.cost.products import THREADS, products
@@ -40,10 +42,13 @@ FEW = 16
 SMALL: Bytes = 32 << 10
 """What a convolution takes in any case."""
 
+ACROSS: Bytes = 288 << 10
+"""What a softmax takes along another dimension than the last, in half precision."""
+
 OBJECTS: Bytes = 256 << 10
 """What the process takes for tensor objects and the like while a step runs: at most so much,"""
 
-OBJECTS_SHARE = 256
+OBJECTS_SHARE = 128
 """and of small steps this part;"""
 
 OBJECT: Bytes = 512
@@ -64,10 +69,11 @@ def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
     call = call_of(node)
     rule = (_EAGER if eager else _RULES).get(call.name)
     if rule is not None:
-        return rule(call, made)
+        return copied(call) + rule(call, made)
     if all(tensor.dtype == made.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
-        return 0
-    return _converted(call, made) if kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root") else 0
+        return copied(call)
+    converts = kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root")
+    return copied(call) + (_converted(call, made) if converts else 0)
 
 
 def workspaces(operators: Iterable[Operator], *, eager: bool = False) -> Int64s:
@@ -114,13 +120,30 @@ def _piece(call: Call, made: torch.Tensor) -> Bytes:
     return piece_elements(_argument(call, 0)) * made.itemsize
 
 
+def _batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
+    """The gradient once more; in half precision in float32 where it does not lie like the image."""
+    gradient, image = _argument(call, 0), _argument(call, 1)
+    alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
+    return _nbytes(gradient) if alike else 4 * gradient.numel()
+
+
 def _reduced(call: Call, made: torch.Tensor) -> Bytes:
-    """The argument in the dtype of the result, where that is another; means of half precision compute in float32."""
+    """The argument in the dtype of the result; in half precision of means, and sums over scattered dims, in float32."""
     read = _argument(call, 0)
     if read.dtype != made.dtype:
         return read.numel() * made.itemsize
-    half = call.name == "mean" and read.dtype in (torch.bfloat16, torch.float16)
-    return read.numel() * 4 if half else 0
+    if read.itemsize != 2 or not read.is_floating_point():
+        return 0
+    if call.name == "mean":
+        return (read.numel() + made.numel()) * 4
+    return 0 if _in_one_row(read, call.args[1] if len(call.args) > 1 else ()) else read.numel() * 4
+
+
+def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether these dimensions, all if there are none, can be walked through as one."""
+    chosen = range(tensor.dim()) if not dims else [dim % tensor.dim() for dim in dims]
+    rows = sorted((tensor.stride(dim), tensor.shape[dim]) for dim in chosen if tensor.shape[dim] > 1)
+    return all(stride == inner * count for (inner, count), (stride, _) in itertools.pairwise(rows))
 
 
 def _compared(call: Call, made: torch.Tensor) -> Bytes:
@@ -130,8 +153,42 @@ def _compared(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _crossed(call: Call, made: torch.Tensor) -> Bytes:
-    """Two tensors in float32."""
-    return 8 * _argument(call, 0).numel()
+    """Two tensors in float32, three where they do not lie alike."""
+    read = _argument(call, 0)
+    return (8 if read.is_contiguous() else 12) * read.numel()
+
+
+def _half(call: Call, made: torch.Tensor) -> Bytes:
+    """Half precision is computed in float32."""
+    return 4 * made.numel() if made.itemsize == 2 else 0
+
+
+def _half_of_first(call: Call, made: torch.Tensor) -> Bytes:
+    """The same, for as many elements as are read."""
+    return _half(call, _argument(call, 0))
+
+
+def _across(call: Call, made: torch.Tensor) -> Bytes:
+    """Half precision along another dimension than the last is computed in float32, some rows at a time."""
+    dim = next(argument for argument in call.args if isinstance(argument, int))
+    return ACROSS if made.itemsize == 2 and dim % made.dim() != made.dim() - 1 else 0
+
+
+def _rolled(call: Call, made: torch.Tensor) -> Bytes:
+    """Dimension after dimension; without any, the elements in order."""
+    dims = call.args[2] if len(call.args) > 2 else ()
+    return _nbytes(made) * (len(dims) - 1 if dims else not _argument(call, 0).is_contiguous())
+
+
+def _multinomial(call: Call, made: torch.Tensor) -> Bytes:
+    """Two tensors like the probabilities."""
+    return 2 * _nbytes(_argument(call, 0))
+
+
+def _kth(call: Call, made: torch.Tensor) -> Bytes:
+    """All values and their places."""
+    read = _argument(call, 0)
+    return read.numel() * (read.itemsize + 8)
 
 
 def _rms_norm(call: Call, made: torch.Tensor) -> Bytes:
@@ -141,10 +198,13 @@ def _rms_norm(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _products(call: Call, made: torch.Tensor) -> Bytes:
-    """Buffers of the kernel; batches of half-precision products also copy arguments that are not in order."""
+    """Buffers of the kernel; batches also copy what is not in order, in float32 matrix after matrix."""
     first, second = [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
-    copied = [t for t in (first, second) if made.itemsize == 2 and t.dim() == 3 and not _in_order(t)]
-    return products(first, second, made) + sum(_nbytes(tensor) for tensor in copied)
+    if made.dim() < 3:
+        return products(first, second, made)
+    odd = [tensor for tensor in (first, second) if not (_in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
+    together = made.shape[0] if made.itemsize == 2 else 1
+    return products(first, second, made) + sum(_nbytes(tensor) // tensor.shape[0] * together for tensor in odd)
 
 
 def _in_order(tensor: torch.Tensor) -> bool:
@@ -152,13 +212,11 @@ def _in_order(tensor: torch.Tensor) -> bool:
 
 
 def _attention(call: Call, made: torch.Tensor) -> Bytes:
-    """Blocks of scores, and of sums over them, in float32; some queries and keys at a time."""
-    return scores(_argument(call, 0), _argument(call, 1), 1)
+    return forward_bytes(_argument(call, 0), _argument(call, 1))
 
 
 def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Blocks of scores, of their gradient, and of the sums."""
-    return scores(_argument(call, 1), _argument(call, 2), 3)
+    return backward_bytes(_argument(call, 0), _argument(call, 1), _argument(call, 2))
 
 
 def _convolution(call: Call, made: torch.Tensor) -> Bytes:
@@ -167,8 +225,10 @@ def _convolution(call: Call, made: torch.Tensor) -> Bytes:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
     again = _nbytes(weight) + SMALL
     if _channels_last(image):
-        return again
+        return again + (THREADS * _nbytes(image) // max(1, image.shape[0]) if call.args[6] else 0)
     read, written = _blocked(image), _blocked(made)
+    if call.args[6]:
+        return 2 * max(read, written) + again
     most = max(read, written) if image.dtype is torch.float32 else read + written
     return most + again + _gathered(image, weight, call.args[3])
 
@@ -217,14 +277,28 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "native_batch_norm_backward": _first_again,
+    "native_batch_norm_backward": _batch_norm_backward,
     "native_dropout": _first_again,
     "native_dropout_backward": _piece,
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+        _across,
+    ),
     "_safe_softmax": lambda call, made: made.numel(),
     "_fused_rms_norm": _rms_norm,
     "logsumexp": _first_again,
     "mse_loss": _compared,
+    "smooth_l1_loss": _compared,
+    "huber_loss": _compared,
+    "binary_cross_entropy": _half_of_first,
     "binary_cross_entropy_with_logits": _crossed,
+    "gather": _half,
+    "scatter": _half,
+    "scatter_add": _half,
+    "roll": _rolled,
+    "im2col": _first_again,
+    "multinomial": _multinomial,
+    "kthvalue": _kth,
     "mean": _reduced,
     "sum": _reduced,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
