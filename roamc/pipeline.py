@@ -200,8 +200,14 @@ class Trials:
         return self._made(self.choice.decide(target, together=together, walks=walks))
 
     def lowest(self, *, together: bool = False) -> Planned:
-        """A plan with as few live bytes as ``retain`` finds; ``together`` as for :meth:`attempt`."""
-        return self._made(self.choice.lowest(together=together))
+        """The plan that needs the fewest bytes of those with as few live ones as ``retain`` finds.
+
+        Of two that hardly differ, the one with less added time. ``together`` as for :meth:`attempt`.
+        """
+        made = [self._made(kept) for kept in self.choice.lowest(together=together)]
+        least = min(planned.plan.needed_bytes for planned in made)
+        low = [planned for planned in made if planned.plan.needed_bytes <= least + least // budget.ALIGNED]
+        return min(low, key=lambda planned: planned.plan.added_seconds)
 
     def _made(self, kept: retain.Decision) -> Planned:
         return self._noted(self._road.arrive(_fresh(self._clean), kept, self.alone))

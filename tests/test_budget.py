@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from roamc import budget, pipeline
-from roamc.errors import OptionError
+from roamc.errors import BudgetError, OptionError
+from roamc.graph import copied
 from roamc.options import Options
 from roamc.plan import Plan
 from tests.graphs import assert_same, clones, model_graph
@@ -150,6 +151,16 @@ def test_lower_budgets_never_cost_less() -> None:
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound(route: str) -> None:
     choice = pipeline.Trials(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
-    first, lowest = choice.decide(0), choice.lowest()
-    assert (lowest.peak_bytes, lowest.added_seconds) <= (first.peak_bytes, first.added_seconds)
-    assert 0 < lowest.bound_seconds <= lowest.added_seconds
+    first = choice.decide(0)
+    for lowest in choice.lowest():
+        assert (lowest.peak_bytes, lowest.added_seconds) <= (first.peak_bytes, first.added_seconds)
+        assert 0 < lowest.bound_seconds <= lowest.added_seconds
+
+
+def test_a_budget_is_not_refused_that_names_more_than_the_lowest_peak() -> None:
+    graph = model_graph("nanogpt", "joint")[0]
+    lowest = pipeline.run(copied(graph), Options(memory_budget="min")).plan.needed_bytes
+    with pytest.raises(BudgetError) as refused:
+        pipeline.run(copied(graph), Options(memory_budget=lowest * 9 // 10))
+    assert refused.value.plan is not None
+    assert lowest <= refused.value.plan.needed_bytes * 1.001

@@ -27,7 +27,7 @@ from roamc.cost import DeviceProfile
 from roamc.graph import Phase, TrainGraph, copied, operators
 from roamc.memory import MemoryModel, build_memory
 from roamc.options import Options
-from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values
+from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values, written
 from roamc.passes.retain.decide import Decision, Question, choose, decision, question
 from roamc.passes.retain.prune import not_needed
 from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule
@@ -47,6 +47,9 @@ DESCENTS = 6
 
 LOWER = 0.02
 """by this share, and twice that after each time that it was found."""
+
+LITTLE = 0.001
+"""No further set is asked about where it could take less than this share off the step's time: prices are rougher."""
 
 _CLOSE = 1e-9
 
@@ -97,11 +100,11 @@ class Choice:
         self.order = tuple(order)
         self.profile = profile
         self.prices = prices
+        self._alone = math.fsum(prices.values())
         self.memory = build_memory(graph)
         self._asked: dict[tuple[Candidate, ...], tuple[Question, Mapping[str, Mark]]] = {}
         self._known: dict[tuple[Candidate, ...], Frontier] = {}
         self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
-        self._last: tuple[tuple[Code, ...], TrainGraph] | None = None
 
     def decide(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Decision:
         """Choose so that no step has more than ``target`` live bytes, at the least added time.
@@ -121,7 +124,7 @@ class Choice:
         bound = self.bounds.seconds(target)
         found = [plain]
         for codes in self._sets(target, bound):
-            if _closed(min(found, key=lambda one: _rank(one, target)), target, bound):
+            if self._good(min(found, key=lambda one: _rank(one, target)), target, bound):
                 break
             solution = ask(codes)
             found.append(self._decision(codes, solution))
@@ -134,11 +137,12 @@ class Choice:
         self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
         return _bounded(best, target, bound)
 
-    def lowest(self, *, together: bool = False) -> Decision:
-        """The lowest peak that is found, at the least added time for it.
+    def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
+        """The lowest peak that is found, and the same or less again, mostly at less added time.
 
         Where no bytes at all are asked for, the solver's searches for a given peak have nothing to aim at. Asked for a
-        little less than the lowest so far, they may get there.
+        little less than the lowest so far, they may get there. Which of the answers needs fewer bytes in the end is for
+        order and layout to say.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
@@ -152,10 +156,13 @@ class Choice:
             found, won = lower, self._won[1]
         self._won = found.peak_bytes, won
         again = self.decide(found.peak_bytes, together=together)
-        best = min(found, again, key=lambda one: (one.peak_bytes, one.added_seconds))
-        if best.status == "infeasible":  # for less than this
-            best = dataclasses.replace(best, status="gap")
-        return _bounded(best, best.peak_bytes, self.bounds.seconds(best.peak_bytes))
+        return tuple(self._least(one) for one in dict.fromkeys((again, found)))
+
+    def _least(self, decision: Decision) -> Decision:
+        """The decision, for as few bytes as it takes."""
+        if decision.status == "infeasible":  # for less than this
+            decision = dataclasses.replace(decision, status="gap")
+        return _bounded(decision, decision.peak_bytes, self.bounds.seconds(decision.peak_bytes))
 
     @functools.cached_property
     def plain(self) -> Question:
@@ -168,17 +175,15 @@ class Choice:
         least = sum(storage.nbytes for storage in self.memory.saved) // WORTH
         fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value)) is not None]
         large = [(value, best) for value, best in fitting if value.storage.nbytes > least]
-        codes = [Code(value.storage.name, name) for value, (name, _) in large]
-        seconds = self._seconds(self._compressed(codes)) if codes else {}
         return tuple(
             Candidate(
-                code=code,
+                code=Code(value.storage.name, name),
                 before=value.storage.nbytes,
                 after=coding.nbytes if coding is not None else 0,
                 decoded=0 if value.shapes else value.storage.nbytes,
-                seconds=seconds.get(code.storage, 0.0),
+                seconds=math.fsum(cost.seconds(node, self.profile) for node in written(value, coding)),
             )
-            for code, (value, (_, coding)) in zip(codes, large, strict=True)
+            for value, (name, coding) in large
         )
 
     @functools.cached_property
@@ -208,6 +213,11 @@ class Choice:
         sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
         return list(dict.fromkeys(chosen for chosen in sets if chosen))
 
+    def _good(self, decision: Decision, target: Bytes, bound: Seconds) -> bool:
+        """Whether the best choice would not be worth looking for."""
+        step = self._alone + decision.added_seconds
+        return decision.peak_bytes <= target and decision.added_seconds <= bound + LITTLE * step
+
     def _fewer(self, codes: tuple[Candidate, ...], solution: RetainSolution, target: Bytes) -> tuple[Candidate, ...]:
         """Those that the solution needs, if these are not all."""
         if solution.peak_bytes > target:
@@ -218,33 +228,18 @@ class Choice:
         idle = not_needed(runs, marks, [(c.code.storage, c.before - c.after) for c in dearest], target)
         return tuple(c for c in codes if c.code.storage not in idle) if idle else ()
 
-    def _compressed(self, codes: Sequence[Code]) -> TrainGraph:
-        """The graph with these codecs; all of them are asked for twice in turn."""
-        if self._last is None or self._last[0] != tuple(codes):
-            self._last = tuple(codes), compress(copied(self.graph), codes)
-        return self._last[1]
-
     def _coded(self, codes: tuple[Candidate, ...]) -> tuple[Question, Mapping[str, Mark]]:
         """The question with these codecs in the graph, and which operators are theirs."""
         if not codes:
             return self.plain, {}
         if codes not in self._asked:
-            graph = self._compressed([candidate.code for candidate in codes])
+            graph = compress(copied(self.graph), [candidate.code for candidate in codes])
             marked = [node for node in operators(graph.graph) if MARK in node.meta]
             prices = {**self.prices, **{node.name: cost.seconds(node, self.profile) for node in marked}}
             order = coded_order(self.memory, build_memory(graph), self.order)
             asked = question(graph, self.options, order, prices, self.allowed)
             self._asked[codes] = asked, {node.name: node.meta[MARK] for node in marked}
         return self._asked[codes]
-
-    def _seconds(self, graph: TrainGraph) -> dict[str, Seconds]:
-        """By storage what its codec adds."""
-        found: dict[str, Seconds] = {}
-        for node in operators(graph.graph):
-            if MARK in node.meta:
-                storage = node.meta[MARK].storage
-                found[storage] = found.get(storage, 0.0) + cost.seconds(node, self.profile)
-        return found
 
     def _ask(self, codes: tuple[Candidate, ...], target: Bytes, together: bool, walks: int) -> RetainSolution:
         """The solver's reruns where these are kept smaller."""

@@ -23,7 +23,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, tensors_of
+from roamc.graph import Phase, TrainGraph, operators, output_node, tensors_of
 from roamc.memory import MemoryModel, Place, Storage
 from roamc.passes.normalize import SAME
 from roamc.passes.retain.codecs import CODECS, Coding, Saved, codec_of, shapes
@@ -143,6 +143,17 @@ def best_codec(value: Value) -> tuple[str, Coding | None] | None:
     return best if best is not None and best[1].nbytes < value.storage.nbytes else None
 
 
+def written(value: Value, coding: Coding | None) -> list[fx.Node]:
+    """The operators that :func:`compress` writes to keep ``value`` as ``coding``, in graphs of their own."""
+    tensor = value.saved.tensor
+    shape = tuple(map(int, tensor.shape)), tensor.dtype, tensor.device
+    graphs = [_recorded_stand_in(*shape)] * len(value.shapes)
+    if coding is not None:
+        encode = _recorded(coding, "encode", *_geometry(value.saved.node))
+        graphs += [encode, _recorded(coding, "decode", *_geometry(output_node(encode).args[0]))]  # type: ignore[arg-type]
+    return [node for graph in graphs for node in operators(graph)]
+
+
 def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     """Write ``codes`` into the graph.
 
@@ -239,7 +250,7 @@ class _Writer(Versions):
                     fresh.meta["val"] = node.target(*values[0], **values[1])
                 self.phase[fresh.name] = self.graph.phase[phase_of.name]
                 made[node] = fresh
-        result: fx.Node = made[next(node for node in recorded.nodes if node.op == "output").args[0]]
+        result: fx.Node = made[output_node(recorded).args[0]]  # type: ignore[index]
         return result
 
 
