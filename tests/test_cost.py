@@ -411,6 +411,8 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         MB,
     ),
     "a sum of halves over neighbours": (lambda x: x.sum((1, 2)), (floats(2, 256, 512, dtype=torch.bfloat16),), 0),
+    "a sum of one half": (lambda x: aten.sum.dim_IntList(x, [0]), (floats(dtype=torch.bfloat16),), 0),
+    "a softmax of one half": (lambda x: x.softmax(0), (floats(dtype=torch.bfloat16),), 0),
     "a sum of floats": (lambda x: x.sum((0, 2)), (floats(2, 256, 512),), 0),
     "a roll of one dimension": (lambda x: x.roll(1, 0), (floats(512, 512),), 0),
     "a roll of three, one after the other": (

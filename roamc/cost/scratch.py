@@ -141,7 +141,7 @@ def _reduced(call: Call, made: torch.Tensor) -> Bytes:
 
 def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
     """Whether these dimensions, all if there are none, can be walked through as one."""
-    chosen = range(tensor.dim()) if not dims else [dim % tensor.dim() for dim in dims]
+    chosen = [dim % tensor.dim() for dim in dims] if dims and tensor.dim() else range(tensor.dim())
     rows = sorted((tensor.stride(dim), tensor.shape[dim]) for dim in chosen if tensor.shape[dim] > 1)
     return all(stride == inner * count for (inner, count), (stride, _) in itertools.pairwise(rows))
 
@@ -170,8 +170,8 @@ def _half_of_first(call: Call, made: torch.Tensor) -> Bytes:
 
 def _across(call: Call, made: torch.Tensor) -> Bytes:
     """Half precision along another dimension than the last is computed in float32, some rows at a time."""
-    dim = next(argument for argument in call.args if isinstance(argument, int))
-    return ACROSS if made.itemsize == 2 and dim % made.dim() != made.dim() - 1 else 0
+    dim = next((argument for argument in call.args if isinstance(argument, int)), -1)
+    return ACROSS if made.itemsize == 2 and made.dim() > 1 and dim % made.dim() != made.dim() - 1 else 0
 
 
 def _rolled(call: Call, made: torch.Tensor) -> Bytes:
