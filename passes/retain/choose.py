@@ -156,7 +156,8 @@ class Choice:
             found, won = lower, self._won[1]
         self._won = found.peak_bytes, won
         again = self.decide(found.peak_bytes, together=together)
-        return tuple(self._least(one) for one in dict.fromkeys((again, found)))
+        same = (again.reruns, again.codes) == (found.reruns, found.codes)
+        return tuple(self._least(one) for one in ((again,) if same else (again, found)))
 
     def _least(self, decision: Decision) -> Decision:
         """The decision, for as few bytes as it takes."""
