@@ -163,9 +163,9 @@ class TrainStep:
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
             )
-        for bound in self._steps.values():
-            if bound.serves(captured):  # forward has set an attribute to what it keeps from now on
-                return bound
+        known = self._known(captured)
+        if known is not None:  # forward has set an attribute to what it keeps from now on
+            return known
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         start = time.perf_counter()
@@ -174,6 +174,14 @@ class TrainStep:
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [_describe(leaf) for leaf in leaves])
         return bound
+
+    def _known(self, captured: CapturedStep) -> _BoundStep | None:
+        """The program that a step captured anew has already."""
+        constants = any(node.op == "get_attr" for node in captured.graph.graph.nodes)
+        if constants or not self._steps:  # the fingerprint does not see their values
+            return None
+        mark = pipeline.fingerprint(captured.graph)
+        return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
 
 
 class _BoundStep:
@@ -191,12 +199,10 @@ class _BoundStep:
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
 
-    def serves(self, captured: CapturedStep) -> bool:
-        """Whether a step captured anew has this program."""
-        graph = captured.graph.graph
+    def serves(self, captured: CapturedStep, mark: str) -> bool:
+        """Whether a step captured anew, with fingerprint ``mark``, has this program."""
         return (
-            not any(node.op == "get_attr" for node in graph.nodes)  # values that the fingerprint does not see
-            and self.plan.fingerprint == pipeline.fingerprint(captured.graph)
+            self.plan.fingerprint == mark
             and self.sources == captured.sources
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}

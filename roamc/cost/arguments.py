@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from roamc.cost.call import Call, fakes, tensors_in
+from roamc.cost.call import Call, tensor_at
 from roamc.units import Bytes
 
 Ordered = Callable[[torch.Tensor], bool]
@@ -19,10 +19,10 @@ def copied(call: Call) -> Bytes:
     """Bytes of the arguments of ``call`` that are copied first."""
     rows = list(_READ.get(call.name, ()))
     if call.name in _LIKE_FIRST:
-        last = _channels_last(_tensor(call, 0))
+        last = _channels_last(tensor_at(call, 0))
         rows.append((1, lambda tensor: _channels_last(tensor) == last))
-    given = [(_tensor(call, at), in_order) for at, in_order in rows if at < len(call.args)]
-    return sum(tensor.numel() * tensor.itemsize for tensor, in_order in given if not in_order(tensor))
+    given = [(tensor_at(call, at), fits) for at, fits in rows if at < len(call.args)]
+    return sum(tensor.numel() * tensor.itemsize for tensor, fits in given if not fits(tensor))
 
 
 def matrix(tensor: torch.Tensor) -> bool:
@@ -31,10 +31,6 @@ def matrix(tensor: torch.Tensor) -> bool:
         return True
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
     return (column == 1 and row >= columns) or (row == 1 and column >= rows)
-
-
-def _tensor(call: Call, position: int) -> torch.Tensor:
-    return next(tensors_in(fakes(call.args[position])))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -50,7 +46,8 @@ def _image(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or _channels_last(tensor)
 
 
-def _triangles(tensor: torch.Tensor) -> bool:
+def in_order(tensor: torch.Tensor) -> bool:
+    """All matrices lie behind each other, by rows or by columns."""
     return tensor.is_contiguous() or tensor.mT.is_contiguous()
 
 
@@ -64,7 +61,7 @@ _READ: dict[str, tuple[tuple[int, Ordered], ...]] = {
         ("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward"),
         ((0, _plain), (1, _plain)),
     ),
-    **dict.fromkeys(("tril", "triu"), ((0, _triangles),)),
+    **dict.fromkeys(("tril", "triu"), ((0, in_order),)),
     **dict.fromkeys(("mm", "mv"), ((0, matrix), (1, matrix))),
     "addmm": ((1, matrix), (2, matrix)),
     **dict.fromkeys(

@@ -49,3 +49,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def tensor_at(call: Call, position: int) -> torch.Tensor:
+    """The tensor, or the first of several, that ``call`` is given there."""
+    return next(tensors_in(fakes(call.args[position])))

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from roamc.cost.arguments import copied, matrix
+from roamc.cost.arguments import copied, in_order, matrix
 from roamc.cost.attention import backward_bytes, forward_bytes
-from roamc.cost.call import Call, call_of, fakes, tensors_in
+from roamc.cost.call import Call, call_of, fakes, tensor_at, tensors_in
 from roamc.cost.kinds import COPIES, kind_of
 from roamc.cost.products import THREADS, products
 from roamc.graph import tensors_of
@@ -106,30 +106,26 @@ def _nbytes(tensor: torch.Tensor) -> Bytes:
     return tensor.numel() * tensor.itemsize
 
 
-def _argument(call: Call, position: int) -> torch.Tensor:
-    return next(tensors_in(fakes(call.args[position])))
-
-
 def _first_again(call: Call, made: torch.Tensor) -> Bytes:
     """The first argument is copied, or something of its size made of it."""
-    return _nbytes(_argument(call, 0))
+    return _nbytes(tensor_at(call, 0))
 
 
 def _piece(call: Call, made: torch.Tensor) -> Bytes:
     """A part of the first argument."""
-    return piece_elements(_argument(call, 0)) * made.itemsize
+    return piece_elements(tensor_at(call, 0)) * made.itemsize
 
 
 def _batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The gradient once more; in half precision in float32 where it does not lie like the image."""
-    gradient, image = _argument(call, 0), _argument(call, 1)
+    gradient, image = tensor_at(call, 0), tensor_at(call, 1)
     alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
     return _nbytes(gradient) if alike else 4 * gradient.numel()
 
 
 def _reduced(call: Call, made: torch.Tensor) -> Bytes:
     """The argument in the dtype of the result; in half precision of means, and sums over scattered dims, in float32."""
-    read = _argument(call, 0)
+    read = tensor_at(call, 0)
     if read.dtype != made.dtype:
         return read.numel() * made.itemsize
     if read.itemsize != 2 or not read.is_floating_point():
@@ -148,13 +144,13 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
 
 def _compared(call: Call, made: torch.Tensor) -> Bytes:
     """The losses make one tensor of differences, and in half precision some in float32."""
-    read = _argument(call, 0)
+    read = tensor_at(call, 0)
     return read.numel() * (4 if read.itemsize == 4 else 6)
 
 
 def _crossed(call: Call, made: torch.Tensor) -> Bytes:
     """Two tensors in float32, three where they do not lie alike."""
-    read = _argument(call, 0)
+    read = tensor_at(call, 0)
     return (8 if read.is_contiguous() else 12) * read.numel()
 
 
@@ -165,7 +161,7 @@ def _half(call: Call, made: torch.Tensor) -> Bytes:
 
 def _half_of_first(call: Call, made: torch.Tensor) -> Bytes:
     """The same, for as many elements as are read."""
-    return _half(call, _argument(call, 0))
+    return _half(call, tensor_at(call, 0))
 
 
 def _across(call: Call, made: torch.Tensor) -> Bytes:
@@ -177,23 +173,23 @@ def _across(call: Call, made: torch.Tensor) -> Bytes:
 def _rolled(call: Call, made: torch.Tensor) -> Bytes:
     """Dimension after dimension; without any, the elements in order."""
     dims = call.args[2] if len(call.args) > 2 else ()
-    return _nbytes(made) * (len(dims) - 1 if dims else not _argument(call, 0).is_contiguous())
+    return _nbytes(made) * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
 def _multinomial(call: Call, made: torch.Tensor) -> Bytes:
     """Two tensors like the probabilities."""
-    return 2 * _nbytes(_argument(call, 0))
+    return 2 * _nbytes(tensor_at(call, 0))
 
 
 def _kth(call: Call, made: torch.Tensor) -> Bytes:
     """All values and their places."""
-    read = _argument(call, 0)
+    read = tensor_at(call, 0)
     return read.numel() * (read.itemsize + 8)
 
 
 def _rms_norm(call: Call, made: torch.Tensor) -> Bytes:
     """One tensor of squares; in half precision two and a half in float32."""
-    read = _argument(call, 0)
+    read = tensor_at(call, 0)
     return read.numel() * (4 if read.itemsize == 4 else 10)
 
 
@@ -202,25 +198,21 @@ def _products(call: Call, made: torch.Tensor) -> Bytes:
     first, second = [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
     if made.dim() < 3:
         return products(first, second, made)
-    odd = [tensor for tensor in (first, second) if not (_in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
+    odd = [tensor for tensor in (first, second) if not (in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
     together = made.shape[0] if made.itemsize == 2 else 1
     return products(first, second, made) + sum(_nbytes(tensor) // tensor.shape[0] * together for tensor in odd)
 
 
-def _in_order(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or tensor.mT.is_contiguous()
-
-
 def _attention(call: Call, made: torch.Tensor) -> Bytes:
-    return forward_bytes(_argument(call, 0), _argument(call, 1))
+    return forward_bytes(tensor_at(call, 0), tensor_at(call, 1))
 
 
 def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
-    return backward_bytes(_argument(call, 0), _argument(call, 1), _argument(call, 2))
+    return backward_bytes(tensor_at(call, 0), tensor_at(call, 1), tensor_at(call, 2))
 
 
 def _convolution(call: Call, made: torch.Tensor) -> Bytes:
-    image, weight = _argument(call, 0), _argument(call, 1)
+    image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if image.dtype not in ONEDNN:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
     again = _nbytes(weight) + SMALL
@@ -234,7 +226,7 @@ def _convolution(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
-    gradient, image, weight = (_argument(call, at) for at in range(3))
+    gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if image.dtype not in ONEDNN:
         return _columns(weight, gradient)
     per_image = (_nbytes(image) + _nbytes(gradient)) // max(1, image.shape[0])
