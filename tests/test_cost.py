@@ -525,7 +525,7 @@ def test_views_and_picks_take_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "tensors", "expected"), [(0, 0, 0), (2560, 0, 20), (1 << 30, 50, 256 << 10), (1 << 20, 364, 364 * 512)]
+    ("nbytes", "tensors", "expected"), [(0, 0, 0), (1920, 0, 20), (1 << 30, 50, 256 << 10), (1 << 20, 364, 364 * 512)]
 )
 def test_objects_take_a_little(nbytes: int, tensors: int, expected: int) -> None:
     assert objects(nbytes, tensors) == expected

@@ -48,7 +48,7 @@ ACROSS: Bytes = 288 << 10
 OBJECTS: Bytes = 256 << 10
 """What the process takes for tensor objects and the like while a step runs: at most so much,"""
 
-OBJECTS_SHARE = 128
+OBJECTS_SHARE = 96
 """and of small steps this part;"""
 
 OBJECT: Bytes = 512
