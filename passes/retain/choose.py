@@ -78,6 +78,10 @@ class Candidate:
         return self.seconds / (self.before - self.after)
 
 
+Known = dict[tuple[Candidate, ...], Frontier]
+"""What was found for each set of codecs."""
+
+
 class Choice:
     """All that can be chosen for one graph, and the least added time for any peak."""
 
@@ -103,7 +107,7 @@ class Choice:
         self._alone = math.fsum(prices.values())
         self.memory = build_memory(graph)
         self._asked: dict[tuple[Candidate, ...], tuple[Question, Mapping[str, Mark]]] = {}
-        self._known: dict[tuple[Candidate, ...], Frontier] = {}
+        self._known: Known = {}
         self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
 
     def decide(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Decision:
@@ -117,7 +121,11 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        ask = functools.partial(self._ask, target=target, together=together, walks=walks)
+        return self._decide(target, self._known if together else {}, walks)
+
+    def _decide(self, target: Bytes, known: Known, walks: int = WALKS) -> Decision:
+        """As :meth:`decide`, to begin with what is ``known``; what is found goes there too."""
+        ask = functools.partial(self._ask, target=target, known=known, walks=walks)
         plain = self._decision((), ask(()))
         if not self.candidates or (plain.peak_bytes <= target and not plain.added_seconds):
             return plain
@@ -141,21 +149,22 @@ class Choice:
         """The lowest peak that is found, and the same or less again, mostly at less added time.
 
         Where no bytes at all are asked for, the solver's searches for a given peak have nothing to aim at. Asked for a
-        little less than the lowest so far, they may get there. Which of the answers needs fewer bytes in the end is for
-        order and layout to say.
+        little less than the lowest so far, they begin with that and may get there. Which of the answers needs fewer
+        bytes in the end is for order and layout to say.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
+        known = self._known if together else {}
         self._won = 0, ()
-        found, won = self.decide(0, together=together), self._won[1]
+        found, won = self._decide(0, known), self._won[1]
         for number in range(DESCENTS):
-            lower = self.decide(int(found.peak_bytes * (1 - LOWER * 2**number)), together=together)
+            lower = self._decide(int(found.peak_bytes * (1 - LOWER * 2**number)), known)
             if lower.peak_bytes >= found.peak_bytes:
                 break
             found, won = lower, self._won[1]
         self._won = found.peak_bytes, won
-        again = self.decide(found.peak_bytes, together=together)
+        again = self._decide(found.peak_bytes, known)
         same = (again.reruns, again.codes) == (found.reruns, found.codes)
         return tuple(self._least(one) for one in ((again,) if same else (again, found)))
 
@@ -242,12 +251,12 @@ class Choice:
             self._asked[codes] = asked, {node.name: node.meta[MARK] for node in marked}
         return self._asked[codes]
 
-    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, together: bool, walks: int) -> RetainSolution:
+    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, known: Known, walks: int) -> RetainSolution:
         """The solver's reruns where these are kept smaller."""
         asked, _ = self._coded(codes)
-        if together and codes not in self._known:
-            self._known[codes] = Frontier(asked.problem)
-        return choose(asked, target, self._known[codes] if together else None, walks)
+        if codes not in known:
+            known[codes] = Frontier(asked.problem)
+        return choose(asked, target, known[codes], walks)
 
     def _decision(self, codes: tuple[Candidate, ...], solution: RetainSolution) -> Decision:
         """The reruns by names, and the codecs with them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from roamc.solvers.retain import (
     RetainSolution,
     make_problem,
     reference_order,
-    solve,
     validate,
 )
 from roamc.units import Bytes, Seconds
@@ -93,15 +91,14 @@ def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks:
     Args:
         asked: the graph as a problem.
         target: live bytes.
-        known: what was found for other targets, to begin with; this answer goes there too.
+        known: what was found for other targets, to begin with; this answer goes there too. None to begin anew.
         walks: limit of the solver's work, as of :data:`roamc.solvers.retain.WALKS`.
 
     Raises:
         VerifyError: the solver broke a rule of its problem.
     """
-    limit = walks * asked.problem.num_ops
-    solver = functools.partial(solve, asked.problem) if known is None else known.solve
-    solution = solver(target, work_limit=limit)
+    known = known or Frontier(asked.problem)
+    solution = known.solve(target, work_limit=walks * asked.problem.num_ops)
     report = validate(asked.problem, target, solution)
     if not report.good:
         raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")

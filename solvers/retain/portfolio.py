@@ -48,7 +48,7 @@ def solve(
 
 @dataclass(eq=False)
 class Frontier:
-    """Solutions of one problem for one budget after another: each search begins with one for a larger budget.
+    """Solutions of one problem for one budget after another: each search begins with the nearest.
 
     found: all solutions so far.
     """
@@ -82,9 +82,10 @@ class Frontier:
         return found
 
     def _start(self, budget: Bytes) -> RetainSolution | None:
-        """The lowest above the budget: something more is dropped in it."""
-        above = [solution for solution in self.found if solution.peak_bytes > budget]
-        return min(above, key=lambda solution: (solution.peak_bytes, solution.seconds)) if above else None
+        """The nearest to the budget: something more is dropped in it, or kept."""
+        nearest = min((abs(solution.peak_bytes - budget) for solution in self.found), default=0)
+        near = [solution for solution in self.found if abs(solution.peak_bytes - budget) == nearest]
+        return min(near, key=lambda solution: _rank(solution, budget), default=None)
 
 
 def frontier(

@@ -91,10 +91,7 @@ def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
     for share in (0.9, 0.8, 0.7, 0.6):
         target = int(peak_of(graph) * share)
         bound = choice.bounds.seconds(target)
-        found = [
-            choice._decision(subset, choice._ask(subset, target, together=False, walks=WALKS))
-            for subset in ((), *subsets)
-        ]
+        found = [choice._decision(subset, choice._ask(subset, target, {}, WALKS)) for subset in ((), *subsets)]
         kept = [decision.added_seconds for decision in found if decision.peak_bytes <= target]
         assert all(bound <= seconds * (1 + 1e-9) for seconds in kept), share
         assert not kept or choice.decide(target).added_seconds <= 1.2 * min(kept)
