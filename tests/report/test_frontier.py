@@ -20,7 +20,7 @@ SHARES = ("100%", "95%", "90%", "85%", "80%", "75%", "70%", "65%", "55%", "min")
 QUICK = Options(layout_nodes=0)
 
 
-@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt-dropout", "joint"), ("llama", "step")])
+@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt-dropout", "joint")])
 def test_ten_falling_budgets_have_no_higher_peak_and_no_less_time(name: str, route: str) -> None:
     graph, _ = model_graph(name, route)
     points = frontier(graph, QUICK, SHARES)

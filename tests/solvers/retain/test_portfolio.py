@@ -98,7 +98,7 @@ def scaled(problem: RetainProblem, factor: int) -> RetainProblem:
 
 
 @PROPERTY
-@given(problems(10), st.floats(0.3, 1), st.integers(2, 1000))
+@given(problems(8), st.floats(0.3, 1), st.integers(2, 1000))
 def test_scaling_sizes_and_budget_changes_no_decision(problem: RetainProblem, share: float, factor: int) -> None:
     budget = int(full_peak(problem) * share)
     small = solve(problem, budget, work_limit=10**12)
