@@ -49,7 +49,7 @@ LOWER = 0.02
 """by this share, and twice that after each time that it was found."""
 
 LITTLE = 0.001
-"""No further set is asked about where it could take less than this share off the step's time: prices are rougher."""
+"""A lower peak, or less time of the step, by no more than this share is not worth another question."""
 
 _CLOSE = 1e-9
 
@@ -148,21 +148,26 @@ class Choice:
     def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
         """The lowest peak that is found, and the same or less again, mostly at less added time.
 
-        Where no bytes at all are asked for, the solver's searches for a given peak have nothing to aim at. Asked for a
-        little less than the lowest so far, they begin with that and may get there. Which of the answers needs fewer
-        bytes in the end is for order and layout to say.
+        The solver's searches need a peak to aim at: first that of the operator that needs most, then a little less than
+        the lowest so far, to begin with that. Which of the answers needs fewer bytes in the end is for order and layout
+        to say.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
         known = self._known if together else {}
+        least = int(self.bounds.alone * (1 + LITTLE))
         self._won = 0, ()
-        found, won = self._decide(0, known), self._won[1]
+        found, won = self._decide(least, known), self._won[1]
         for number in range(DESCENTS):
-            lower = self._decide(int(found.peak_bytes * (1 - LOWER * 2**number)), known)
-            if lower.peak_bytes >= found.peak_bytes:
+            if found.peak_bytes <= least:
                 break
-            found, won = lower, self._won[1]
+            lower = self._decide(max(least, int(found.peak_bytes * (1 - LOWER * 2**number))), known)
+            little = found.peak_bytes - lower.peak_bytes <= LITTLE * found.peak_bytes
+            if lower.peak_bytes < found.peak_bytes:
+                found, won = lower, self._won[1]
+            if little:
+                break
         self._won = found.peak_bytes, won
         again = self._decide(found.peak_bytes, known)
         same = (again.reruns, again.codes) == (found.reruns, found.codes)
