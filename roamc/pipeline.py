@@ -204,7 +204,11 @@ class Trials:
 
         Of two that hardly differ, the one with less added time. ``together`` as for :meth:`attempt`.
         """
-        made = [self._made(kept) for kept in self.choice.lowest(together=together)]
+        made = list[Planned]()
+        for kept in self.choice.lowest(together=together):
+            close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + PADDING)
+            if not made or made[0].plan.needed_bytes > close:  # else this one can hardly need less
+                made.append(self._made(kept))
         least = min(planned.plan.needed_bytes for planned in made)
         low = [planned for planned in made if planned.plan.needed_bytes <= least + least // budget.ALIGNED]
         return min(low, key=lambda planned: planned.plan.added_seconds)
