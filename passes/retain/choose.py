@@ -2,11 +2,12 @@
 
 The solver of :mod:`roamc.solvers.retain` decides on reruns in a graph whose codecs are given: ``encode`` and ``decode``
 are operators like others to it, and their results may be dropped and made again. Which storages get a codec is
-decided here, by a few sets of them; each is one question to the solver, and the least added time wins:
+decided here, by a few sets of them; each is one question to the solver, until an answer is close to the bound, and the
+least added time wins:
 
-    none                            the reruns alone
     those worth the price           seconds for a byte less below what a byte is worth at the worst step of the bound
-    ... twice that, all of them     where the peak is what is missing, whatever the time
+    none                            the reruns alone
+    twice that price, all of them   where the peak is what is missing, whatever the time
     of each, those needed           without what fits as it is
 
 The bound is that of :class:`roamc.solvers.retain.Bounds` over all choices, codecs included.
@@ -49,7 +50,10 @@ LOWER = 0.02
 """by this share, and twice that after each time that it was found."""
 
 LITTLE = 0.001
-"""A lower peak, or less time of the step, by no more than this share is not worth another question."""
+"""A peak that is lower by no more than this share is not worth another question,"""
+
+ENOUGH = 0.002
+"""nor is this share of the step's time: prices are rougher."""
 
 _CLOSE = 1e-9
 
@@ -126,20 +130,19 @@ class Choice:
     def _decide(self, target: Bytes, known: Known, walks: int = WALKS) -> Decision:
         """As :meth:`decide`, to begin with what is ``known``; what is found goes there too."""
         ask = functools.partial(self._ask, target=target, known=known, walks=walks)
-        plain = self._decision((), ask(()))
-        if not self.candidates or (plain.peak_bytes <= target and not plain.added_seconds):
-            return plain
-        bound = self.bounds.seconds(target)
-        found = [plain]
+        bound = self.bounds.seconds(target) if self.candidates else 0.0
+        found = list[Decision]()
         for codes in self._sets(target, bound):
-            if self._good(min(found, key=lambda one: _rank(one, target)), target, bound):
-                break
             solution = ask(codes)
             found.append(self._decision(codes, solution))
             fewer = self._fewer(codes, solution, target)
             least = float(solution.seconds) + math.fsum(c.seconds for c in fewer)  # fewer codecs save no reruns
             if fewer and least < min(one.added_seconds for one in found if one.peak_bytes <= target):
                 found.append(self._decision(fewer, ask(fewer)))
+            if self._good(min(found, key=lambda one: _rank(one, target)), target, bound):
+                break
+        if not self.candidates:
+            return found[0]
         best = min(found, key=lambda one: _rank(one, target))
         names = {code[0] for code in best.codes}
         self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
@@ -219,23 +222,25 @@ class Choice:
         return bounds
 
     def _sets(self, target: Bytes, bound: Seconds) -> list[tuple[Candidate, ...]]:
-        """The sets of storages to try, each once, the cheapest first; that which won for nearly the same peak alone."""
+        """The sets of storages to try, each once, the most likely first: that which won for nearly the same peak."""
         asked, won = self._won
         if won and abs(asked - target) <= NEAR * target:
-            return [won]
+            return [won, ()]
+        if not bound:
+            return [(), self.candidates] if self.candidates else [()]
         price = self.bounds.price(target)
         rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
-        sets = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
-        return list(dict.fromkeys(chosen for chosen in sets if chosen))
+        first, *others = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
+        return list(dict.fromkeys([first, (), *others]))
 
     def _good(self, decision: Decision, target: Bytes, bound: Seconds) -> bool:
         """Whether the best choice would not be worth looking for."""
         step = self._alone + decision.added_seconds
-        return decision.peak_bytes <= target and decision.added_seconds <= bound + LITTLE * step
+        return decision.peak_bytes <= target and decision.added_seconds <= bound + ENOUGH * step
 
     def _fewer(self, codes: tuple[Candidate, ...], solution: RetainSolution, target: Bytes) -> tuple[Candidate, ...]:
         """Those that the solution needs, if these are not all."""
-        if solution.peak_bytes > target:
+        if not codes or solution.peak_bytes > target:
             return ()
         asked, marks = self._coded(codes)
         runs = [(asked.operators[op], nbytes) for op, nbytes in schedule(asked.problem, solution)]
