@@ -5,8 +5,8 @@ are operators like others to it, and their results may be dropped and made again
 decided here, by a few sets of them; each is one question to the solver, until an answer is close to the bound, and the
 least added time wins:
 
+    none                            the reruns alone; first where the bound is no lower with codecs
     those worth the price           seconds for a byte less below what a byte is worth at the worst step of the bound
-    none                            the reruns alone
     twice that price, all of them   where the peak is what is missing, whatever the time
     of each, those needed           without what fits as it is
 
@@ -132,7 +132,7 @@ class Choice:
         ask = functools.partial(self._ask, target=target, known=known, walks=walks)
         bound = self.bounds.seconds(target) if self.candidates else 0.0
         found = list[Decision]()
-        for codes in self._sets(target, bound):
+        for codes in self._sets(target, bound, known):
             solution = ask(codes)
             found.append(self._decision(codes, solution))
             fewer = self._fewer(codes, solution, target)
@@ -221,17 +221,16 @@ class Choice:
         bounds.look_at()
         return bounds
 
-    def _sets(self, target: Bytes, bound: Seconds) -> list[tuple[Candidate, ...]]:
+    def _sets(self, target: Bytes, bound: Seconds, known: Known) -> list[tuple[Candidate, ...]]:
         """The sets of storages to try, each once, the most likely first: that which won for nearly the same peak."""
         asked, won = self._won
         if won and abs(asked - target) <= NEAR * target:
             return [won, ()]
-        if not bound:
-            return [(), self.candidates] if self.candidates else [()]
-        price = self.bounds.price(target)
+        price = self.bounds.price(target) if self.candidates else 0.0
         rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
         first, *others = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
-        return list(dict.fromkeys([first, (), *others]))
+        helps = self._frontier((), known).bound(target) > bound * (1 + _CLOSE)
+        return list(dict.fromkeys([first, (), *others] if helps else [(), first, *others]))
 
     def _good(self, decision: Decision, target: Bytes, bound: Seconds) -> bool:
         """Whether the best choice would not be worth looking for."""
@@ -263,10 +262,12 @@ class Choice:
 
     def _ask(self, codes: tuple[Candidate, ...], target: Bytes, known: Known, walks: int) -> RetainSolution:
         """The solver's reruns where these are kept smaller."""
-        asked, _ = self._coded(codes)
+        return choose(self._coded(codes)[0], target, self._frontier(codes, known), walks)
+
+    def _frontier(self, codes: tuple[Candidate, ...], known: Known) -> Frontier:
         if codes not in known:
-            known[codes] = Frontier(asked.problem)
-        return choose(asked, target, known[codes], walks)
+            known[codes] = Frontier(self._coded(codes)[0].problem)
+        return known[codes]
 
     def _decision(self, codes: tuple[Candidate, ...], solution: RetainSolution) -> Decision:
         """The reruns by names, and the codecs with them."""
