@@ -221,7 +221,7 @@ class _Writer(Versions):
         made = self._insert(_recorded(coding, "decode", *_geometry(code)), code, node, at, at, mark)
         names = [node]
         for name in names:
-            self.newest[name] = made
+            self.renew(name, made)
             names += [user for user in name.users if user.target in SAME]
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:

@@ -101,7 +101,7 @@ class _Writer(Versions):
         if missing:
             raise PlanError(f"retain: {again.operator} does not make the storage {min(missing)!r}")
         for node in renewed:
-            self.newest[node] = fresh if node is first else self._picked(node, fresh, at)
+            self.renew(node, fresh if node is first else self._picked(node, fresh, at))
 
     def _picked(self, pick: fx.Node, fresh: fx.Node, at: fx.Node) -> fx.Node:
         made = self.call(operator.getitem, (fresh, pick.args[1]), {}, pick, at)

@@ -33,6 +33,7 @@ class Versions:
         phase: of every operator, new ones included.
         newest: node that makes or picks a renewed storage to the node of its last version.
         views: (view, the version of what it looks at) to that view of that version.
+        first: version of a result or view to the node of the first one; operators that read a version may run again.
         makers: name to node of the graph's own operators.
     """
 
@@ -46,6 +47,7 @@ class Versions:
         self.phase: dict[str, Phase] = dict(graph.phase)
         self.newest: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.first: dict[fx.Node, fx.Node] = {}
         self.makers = {op.node.name: op.node for op in self.memory.operators}
 
     def redirect(self, node: fx.Node) -> None:
@@ -56,6 +58,7 @@ class Versions:
 
     def version(self, node: fx.Node, at: fx.Node) -> fx.Node:
         """What a reader at ``at`` reads for ``node``: its last version, or a view of the last version of its base."""
+        node = self.first.get(node, node)
         if node in self.newest:
             return self.newest[node]
         if node.op != "call_function" or node.name in self.makers or not ops.is_view(node.target):
@@ -66,6 +69,7 @@ class Versions:
             return node
         if (node, now) not in self.views:
             self.views[node, now] = self._view(node, base, now, at)  # type: ignore[arg-type]
+            self.first[self.views[node, now]] = node
         return self.views[node, now]
 
     def _view(self, node: fx.Node, base: fx.Node, now: fx.Node, at: fx.Node) -> fx.Node:
@@ -77,6 +81,11 @@ class Versions:
         (_, old), (_, new) = next(tensors_of(base)), next(tensors_of(now))
         made.meta["val"] = self.moved(node, {identity(old): new.untyped_storage()})
         return made
+
+    def renew(self, node: fx.Node, version: fx.Node) -> None:
+        """From here on, readers of ``node`` read ``version``."""
+        self.newest[node] = version
+        self.first[version] = node
 
     def results(self, first: fx.Node) -> list[fx.Node]:
         """The nodes that stand for single results: the operator itself, or the picks of its results."""

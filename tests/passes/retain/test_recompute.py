@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from roamc import verify
+from roamc.cost import workspaces
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph
 from roamc.memory import build_memory, live_bytes
 from roamc.options import Options
-from roamc.passes import normalize
+from roamc.passes import normalize, reorder
 from roamc.passes.retain import Rerun, rerun
-from roamc.passes.retain.decide import droppable, expiries
+from roamc.passes.retain.decide import droppable, expiries, question
+from roamc.runtime.random import save_rng_state
+from roamc.solvers import retain as solver
+from roamc.solvers.retain import RetainSolution, schedule
+from roamc.solvers.status import Status
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
 from tests.random_graphs import random_model
 
@@ -79,6 +84,25 @@ def test_reruns_ahead_of_their_readers_leave_every_bit(seed: int, route: str) ->
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_graph_has_no_more_live_bytes_than_the_solver_counted(seed: int, route: str) -> None:
+    graph, _ = graph_and_inputs(*random_model(seed), route)
+    graph = cleaned(graph)
+    given = [op.node.name for op in build_memory(graph).operators]
+    asked = question(graph, Options(disable=("donate",)), given, dict.fromkeys(given, 0.0))
+    names = [asked.operators[op] for op in asked.problem.sequence.tolist()]
+    graph = reorder.arrange(graph, [name for name in names if name])
+    reruns = some_reruns(graph, seed, 0.3, ahead=True)
+    number = {storage.name: k for k, storage in enumerate(asked.storages)}
+    rows = [(names.index(b), asked.operators.index(op), (number[renewed],)) for b, op, (renewed,) in reruns]
+    chosen = RetainSolution(tuple(solver.Rerun(*row) for row in rows), 0, 0.0, 0.0, 0, Status.GAP, 0)
+    counted = max(nbytes for _, nbytes in schedule(asked.problem, chosen))
+    after = build_memory(rerun(graph, reruns))
+    states = sum(s.nbytes for s in after.counted if after.operators[s.producer].node.target is save_rng_state)
+    assert (live_bytes(after) + workspaces(after.operators)).max() <= counted + states
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("name", ["nanogpt-dropout", "t5", "vit"])
 def test_random_reruns_of_models_leave_every_bit(name: str, route: str) -> None:
     graph, inputs = model_graph(name, route)
@@ -111,6 +135,24 @@ def test_a_rerun_ahead_of_its_reader_waits_for_it() -> None:
     names = [op.node.name for op in build_memory(after).operators]
     assert names.index("sin_1") + 1 == names.index(early) == names.index("add") - 1
     assert after.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+
+
+def test_what_read_a_version_reads_the_newest_when_it_runs_again() -> None:
+    """A rerun in front of the first reader, too: else that version would live until the second rerun reads it."""
+
+    def function(x: Tensor) -> Tensor:
+        sine, total = x.sin(), x.sum()
+        cosine = sine.t().cos()
+        return (cosine * (cosine.sum() * total)).sum()
+
+    graph, inputs = chain(function, "")
+    names = [op.node.name for op in build_memory(graph).operators]
+    assert names == ["sin", "sum_1", "cos", "sum_2", "mul", "mul_1", "sum_3"]
+    again = [Rerun(before, name, (name,)) for before, name in (("cos", "sin"), ("mul_1", "sin"), ("mul_1", "cos"))]
+    after = build_memory(check(graph, inputs, again, "a version read twice"))
+    runs = [op.node.name for op in after.operators]
+    assert runs == ["sum_1", "sin_1", "cos", "sum_2", "mul", "sin_2", "cos_1", "mul_1", "sum_3"]
+    assert live_bytes(after).tolist()[runs.index("mul")] == 12
 
 
 def test_first_run_that_nobody_reads_any_more_is_taken_out() -> None:
