@@ -127,12 +127,17 @@ class Choice:
         """
         return self._decide(target, self._known if together else {}, walks)
 
-    def _decide(self, target: Bytes, known: Known, walks: int = WALKS) -> Decision:
-        """As :meth:`decide`, to begin with what is ``known``; what is found goes there too."""
+    def _decide(
+        self, target: Bytes, known: Known, walks: int = WALKS, sets: Sequence[tuple[Candidate, ...]] = ()
+    ) -> Decision:
+        """As :meth:`decide`, to begin with what is ``known``; what is found goes there too.
+
+        With ``sets`` only these sets of codecs are tried.
+        """
         ask = functools.partial(self._ask, target=target, known=known, walks=walks)
         bound = self.bounds.seconds(target) if self.candidates else 0.0
         found = list[Decision]()
-        for codes in self._sets(target, bound, known):
+        for codes in sets or self._sets(target, bound, known):
             solution = ask(codes)
             found.append(self._decision(codes, solution))
             fewer = self._fewer(codes, solution, target)
@@ -172,7 +177,8 @@ class Choice:
             if little:
                 break
         self._won = found.peak_bytes, won
-        again = self._decide(found.peak_bytes, known)
+        as_low = [codes for codes, frontier in known.items() if frontier.lowest <= found.peak_bytes]
+        again = self._decide(found.peak_bytes, known, sets=as_low)
         same = (again.reruns, again.codes) == (found.reruns, found.codes)
         return tuple(self._least(one) for one in ((again,) if same else (again, found)))
 

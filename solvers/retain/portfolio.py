@@ -69,6 +69,11 @@ class Frontier:
         self.found.append(own)
         return self.best(budget, own)
 
+    @property
+    def lowest(self) -> float:
+        """The lowest peak so far, in bytes; infinite if nothing was asked."""
+        return min((solution.peak_bytes for solution in self.found), default=math.inf)
+
     def best(self, budget: Bytes, own: RetainSolution) -> RetainSolution:
         """The best for a budget of all that was found; `own` was found for it."""
         best = min(self.found, key=lambda solution: _rank(solution, budget))
