@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from roamc.regions import keep_saved
+
 __all__ = [
     "CaptureMode",
     "DataDependentError",
@@ -212,6 +214,7 @@ def default_partition(
     """
     from torch._functorch.partitioners import default_partition as split
 
+    keep_saved(joint.graph)
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
             _pick_first(node)

@@ -93,6 +93,12 @@ def test_saved_by_policy_is_not_made_again() -> None:
     assert {operator.split("_")[0] for _, operator, _ in reruns} == {"gelu"}
 
 
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_no_budget_drops_what_a_policy_must_save(route: str) -> None:
+    reruns = plan_of(selective, route, "min").decisions["retain"]["reruns"]
+    assert not [operator for _, operator, _, _ in reruns if operator.startswith("addmm")]
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_mark_is_passed_over_where_what_it_reads_was_written_since(written: bool) -> None:
     def model(x: Tensor, buffer: Tensor) -> Tensor:

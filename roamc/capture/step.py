@@ -20,6 +20,7 @@ from roamc.capture.corrections import correct
 from roamc.capture.optimizers import Rule, rule_for, structure
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
+from roamc.regions import keep_saved
 from roamc.rewrite import Writer
 from roamc.units import format_bytes
 
@@ -154,6 +155,7 @@ class _Trace:
             with compat.uncompiled(self.request.model):
                 module = compat.trace(self._step, fakes, mode)
             rewinds.replay_marked(module.graph)
+            keep_saved(module.graph)
             return module
         except compat.DataDependentError as error:
             raise CaptureError(
