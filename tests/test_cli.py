@@ -127,7 +127,7 @@ def test_several_budgets_are_compared_in_one_table() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert added == sorted(added)
     shown = run("plan", "gpt", *SMALL, *budgets).stdout
-    assert re.search(r"budget +peak +of eager's +added time", shown)
+    assert re.search(r"budget +needs +of eager's +added time", shown)
     assert re.search(r"budget +light", run("plan", "gpt", *SMALL, "--memory-budget", "light").stdout)
     refused = run("plan", "gpt", *SMALL, "--memory-budget", "1kB", "--memory-budget", "90%", "--json", code=2)
     assert [point["fits"] for point in json.loads(refused.stdout)] == [False, True]
@@ -135,7 +135,7 @@ def test_several_budgets_are_compared_in_one_table() -> None:
 
 def test_explain_shows_what_lower_peaks_cost() -> None:
     curve = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "70%", "--json").stdout)["curve"]
-    peaks, added = ([spot[key] for spot in curve["spots"]] for key in ("peak_bytes", "added_seconds"))
+    peaks, added = ([spot[key] for spot in curve["spots"]] for key in ("needed_bytes", "added_seconds"))
     assert peaks == sorted(peaks, reverse=True)
     assert added == sorted(added)
     assert curve["now"]["added_seconds"] > 0

@@ -32,12 +32,12 @@ class Spot:
     """One plan on the curve.
 
     Attributes:
-        peak_bytes: its peak, layout, workspace and all.
+        needed_bytes: what a budget is compared with: its peak, workspace included.
         added_seconds: predicted time of its reruns.
         bound_seconds: no choice of reruns with such a peak adds less.
     """
 
-    peak_bytes: Bytes
+    needed_bytes: Bytes
     added_seconds: Seconds
     bound_seconds: Seconds
 

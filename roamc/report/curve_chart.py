@@ -68,20 +68,20 @@ class _Scale:
 
 def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
     """Draw the curve; ``eager`` is the peak that shares are of."""
-    spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.peak_bytes)
-    low, high = spots[-1].peak_bytes, spots[0].peak_bytes
+    spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.needed_bytes)
+    low, high = spots[-1].needed_bytes, spots[0].needed_bytes
     air = EDGE * ((high - low) or high)
     # Where nothing costs time, one percent keeps the axis.
     most = max(spot.added_seconds for spot in spots) or curve.step_seconds / 100
     scale = _Scale(low - air, high + air, most * (1 + EDGE))
-    reached = [(spot.peak_bytes, spot.added_seconds) for spot in curve.spots]
+    reached = [(spot.needed_bytes, spot.added_seconds) for spot in curve.spots]
     return CurveChart(
         width=WIDTH,
         height=HEIGHT,
         line=_stairs(reached, scale),
         bound=f"{_stairs(curve.bounds, scale, early=False)}V{HEIGHT}H{WIDTH}Z",
         dots=tuple(
-            Dot(scale.x(spot.peak_bytes), scale.y(spot.added_seconds), _text(spot, curve, eager), spot == curve.now)
+            Dot(scale.x(spot.needed_bytes), scale.y(spot.added_seconds), _text(spot, curve, eager), spot == curve.now)
             for spot in spots
         ),
         x_ticks=_peak_ticks(scale),
@@ -111,7 +111,7 @@ def _stairs(steps: Iterable[tuple[Bytes, Seconds]], scale: _Scale, early: bool =
 def _text(spot: Spot, curve: Curve, eager: Bytes) -> str:
     share, least = (seconds / curve.step_seconds for seconds in (spot.added_seconds, spot.bound_seconds))
     lines = [
-        f"peak {format_bytes(spot.peak_bytes)}, {spot.peak_bytes / eager:.3f} of eager's",
+        f"needs {format_bytes(spot.needed_bytes)}, {spot.needed_bytes / eager:.3f} of eager's",
         f"added time {share:.2%}, {spot.added_seconds:.4g} s a step",
         f"no reruns at this peak add less than {least:.2%}",
     ]

@@ -68,8 +68,8 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     rows = [
         (
             str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
-            format_bytes(point.plan.peak_bytes),
-            f"{point.plan.peak_bytes / eager:.3f}",
+            format_bytes(point.plan.needed_bytes),
+            f"{point.plan.needed_bytes / eager:.3f}",
             f"{point.plan.added_seconds / point.plan.step_seconds:.1%}",
             f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
@@ -77,7 +77,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
         )
         for point in points
     ]
-    headings = ("budget", "peak", "of eager's", "added time", "at least", "reruns", "")
+    headings = ("budget", "needs", "of eager's", "added time", "at least", "reruns", "")
     show_rows(out, headings, rows, right=(0, 1, 2, 3, 4, 5))
 
 
@@ -152,21 +152,21 @@ def _bytes_of(parts: Mapping[str, Bytes]) -> str:
 def _show_curve(out: Console, found: Explanation) -> None:
     if found.curve is None:
         return
-    _heading(out, "peak against added time: plans for other budgets, and the least that any reruns add")
-    headings = ("peak", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
+    _heading(out, "bytes needed against added time: plans for other budgets, and the least that any reruns add")
+    headings = ("needs", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
     show_rows(out, headings, curve_rows(found.curve, found.eager.live_bytes), right=(0, 1, 2, 3))
 
 
 def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
-    """Peak, share of eager's, added time, its bound, both as a bar, and what it is; highest peak first."""
-    spots = sorted({*curve.spots, curve.now}, key=lambda spot: (-spot.peak_bytes, spot.added_seconds))
+    """Bytes needed, share of eager's peak, added time, its bound, both as a bar, and what it is; most bytes first."""
+    spots = sorted({*curve.spots, curve.now}, key=lambda spot: (-spot.needed_bytes, spot.added_seconds))
     most = max(spot.added_seconds for spot in spots)
 
     def row(spot: Spot) -> tuple[str, ...]:
         length, least = (round(BAR * part / most) if most else 0 for part in (spot.added_seconds, spot.bound_seconds))
         return (
-            format_bytes(spot.peak_bytes),
-            f"{spot.peak_bytes / eager:.3f}",
+            format_bytes(spot.needed_bytes),
+            f"{spot.needed_bytes / eager:.3f}",
             f"{spot.added_seconds / curve.step_seconds:.1%}",
             f"{spot.bound_seconds / curve.step_seconds:.1%}",
             "#" * least + "-" * (length - least),

@@ -51,20 +51,20 @@ def traced(request: pytest.FixtureRequest) -> tuple[Trials, Curve]:
 def test_curve_is_made_of_plans(traced: tuple[Trials, Curve]) -> None:
     trials, curve = traced
     plans = {(plan.needed_bytes, plan.added_seconds) for plan in trials.found}
-    assert {(spot.peak_bytes, spot.added_seconds) for spot in (*curve.spots, curve.now)} <= plans
-    assert curve.spots[-1].peak_bytes == min(plan.needed_bytes for plan in trials.found)
+    assert {(spot.needed_bytes, spot.added_seconds) for spot in (*curve.spots, curve.now)} <= plans
+    assert curve.spots[-1].needed_bytes == min(plan.needed_bytes for plan in trials.found)
     assert curve.spots[0].added_seconds == 0
 
 
 def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[Trials, Curve]) -> None:
     _, curve = traced
     for before, after in pairwise(curve.spots):
-        assert after.peak_bytes < before.peak_bytes
+        assert after.needed_bytes < before.needed_bytes
         assert after.added_seconds > before.added_seconds
     assert [seconds for _, seconds in curve.bounds] == sorted(seconds for _, seconds in curve.bounds)
     for spot in (*curve.spots, curve.now):
         assert 0 <= spot.bound_seconds <= spot.added_seconds
-        assert all(seconds <= spot.added_seconds for peak, seconds in curve.bounds if peak >= spot.peak_bytes)
+        assert all(seconds <= spot.added_seconds for peak, seconds in curve.bounds if peak >= spot.needed_bytes)
     assert curve.spots[-1].bound_seconds > 0
 
 
@@ -98,7 +98,7 @@ def test_only_plans_that_no_other_beats_stay() -> None:
 
 
 SPOTS = (Spot(1000, 0.0, 0.0), Spot(500, 1.0, 0.5), Spot(100, 4.0, 2.0))
-HAND_MADE = Curve(SPOTS, SPOTS[1], tuple((spot.peak_bytes, spot.bound_seconds) for spot in SPOTS), 10.0)
+HAND_MADE = Curve(SPOTS, SPOTS[1], tuple((spot.needed_bytes, spot.bound_seconds) for spot in SPOTS), 10.0)
 
 
 def test_rows_are_narrow_and_bars_are_to_scale() -> None:
@@ -118,7 +118,7 @@ def test_drawing_places_plans_and_bound() -> None:
     xs, ys = [dot.x for dot in chart.dots], [dot.y for dot in chart.dots]
     assert WIDTH > xs[0] > xs[1] > xs[2] > 0
     assert HEIGHT == ys[0] > ys[1] > ys[2] > 0
-    assert "peak 500 B, 0.250 of eager's\nadded time 10.00%, 1 s a step" in chart.dots[1].text
+    assert "needs 500 B, 0.250 of eager's\nadded time 10.00%, 1 s a step" in chart.dots[1].text
     # Down from the right: what the plan with the lower peak costs holds from the next higher one on.
     assert chart.line == f"M{WIDTH} {ys[0]}H{xs[0]}V{ys[1]}H{xs[1]}V{ys[2]}H{xs[2]}"
     assert chart.bound.startswith(f"M{WIDTH} {ys[0]}H{xs[0]}H{xs[1]}V")

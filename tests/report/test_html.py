@@ -108,7 +108,7 @@ def test_page_draws_the_curve(small: Picture, page: Reader) -> None:
     kinds = [attributes["class"] for _, attributes in page.elements if "spot" in (attributes.get("class") or "")]
     assert sorted(kinds) == ["spot"] * (len({*curve.spots, curve.now}) - 1) + ["spot now"]
     for spot in curve.spots:
-        said = [title for title in page.texts["title"] if title.startswith(f"peak {format_bytes(spot.peak_bytes)},")]
+        said = [title for title in page.texts["title"] if title.startswith(f"needs {format_bytes(spot.needed_bytes)},")]
         assert any(f"added time {spot.added_seconds / curve.step_seconds:.2%}" in title for title in said)
 
 
