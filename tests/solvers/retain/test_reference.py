@@ -50,3 +50,10 @@ def test_updates_that_wait_no_longer_hide_a_budget() -> None:
     solution = solve(prompt, 450)
     assert validate(prompt, 450, solution).good
     assert solution.peak_bytes <= 450
+
+
+def test_what_reads_nothing_runs_when_it_is_needed() -> None:
+    """Operators 0 to 2 draw masks in turn, 3 to 5 read one each and what came before; 2 waits for the second stage."""
+    buffers = [(10, 0, [3], False), (10, 1, [4], False), (10, 2, [5], False), (1, 3, [4], False), (1, 4, [5], False)]
+    order = make_problem([0, 0, 0, 0, 0, 2], [(0, 1), (1, 2)], buffers)
+    assert reference_order(order, np.arange(6, dtype=np.int32)).tolist() == [0, 3, 1, 4, 2, 5]
