@@ -45,7 +45,7 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
 
 
 def _late(order: OrderProblem, sequence: IntArray) -> IntArray:
-    """The sequence with all operators that read nothing right in front of the first that must follow, in their stage."""
+    """The sequence with what reads nothing right in front of the first that must follow it, within its stage."""
     position = np.empty(order.num_ops, dtype=np.int64)
     position[sequence] = np.arange(order.num_ops)
     stage_end = np.searchsorted(order.stage[sequence], order.stage, side="right")
