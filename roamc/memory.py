@@ -79,8 +79,8 @@ class MemoryModel:
     Attributes:
         storages: every storage, inputs included.
         operators: in graph order.
-        edges: (before, after) pairs of operator indices that every order must keep: data, writes
-            against reads of the same storage, random and collective operators in their order.
+        edges: (before, after) pairs of operator indices that every order must keep: data, writes against reads of
+            the same storage, random, collective and checking operators in their order, writes to inputs behind checks.
         owner: (node name, result position) to storage index, for every tensor of the graph.
     """
 
@@ -359,6 +359,7 @@ class _Builder:
         self._chain(edges, lambda rule: rule.random)
         self._chain(edges, lambda rule: rule.collective)
         self._chain(edges, lambda rule: rule.ordered)
+        self._check_edges(edges)
         return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
 
     def _storage_edges(self, edges: set[tuple[int, int]]) -> None:
@@ -401,6 +402,15 @@ class _Builder:
                 return None
             node = node.all_input_nodes[0]
         return self.maker[node]
+
+    def _check_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Writes to the caller's tensors stay behind the last check before them: a step that fails changes nothing."""
+        last = None
+        for index, operator in enumerate(self.operators):
+            if ops.rule(operator.node.target).ordered:
+                last = index
+            elif last is not None and any(self.storages[storage].place is Place.INPUT for storage in operator.writes):
+                edges.add((last, index))
 
     def _chain(self, edges: set[tuple[int, int]], kind: Callable[[ops.OpRule], bool]) -> None:
         members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]

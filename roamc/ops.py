@@ -28,7 +28,7 @@ class OpRule:
         mutates: positions or keyword names of the arguments that are written.
         random: draws from a generator, so that its place among random operators matters.
         collective: talks to other ranks; all ranks must issue it in the same order.
-        ordered: has an effect that is not in its results (assertions, tokens); keeps its place.
+        ordered: has an effect that is not in its results (assertions, checks, prints); keeps its place.
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
@@ -49,7 +49,6 @@ class Row:
 
     view_of: tuple[int, ...] | None = None
     random: bool | None = None
-    ordered: bool | None = None
     recomputable: bool | None = None
     overwrites: tuple[int, ...] | None = None
 
@@ -65,11 +64,6 @@ ROWS: dict[str, Row] = {
     "aten::uniform_": Row(random=True),
     "aten::normal_": Row(random=True),
     "aten::_fused_dropout": Row(random=True),
-    # Effects beside the results.
-    "aten::_assert_async": Row(ordered=True),
-    "aten::_assert_scalar": Row(ordered=True),
-    "aten::_assert_tensor_metadata": Row(ordered=True),
-    "aten::sym_constrain_range": Row(ordered=True),
     # Sum with atomics on a GPU: the same inputs may give other bits.
     "aten::index_put": Row(recomputable=False, overwrites=(0,)),
     "aten::_index_put_impl_": Row(recomputable=False),
@@ -137,7 +131,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         mutates=tuple(mutates),
         random=random,
         collective=collective,
-        ordered=bool(row.ordered),
+        ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
     )

@@ -100,9 +100,14 @@ def test_sum_with_atomics_is_not_recomputed(target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default], ids=str
+    "target",
+    [
+        *(aten._assert_async.msg, aten._assert_scalar.default, aten._assert_tensor_metadata.default),
+        *(aten.sym_constrain_range.default, aten._linalg_check_errors.default, aten._print.default),
+    ],
+    ids=str,
 )
-def test_assertion_keeps_its_place(target: Any) -> None:
+def test_what_gives_and_writes_nothing_keeps_its_place(target: Any) -> None:
     assert rule(target).ordered
 
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from roamc import ops
 from roamc.capture.corrections import correct
+from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders
@@ -40,6 +41,7 @@ def stitch(
     Raises:
         CaptureError: an operator of the graph cannot be planned; the caller falls back.
     """
+    forward, backward = without_tokens(forward), without_tokens(backward)
     made = _Stitcher(mode_of(forward.graph))
     inputs = [Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(forward.graph))]
     made.copy(forward.graph, Phase.FORWARD)
@@ -66,6 +68,7 @@ def stitch(
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:
     """A graph that is only run forward."""
+    module = without_tokens(module)
     made = _Stitcher(mode_of(module.graph))
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]

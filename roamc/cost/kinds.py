@@ -73,7 +73,7 @@ LIGHT = frozenset(KINDS) - HEAVY
 _MEMBERS: dict[str, str] = {
     FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
     "sym_storage_offset _assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range "
-    "sym_constrain_range_for_size _local_scalar_dense",
+    "sym_constrain_range_for_size _local_scalar_dense _linalg_check_errors",
     "matmul": "mm addmm _scaled_mm _int_mm linear mv addmv dot vdot addr outer ger",
     "batched_matmul": "bmm baddbmm addbmm matmul _grouped_mm _scaled_grouped_mm",
     "attention": "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "

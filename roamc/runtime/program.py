@@ -64,9 +64,9 @@ class Executable:
     def _refuse(self, entry: str, args: list[Any]) -> NoReturn:
         """Dynamo before torch 2.13 does not notice that a compiled module was moved to another dtype."""
         pairs = zip(self.program.entries[entry], args, self._dtypes[entry], strict=True)
-        name, found, planned = next((n, a.dtype, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
+        name, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
         raise StaleError(
-            f"{self.planned.graph.name} was compiled for {planned} and now gets {found} ({name}): call "
+            f"{self.planned.graph.name} was compiled for {planned} and now gets {_kind(found)} ({name}): call "
             "torch.compiler.reset() after changing the dtype of a compiled module"
         )
 
@@ -201,6 +201,11 @@ class Pair:
             tensor = args[index]
             args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             args[index].copy_(tensor)
+
+
+def _kind(argument: object) -> str:
+    """What an argument is, as an error names it: a tensor's dtype, else the type."""
+    return str(argument.dtype) if isinstance(argument, torch.Tensor) else type(argument).__name__
 
 
 def _fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
