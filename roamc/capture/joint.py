@@ -95,6 +95,7 @@ class _Stitcher:
         env: node name in a half to its node in the new graph; for results of a half's random pair, see
             :meth:`_random_pair`.
         phase: node name in the new graph to phase.
+        derived: nodes of the new graph whose values are not those of the halves: views of them are new as well.
     """
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
@@ -103,6 +104,8 @@ class _Stitcher:
         self.env: dict[str, fx.Node] = {}
         self.pairs: dict[str, tuple[fx.Node, fx.Node]] = {}
         self.phase: dict[str, Phase] = {}
+        self.fresh: set[fx.Node] = set()
+        self.derived: set[fx.Node] = set()
         self.last: fx.Node | None = None
 
     def copy(self, source: fx.Graph, now: Phase) -> None:
@@ -152,7 +155,8 @@ class _Stitcher:
             return self._random_pair(node, args, kwargs, now)
         target = replay if kind == "run_with_rng_state" else node.target
         made = self._create(node, target, args, kwargs, now)
-        if made.name != node.name or target in (replay, operator.getitem) or "val" not in made.meta:
+        again = made.name != node.name or target in (replay, operator.getitem) or "val" not in made.meta
+        if again or (ops.rule(target).view_of and not self.fresh.isdisjoint(made.all_input_nodes)):
             self._derive(made)
         return made
 
@@ -177,9 +181,10 @@ class _Stitcher:
         return drawn
 
     def _derive(self, node: fx.Node) -> None:
-        """A value of its own for a node that both halves have, or that torch left without."""
+        """A value of its own for a node that both halves have, for views of it, and where torch left none."""
         if node.op != "call_function":
             return
+        self.fresh.add(node)
         args, kwargs = given(node)
         if node.target is operator.getitem:
             node.meta["val"] = args[0][args[1]]

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from roamc import compat, verify
+import roamc
+from roamc import compat, ops, verify
 from roamc.capture import joint
-from roamc.graph import Phase, Role, operators, output_values, placeholders
+from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders
+from roamc.memory import identity
 from tests.end_to_end.cases import SMALL
-from tests.end_to_end.helpers import assert_same, noise
+from tests.end_to_end.helpers import assert_same, noise, optimized
 
 NAMES = ["several outputs", "batch norm", "tied weights", "slice assignment", "view of an input", "frozen parameters"]
 
@@ -74,3 +77,38 @@ def test_inference_graph_has_one_phase_and_no_boundary() -> None:
     with torch.no_grad():
         found = fx.Interpreter(graph.module).run(*model.parameters(), *model.buffers(), batch)
         assert_same(found[0], model(batch))
+
+
+class Product(nn.Module):
+    """Backward reads a view of what the region makes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(noise(16, 64)), nn.Parameter(noise(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(x @ self.left) @ self.right
+
+
+class Regions(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Product() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x.mean()
+
+
+def test_views_of_what_runs_again_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[TrainGraph] = []
+    stitch = joint.stitch
+    monkeypatch.setattr(joint, "stitch", lambda *args: found.append(stitch(*args)) or found[-1])
+    model, x = Regions(4), noise(128, 16)
+    optimized(model)(x).backward()
+    for node in operators(found[0].graph):
+        if ops.is_view(node.target) and isinstance(node.meta["val"], Tensor):
+            assert identity(node.meta["val"]) == identity(node.args[0].meta["val"]), node
+    step = roamc.plan(model, x, loss_fn=lambda m, x: m(x), optimizer=torch.optim.SGD(model.parameters()))
+    assert roamc.plans(model)[0].needed_bytes < step.needed_bytes + 1.1 * step.fixed_bytes["parameter"], "and gradients"
