@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,7 +80,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _marks_end_with_their_region():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _regions_told_apart():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 
@@ -97,15 +98,26 @@ def graph_so_far() -> fx.Graph:
 
 
 @contextlib.contextmanager
-def _marks_end_with_their_region() -> Iterator[None]:
-    """While tracing, torch leaves the last mark of a selective checkpoint on all nodes behind it: take it off."""
+def _regions_told_apart() -> Iterator[None]:
+    """While tracing, every selective checkpoint has a number, and its marks end with it.
+
+    torch numbers them under dynamo alone, and its partition compares the numbers; it leaves the last mark of a region
+    on all nodes behind it.
+    """
     from torch.utils.checkpoint import _CachingTorchDispatchMode as Region
 
+    numbers = itertools.count()
+
+    def enter(self: Any) -> Any:
+        self.ac_graph_id = next(numbers)
+        return super(Region, self).__enter__()
+
     def leave(self: Any, *error: Any) -> Any:
-        fx.traceback.current_meta.pop("recompute", None)
+        for mark in ("recompute", "ac_graph_id"):
+            fx.traceback.current_meta.pop(mark, None)
         return super(Region, self).__exit__(*error)
 
-    with mock.patch.object(Region, "__exit__", leave):
+    with mock.patch.object(Region, "__enter__", enter), mock.patch.object(Region, "__exit__", leave):
         yield
 
 
@@ -340,7 +352,7 @@ def forward_backward(
     fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
     fakes += [fake_input(mode, leaves[index], device) for index in where]
     traced = functools.partial(make_fx, record_stack_traces=True)
-    with mode, uncompiled(model), mock.patch.object(graph_capture, "make_fx", traced):
+    with mode, uncompiled(model), _regions_told_apart(), mock.patch.object(graph_capture, "make_fx", traced):
         aot_function(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,

@@ -76,6 +76,14 @@ def test_plan_with_keep_is_not_taken_for_one_without() -> None:
     assert plan_of(kept, "step", None).fingerprint != plan_of(plain, "step", None).fingerprint
 
 
+def test_largest_batch_with_policies_fits() -> None:
+    def make(size: int) -> tuple[nn.Module, tuple[Tensor], object]:
+        return Blocks(selective), (torch.empty(size, WIDTH),), square
+
+    found = roamc.max_batch(make, 150_000, largest=40, forward_backward=True)
+    assert found.plan.needed_bytes <= 150_000
+
+
 @pytest.mark.parametrize("around", [again, selective])
 def test_checkpoint_by_hand_lowers_the_peak_without_a_budget(around: Callable[..., Any]) -> None:
     assert plan_of(around, "step", None).peak_bytes < plan_of(plain, "step", None).peak_bytes
@@ -86,6 +94,13 @@ def test_checkpoint_by_hand_lowers_the_peak_without_a_budget(around: Callable[..
         square(model, noise(64, WIDTH)).backward()
         peaks.append(roamc.plans(model)[0].peak_bytes)
     assert peaks[0] < peaks[1]
+
+
+def test_plan_of_a_module_with_policies_is_that_of_torch_compile() -> None:
+    torch.compiler.reset()
+    model, x = optimized(Blocks(selective)), noise(64, WIDTH)
+    square(model, x).backward()
+    assert roamc.plan(model, x).needed_bytes == roamc.plans(model)[0].needed_bytes
 
 
 def test_saved_by_policy_is_not_made_again() -> None:
