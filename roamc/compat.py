@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from roamc.errors import CaptureError
 from roamc.regions import keep_saved
 
 __all__ = [
@@ -80,7 +81,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _regions_told_apart():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _checkpoints_followed():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 
@@ -98,12 +99,13 @@ def graph_so_far() -> fx.Graph:
 
 
 @contextlib.contextmanager
-def _regions_told_apart() -> Iterator[None]:
-    """While tracing, every selective checkpoint has a number, and its marks end with it.
+def _checkpoints_followed() -> Iterator[None]:
+    """While tracing, every selective checkpoint has a number, its marks end with it, and reentrant ones are refused.
 
     torch numbers them under dynamo alone, and its partition compares the numbers; it leaves the last mark of a region
     on all nodes behind it.
     """
+    from torch.utils.checkpoint import CheckpointFunction
     from torch.utils.checkpoint import _CachingTorchDispatchMode as Region
 
     numbers = itertools.count()
@@ -117,7 +119,42 @@ def _regions_told_apart() -> Iterator[None]:
             fx.traceback.current_meta.pop(mark, None)
         return super(Region, self).__exit__(*error)
 
-    with mock.patch.object(Region, "__enter__", enter), mock.patch.object(Region, "__exit__", leave):
+    with (
+        mock.patch.object(Region, "__enter__", enter),
+        mock.patch.object(Region, "__exit__", leave),
+        mock.patch.object(CheckpointFunction, "backward", _refuse_reentrant),
+    ):
+        yield
+
+
+def _refuse_reentrant(region: Any, *_: Any) -> None:
+    """In the place of a reentrant checkpoint's backward, which calls the autograd engine: no trace can hold that."""
+    function = region.run_function
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
+    raise CaptureError(
+        f"torch.utils.checkpoint around {name}{line} has use_reentrant=True, which cannot be traced; "
+        "pass use_reentrant=False, or use roamc.optimize or torch.compile"
+    )
+
+
+@contextlib.contextmanager
+def _reentrant_refused() -> Iterator[None]:
+    """While tracing, a checkpoint region that calls ``backward`` inside backward is an error of ours that names it."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    def refuse(region: Any, *_: Any) -> None:
+        function = region.run_function
+        name = getattr(function, "__qualname__", type(function).__name__)
+        code = getattr(function, "__code__", None)
+        line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
+        raise CaptureError(
+            f"torch.utils.checkpoint around {name}{line} is used with use_reentrant=True, which cannot be traced; "
+            "pass use_reentrant=False, or use roamc.optimize or torch.compile"
+        )
+
+    with mock.patch.object(CheckpointFunction, "backward", staticmethod(refuse)):
         yield
 
 
@@ -352,12 +389,25 @@ def forward_backward(
     fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
     fakes += [fake_input(mode, leaves[index], device) for index in where]
     traced = functools.partial(make_fx, record_stack_traces=True)
-    with mode, uncompiled(model), _regions_told_apart(), mock.patch.object(graph_capture, "make_fx", traced):
+    with mode, uncompiled(model), _checkpoints_followed(), mock.patch.object(graph_capture, "make_fx", traced):
         aot_function(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,
         )(*fakes)  # fmt: skip
     return found["halves"], found["outputs"], found["static"]
+
+
+def compiled_module() -> torch.nn.Module | None:
+    """While dynamo compiles: the module whose ``forward`` (or function of a module) it has been called for, if any."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+        names = ("self", *frame.f_code.co_varnames[:1])
+        found = [frame.f_locals.get(name) for name in names]
+    except AttributeError:  # outside of dynamo
+        return None
+    return next((value for value in found if isinstance(value, torch.nn.Module)), None)
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import roamc
 from tests.end_to_end.helpers import assert_backward_equal, assert_same, noise, sgd, square, state_of, tensors_of
@@ -87,6 +88,25 @@ def test_what_train_step_refuses_torch_compile_can_do(loss_fn: Body) -> None:
             return loss_fn(self.inner, x)
 
     assert_backward_equal(Whole(), lambda m, x: m(x), [(X,), (-X,)])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_reentrant_checkpoint_is_named(whole: bool) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            function = self.second if whole else lambda y: self.second(y).sin()
+            return checkpoint(function, self.first(x), use_reentrant=True)
+
+    model = Inner()
+    where = "Linear has use_reentrant=True" if whole else "test_bad_input.py:"
+    parts = (where, "pass use_reentrant=False", "roamc.optimize")
+    refused(lambda: roamc.train_step(model, square, sgd(model))(X), roamc.CaptureError, *parts)
+    refused(lambda: roamc.plan(model, X), roamc.CaptureError, *parts)
+    assert_backward_equal(model, square, [(X,)])
 
 
 def test_errors_of_the_loss_function_arrive_as_they_are() -> None:
