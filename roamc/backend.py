@@ -106,9 +106,12 @@ def _specialize(example_inputs: Sequence[Any]) -> int:
 
 
 def _name(gm: fx.GraphModule, record: Record) -> str:
-    """The model's class where it is known, numbered from its second graph on; else that of its first part."""
+    """The model's class where it is known, numbered from its second graph on; else that of a part."""
     if record.name:
         return record.name if not record.programs else f"{record.name} (graph {len(record.programs) + 1})"
+    module = compat.compiled_module()
+    if module is not None:
+        return type(module).__name__
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:

@@ -282,3 +282,35 @@ def test_tensor_outside_the_model_that_changes_between_steps(shape: tuple[int, .
     for _ in range(3):
         assert_same(step(X), eager_step(twin, loss_fn, reference, X))
         outside.mul_(2)
+
+
+class Trunk(nn.Module):
+    """Its first operator belongs to a part."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.tanh(self.down(x))
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_plan_of_torch_compile_has_the_name_of_the_model(breaks: bool) -> None:
+    for compiled in (
+        torch.compile(Trunk(breaks), backend="roamc"),
+        torch.compile(Trunk(breaks).forward, backend="roamc"),
+    ):
+        torch.compiler.reset()
+        compiled(noise(4, 8)).sum().backward()
+        assert {plan.name for plan in roamc.plans()[-1 - breaks :]} == {"Trunk"}
+
+
+def test_plan_of_a_function_has_the_name_of_its_model() -> None:
+    model = Trunk(False)
+    torch.compile(lambda x: model(x).sum(), backend="roamc")(noise(4, 8)).backward()
+    assert roamc.plans()[-1].name == "Trunk"
