@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from roamc import pipeline, workload
-from roamc.errors import BudgetError, OptionError
+from roamc import compat, pipeline, workload
+from roamc.errors import BudgetError, CaptureError, OptionError
+from roamc.graph import TrainGraph
 from roamc.options import parse_options
 from roamc.plan import Plan
 
@@ -33,6 +34,7 @@ def max_batch(
     make: Callable[[int], tuple[Any, ...]],
     memory_budget: int | str,
     *,
+    smallest: int = 1,
     largest: int = 1 << 20,
     forward_backward: bool = False,
     **options: Any,
@@ -46,51 +48,67 @@ def max_batch(
             ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch, a sequence, or
             whatever else is to grow to ``size``.
         memory_budget: as the option of that name.
+        smallest: the first size that is tried; some models, such as those with batch norm, cannot do with 1.
         largest: no larger size is tried.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
         options: see :class:`roamc.options.Options`.
 
     Raises:
-        BudgetError: not even size 1 fits.
+        BudgetError: not even the smallest size fits.
         OptionError: an option is unknown or out of range; the budget is a share of what eager holds, which grows
             with the batch.
+        CaptureError: the function does not return what it should, or a model that was built outside of it.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
     if isinstance(parsed.memory_budget, str) and parsed.memory_budget != "device":
         raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {memory_budget!r}")
-    if largest < 1:
-        raise OptionError(f"largest must be at least 1, not {largest}")
+    _check_size("smallest", smallest, 1)
+    _check_size("largest", largest, smallest)
 
-    def plan_of(size: int) -> Plan | None:
+    def plan_of(size: int) -> Plan:
         with torch.device("meta"):
             returned = make(size)
-        graph = workload.capture(workload.made("max_batch", returned), forward_backward=forward_backward)
+        return pipeline.run(_captured(returned, forward_backward), parsed).plan
+
+    try:
+        first = plan_of(smallest)
+    except BudgetError as error:
+        why = str(error).removesuffix(pipeline.SMALLER)
+        raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
+    return _search(plan_of, Fit(smallest, first, None), largest)
+
+
+def _check_size(name: str, given: object, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise OptionError(f"{name} must be a whole number, at least {least}, not {given!r}")
+
+
+def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
+    """The graph of what the function has returned, under the model's name."""
+    found = workload.made("", returned)
+    leaves, _ = compat.flatten(found.batch)
+    fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    held = {parameter.device.type for parameter in found.model.parameters()}
+    if "meta" in fed and held and "meta" not in held:
+        raise CaptureError(
+            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(held))}; build the "
+            "model inside the function, where tensors are made on the meta device"
+        )
+    named = replace(found, name=type(returned[0]).__name__)
+    return workload.capture(named, forward_backward=forward_backward)
+
+
+def _search(plan_of: Callable[[int], Plan], fit: Fit, largest: int) -> Fit:
+    """From a size that fits to the largest that does."""
+
+    def tried(size: int) -> Fit:
         try:
-            return pipeline.run(graph, parsed).plan
+            return Fit(size, plan_of(size), fit.too_large)
         except BudgetError:
-            if size == 1:
-                raise
-            return None
+            return replace(fit, too_large=size)
 
-    return _search(plan_of, largest)
-
-
-def _search(plan_of: Callable[[int], Plan | None], largest: int) -> Fit:
-    size, too_large = 1, None
-    plan = plan_of(size)
-    while size < largest and too_large is None:
-        found = plan_of(min(2 * size, largest))
-        if found is None:
-            too_large = min(2 * size, largest)
-        else:
-            size, plan = min(2 * size, largest), found
-    while too_large is not None and too_large - size > 1:
-        middle = (size + too_large) // 2
-        found = plan_of(middle)
-        if found is None:
-            too_large = middle
-        else:
-            size, plan = middle, found
-    if plan is None:
-        raise BudgetError("not even a size of 1 fits")
-    return Fit(size, plan, too_large)
+    while fit.size < largest and fit.too_large is None:
+        fit = tried(min(2 * fit.size, largest))
+    while fit.too_large is not None and fit.too_large - fit.size > 1:
+        fit = tried((fit.size + fit.too_large) // 2)
+    return fit

@@ -469,9 +469,13 @@ def _check_budget(planned: Planned, limit: Bytes | None) -> None:
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
         f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
-        "Raise the budget, or use a smaller batch",
+        f"Raise the budget{SMALLER}",
         plan,
     )
+
+
+SMALLER = ", or use a smaller batch"
+"""How the error ends for a budget that no plan keeps."""
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.errors import BudgetError, OptionError
+from roamc.errors import BudgetError, CaptureError, OptionError
 
 WIDTH = 64
 
@@ -47,8 +49,38 @@ def test_no_size_above_the_largest_is_tried() -> None:
 
 
 def test_budget_below_any_size_is_an_error() -> None:
-    with pytest.raises(BudgetError, match="above memory_budget=1 kB"):
+    with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .* above memory_budget=1 kB") as error:
         roamc.max_batch(make, "1kB")
+    assert "smaller batch" not in str(error.value)
+    assert error.value.plan is not None
+    with pytest.raises(BudgetError, match="not even size 4096"):
+        roamc.max_batch(make, 300_000, smallest=4096)
+
+
+def with_batch_norm(size: int) -> tuple[nn.Module, tuple[Tensor], object]:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), (torch.empty(size, WIDTH),), loss
+
+
+@pytest.mark.parametrize("forward_backward", [False, True])
+def test_model_that_needs_more_than_one_row(forward_backward: bool) -> None:
+    found = roamc.max_batch(with_batch_norm, "1MB", smallest=2, largest=7, forward_backward=forward_backward)
+    assert (found.size, found.too_large) == (7, None)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"largest": 10.5}, {"largest": "8"}, {"largest": 0}, {"largest": True}, {"smallest": 0}, {"smallest": 1.5},
+     {"smallest": 5, "largest": 4}],
+)  # fmt: skip
+def test_sizes_are_whole_numbers(sizes: Any) -> None:
+    with pytest.raises(OptionError, match=r"(smallest|largest) must be a whole number, at least [15], not"):
+        roamc.max_batch(make, "1GB", **sizes)
+
+
+def test_model_built_outside_of_the_function() -> None:
+    model, _, _ = make(1)
+    with pytest.raises(CaptureError, match="build the model inside the function"):
+        roamc.max_batch(lambda size: (model, torch.empty(size, WIDTH), loss), "1MB")
 
 
 @pytest.mark.parametrize("budget", ["80%", "min"])
