@@ -42,7 +42,11 @@ NEARLY = 1.1
 ALIGNED = 1000
 """One part in so many is left for what the alignment of tensors rounds up."""
 
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+BYTES = 1 << 20
+"""From here on a whole number that is written as a float, such as 6e9, is taken for bytes."""
+
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+_FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def parse_budget(given: object) -> Budget | None:
@@ -51,17 +55,28 @@ def parse_budget(given: object) -> Budget | None:
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``.
     """
+    given = given.strip() if isinstance(given, str) else given
     if given is None or given in ("min", LIGHT, "device"):
-        return given
-    if isinstance(given, str) and _SHARE.fullmatch(given):
-        return given.strip()
+        return given  # type: ignore[return-value]
     try:
-        count = parse_bytes(given)  # type: ignore[arg-type]
+        share = _SHARE.fullmatch(given) if isinstance(given, str) else None
+        count = float(share.group(1)) if share else _bytes(given)
         if not count:
             raise OptionError(f"{given!r} is no room at all")
-        return count
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, light, or device") from None
+    return given if share else count  # type: ignore[return-value]
+
+
+def _bytes(given: object) -> Bytes:
+    """A size; one without a unit is whole."""
+    if isinstance(given, str) and _FRACTION.fullmatch(given):
+        given = float(given)
+    if not isinstance(given, float):
+        return parse_bytes(given)  # type: ignore[arg-type]
+    if given.is_integer() and given >= BYTES:
+        return int(given)
+    raise OptionError(f'{given!r} is not a number of bytes; a share is written "80%"')
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
@@ -72,6 +87,9 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         baseline: what eager holds at its worst step.
         device: asked for its free bytes.
         state: bytes of optimizer state, which may be allocated only after the plan was made.
+
+    Raises:
+        OptionError: a share of ``baseline`` is less than a byte.
     """
     if budget is None or isinstance(budget, int):
         return budget
@@ -79,7 +97,10 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         return 0
     if budget == "device":
         return max(1, int((_free(device) - state) * MARGIN))
-    return int(baseline * float(budget.rstrip(" %")) / 100)
+    count = int(baseline * float(budget.rstrip(" %")) / 100)
+    if baseline and not count:
+        raise OptionError(f"memory_budget: {budget} of the {baseline} bytes that eager holds is no room at all")
+    return count
 
 
 def _free(device: torch.device) -> Bytes:

@@ -31,16 +31,40 @@ CPU = torch.device("cpu")
         ("min", "min"),
         ("light", "light"),
         ("device", "device"),
+        (" device ", "device"),
+        (6e9, 6_000_000_000),
+        (1e18, 10**18),
+        ("6000000000.0", 6_000_000_000),
+        ("1.5kB", 1500),
     ],
 )
 def test_budget_is_read(given: object, read: object) -> None:
     assert budget.parse_budget(given) == read
 
 
-@pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5])
+@pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5, "٨٠%", "٨٠", float("nan")])
 def test_budget_without_sense_says_what_is_possible(given: object) -> None:
     with pytest.raises(OptionError, match="80% of what eager holds, min, light, or device"):
         budget.parse_budget(given)
+
+
+@pytest.mark.parametrize("given", [0, "0", "0 B", "0%", " 0.00 %", "0.1B"])
+def test_budget_of_nothing_is_an_error(given: object) -> None:
+    with pytest.raises(OptionError, match="is no room at all; or 80% of what eager holds"):
+        budget.parse_budget(given)
+
+
+@pytest.mark.parametrize("given", [0.8, 1.5, 1.0, 100.0, 2e6 + 0.5, "0.8", "1.5", float("inf")])
+def test_fraction_that_may_be_meant_as_a_share_is_an_error(given: object) -> None:
+    with pytest.raises(OptionError, match='is not a number of bytes; a share is written "80%"'):
+        budget.parse_budget(given)
+
+
+def test_share_of_less_than_a_byte_is_an_error() -> None:
+    given = budget.parse_budget("0.0001%")
+    with pytest.raises(OptionError, match=r"0\.0001% of the 1000 bytes that eager holds is no room at all"):
+        budget.resolve(given, 1000, CPU, 0)
+    assert budget.resolve(given, 10**6, CPU, 0) == 1
 
 
 def test_budget_in_bytes() -> None:

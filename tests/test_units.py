@@ -49,6 +49,8 @@ def test_parse_reads(text: str | int, count: int) -> None:
         "0x10",
         ".",
         "1..5k",
+        "٦GiB",
+        "6KB".replace("K", "\N{KELVIN SIGN}"),
         "5 5",
         None,
         True,
