@@ -159,6 +159,28 @@ def _reentrant_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _checkpoints_marked() -> Iterator[None]:
+    """While AOTAutograd traces, regions of plain ``checkpoint`` are marked, as dynamo does, to run again in backward.
+
+    Their second run is in the trace, but reads nothing of backward: a partition would take it for a part of forward.
+    """
+    from torch.utils import checkpoint
+
+    plain, run = checkpoint.noop_context_fn, checkpoint._checkpoint_without_reentrant_generator
+
+    def mark(*_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    marked = functools.partial(checkpoint.create_selective_checkpoint_contexts, mark, allow_cache_entry_mutation=True)
+
+    def begin(function: Any, preserve: bool, context: Any, *rest: Any, **named: Any) -> Any:
+        return run(function, preserve, marked if context is plain else context, *rest, **named)
+
+    with mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", begin):
+        yield
+
+
+@contextlib.contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     """While inside, ``model`` and its parts run as plain modules although ``compile`` was called on them."""
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
@@ -389,7 +411,13 @@ def forward_backward(
     fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
     fakes += [fake_input(mode, leaves[index], device) for index in where]
     traced = functools.partial(make_fx, record_stack_traces=True)
-    with mode, uncompiled(model), _checkpoints_followed(), mock.patch.object(graph_capture, "make_fx", traced):
+    with (
+        mode,
+        uncompiled(model),
+        _checkpoints_followed(),
+        _checkpoints_marked(),
+        mock.patch.object(graph_capture, "make_fx", traced),
+    ):
         aot_function(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,

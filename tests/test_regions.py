@@ -96,9 +96,10 @@ def test_checkpoint_by_hand_lowers_the_peak_without_a_budget(around: Callable[..
     assert peaks[0] < peaks[1]
 
 
-def test_plan_of_a_module_with_policies_is_that_of_torch_compile() -> None:
+@pytest.mark.parametrize("around", [again, selective])
+def test_plan_of_a_module_with_regions_is_that_of_torch_compile(around: Callable[..., Any]) -> None:
     torch.compiler.reset()
-    model, x = optimized(Blocks(selective)), noise(64, WIDTH)
+    model, x = optimized(Blocks(around)), noise(64, WIDTH)
     square(model, x).backward()
     assert roamc.plan(model, x).needed_bytes == roamc.plans(model)[0].needed_bytes
 
