@@ -57,7 +57,7 @@ def parse_budget(given: object) -> Budget | None:
     """
     given = given.strip() if isinstance(given, str) else given
     if given is None or given in ("min", LIGHT, "device"):
-        return given  # type: ignore[return-value]
+        return given
     try:
         share = _SHARE.fullmatch(given) if isinstance(given, str) else None
         count = float(share.group(1)) if share else _bytes(given)

@@ -140,25 +140,6 @@ def _refuse_reentrant(region: Any, *_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _reentrant_refused() -> Iterator[None]:
-    """While tracing, a checkpoint region that calls ``backward`` inside backward is an error of ours that names it."""
-    from torch.utils.checkpoint import CheckpointFunction
-
-    def refuse(region: Any, *_: Any) -> None:
-        function = region.run_function
-        name = getattr(function, "__qualname__", type(function).__name__)
-        code = getattr(function, "__code__", None)
-        line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else ""
-        raise CaptureError(
-            f"torch.utils.checkpoint around {name}{line} is used with use_reentrant=True, which cannot be traced; "
-            "pass use_reentrant=False, or use roamc.optimize or torch.compile"
-        )
-
-    with mock.patch.object(CheckpointFunction, "backward", staticmethod(refuse)):
-        yield
-
-
-@contextlib.contextmanager
 def _checkpoints_marked() -> Iterator[None]:
     """While AOTAutograd traces, regions of plain ``checkpoint`` are marked, as dynamo does, to run again in backward.
 

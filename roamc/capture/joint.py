@@ -95,7 +95,7 @@ class _Stitcher:
         env: node name in a half to its node in the new graph; for results of a half's random pair, see
             :meth:`_random_pair`.
         phase: node name in the new graph to phase.
-        derived: nodes of the new graph whose values are not those of the halves: views of them are new as well.
+        fresh: nodes of the new graph whose values are not those of the halves: views of them are new as well.
     """
 
     def __init__(self, mode: FakeTensorMode | None) -> None:
@@ -105,7 +105,6 @@ class _Stitcher:
         self.pairs: dict[str, tuple[fx.Node, fx.Node]] = {}
         self.phase: dict[str, Phase] = {}
         self.fresh: set[fx.Node] = set()
-        self.derived: set[fx.Node] = set()
         self.last: fx.Node | None = None
 
     def copy(self, source: fx.Graph, now: Phase) -> None:
