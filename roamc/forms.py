@@ -8,7 +8,7 @@
 | ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
 
 An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
-plain operator and copy, which would hide an allocation.
+plain operator and copy, which would hide an allocation. So do those of ``COPYING``, though their kernels are their own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import enum
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from roamc.compat import OpOverload, has_kernel
 from roamc.graph import tensors_of
 from roamc.runtime.kernels import KERNELS
+
+aten = torch.ops.aten
 
 
 class FormKind(enum.Enum):
@@ -50,6 +53,9 @@ class Form:
 
 ALLOCATE = Form(FormKind.ALLOCATE)
 
+COPYING = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
+"""Operators that with ``out=`` make their result first and copy it."""
+
 
 def form_of(node: fx.Node, births: int) -> Form:
     """The form of ``node``, which makes ``births`` new storages."""
@@ -71,7 +77,7 @@ def _form(target: OpOverload, device: str) -> Form:
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
     found = out_overload(target)
-    if found is not None and has_kernel(found[0].name(), device.upper()):
+    if found is not None and target not in COPYING and has_kernel(found[0].name(), device.upper()):
         return Form(FormKind.OUT, *found)
     return ALLOCATE
 

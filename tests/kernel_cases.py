@@ -371,3 +371,19 @@ def batch_norm(dtype: torch.dtype) -> list[Call]:
                 found += [call(x, weight, bias, mean, variance, training, 0.1, 1e-5)]
                 found += [call(x, None, None, mean, variance, training, 0.3, 1e-3)]
     return found
+
+
+@cases(FLOATS, aten.im2col.default)
+def im2col(dtype: torch.dtype) -> list[Call]:
+    return [
+        call(tensor(dtype, 2, 3, 5, 7), [3, 2], [1, 1], [1, 0], [2, 1]),
+        call(tensor(dtype, 2, 5, 7, 3).permute(0, 3, 1, 2), [2, 2], [1, 1], [0, 0], [1, 1]),
+    ]
+
+
+@cases(FLOATS, aten.col2im.default)
+def col2im(dtype: torch.dtype) -> list[Call]:
+    return [
+        call(tensor(dtype, 2, 12, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
+        call(tensor(dtype, 2, 12, 12).mT, [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
+    ]

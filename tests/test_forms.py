@@ -76,6 +76,11 @@ def test_several_results_go_to_several_keywords() -> None:
     assert found["topk"] == Form(FormKind.OUT, aten.topk.values, ("values", "indices"))
 
 
+def test_fourier_transforms_would_copy_a_result_of_their_own() -> None:
+    found = forms(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4), X)
+    assert found["_fft_r2c"] == found["_fft_c2r"] == ALLOCATE
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [

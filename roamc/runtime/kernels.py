@@ -354,6 +354,18 @@ def embedding_dense_backward(
         out.index_put_((flat,), rows, accumulate=True)
 
 
+@_writes(aten.im2col.default, lean=True)
+def im2col(self: Tensor, *window: Sequence[int], out: Tensor) -> None:
+    """Windows as columns; ATen's operator first makes a tensor as large as its argument."""
+    aten.im2col.out(self, *window, out=out)
+
+
+@_writes(aten.col2im.default, lean=True)
+def col2im(self: Tensor, size: Sequence[int], *window: Sequence[int], out: Tensor) -> None:
+    """Sums of columns; the result of ATen's operator keeps a storage as large as its argument."""
+    aten.col2im.out(self, size, *window, out=out)
+
+
 @_writes(aten._native_batch_norm_legit_functional.default, devices=CPU_ONLY)
 def batch_norm_functional(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
