@@ -195,6 +195,128 @@ def _heads(layout: Callable[..., Maker]) -> dict[str, Case]:
     }
 
 
+def symmetric(*shape: int) -> Maker:
+    """Matrices that have an inverse, and are their own transposes; in float32, which is all that LAPACK takes here."""
+    return lambda _: torch.eye(shape[-1]) * shape[-1] + (half := torch.rand(*shape)) + half.mT
+
+
+def complex_in_order(*shape: int) -> Maker:
+    """Complex numbers, whatever dtype is asked for."""
+    return lambda _: torch.rand(*shape, dtype=torch.complex64)
+
+
+def wide_in_order(*shape: int) -> Maker:
+    """Numbers in float32, whatever dtype is asked for."""
+    return lambda _: torch.rand(*shape)
+
+
+def _matrices() -> dict[str, Case]:
+    many, one = symmetric(2048, 16, 16), symmetric(512, 512)
+    return {
+        "linalg_matrix_exp": (lambda x: aten.linalg_matrix_exp(x * 100), (many,)),
+        "linalg_matrix_exp, one": (lambda x: aten.linalg_matrix_exp(x * 100), (one,)),
+        "linalg_inv_ex": (lambda x: aten.linalg_inv_ex(x), (many,)),
+        "linalg_inv_ex, one": (lambda x: aten.linalg_inv_ex(x), (one,)),
+        "_linalg_svd": (lambda x: aten._linalg_svd(x), (many,)),
+        "_linalg_svd, one": (lambda x: aten._linalg_svd(x), (one,)),
+        "_linalg_svd, values of one": (lambda x: aten._linalg_svd(x, False, False), (one,)),
+        "linalg_pinv": (aten.linalg_pinv.atol_rtol_tensor, (many,)),
+        "_linalg_eigh, one": (lambda x: aten._linalg_eigh(x), (one,)),
+        "linalg_qr, one": (lambda x: aten.linalg_qr(x), (one,)),
+        "_linalg_det": (lambda x: aten._linalg_det(x), (many,)),
+        "cholesky_solve": (lambda x: aten.cholesky_solve(x, x), (many,)),
+        "_euclidean_dist": (aten._euclidean_dist, (wide_in_order(2048, 256), wide_in_order(256, 256))),
+        "_cdist_forward, repeated": (
+            lambda x, y: aten._cdist_forward(x, y, 1.0, None),
+            (wide_in_order(8, 512, 64), wide_in_order(1, 600, 64)),
+        ),
+    }
+
+
+def _fourier() -> dict[str, Case]:
+    rows, boxes = wide_in_order(2048, 256), complex_in_order(16, 32, 32, 32)
+    return {
+        "_fft_r2c": (lambda x: aten._fft_r2c(x, [1], 0, True), (rows,)),
+        "_fft_r2c, columns": (lambda x: aten._fft_r2c(x, [0], 0, True), (rows,)),
+        "_fft_c2c": (lambda x: aten._fft_c2c(x, [2, 3], 0, True), (boxes,)),
+        "_fft_c2c, scattered": (lambda x: aten._fft_c2c(x, [1, 3], 0, True), (boxes,)),
+        "_fft_c2r": (lambda x: aten._fft_c2r(x, [3], 2, 62), (boxes,)),
+        "_fft_c2r, three": (lambda x: aten._fft_c2r(x, [1, 2, 3], 2, 62), (boxes,)),
+    }
+
+
+def _lookups() -> dict[str, Case]:
+    x, table, bags = in_order(*MATRIX), in_order(1000, 256), lambda _: torch.arange(1024) * 256
+    at, mask = indices(100, *MATRIX), flags(*MATRIX)
+
+    def pooled(table: Tensor, at: Tensor, bags: Tensor) -> Any:
+        return aten._embedding_bag(table, at, bags, False, 1)
+
+    def pooled_backward(gradient: Tensor, at: Tensor, bags: Tensor, of: Tensor) -> Any:
+        back = aten._embedding_bag_backward
+        return back(gradient, at, bags, of, bags, bags, 1000, False, 0, False, None)
+
+    return {
+        "_embedding_bag": (pooled, (table, indices(1000, 1024 * 256), bags)),
+        "_embedding_bag_backward": (
+            pooled_backward,
+            (in_order(1024, 256), indices(1000, 1024 * 256), bags, lambda _: torch.empty(0, dtype=torch.int64)),
+        ),
+        "scatter_reduce": (lambda x, i: aten.scatter_reduce.two(x, 0, i, x, "mean"), (x, at)),
+        "scatter_reduce, amax": (lambda x, i: aten.scatter_reduce.two(x, 0, i, x, "amax"), (x, at)),
+        "scatter_reduce, rows": (
+            lambda x, i: aten.scatter_reduce.two(x, 0, i[:, None].expand(x.shape), x, "mean"),
+            (x, indices(100, 2048)),
+        ),
+        "index_reduce": (lambda x, i: aten.index_reduce(x, 0, i, x, "mean"), (x, indices(100, 2048))),
+        "masked_scatter_backward": (lambda g, m: aten.masked_scatter_backward(g, m, list(g.shape)), (x, mask)),
+        "median, columns": (lambda x: aten.median.dim(x, 0), (x,)),
+        "median": (aten.median, (x,)),
+        "cumsum, flags": (lambda m: aten.cumsum(m, 1), (mask,)),
+        "cumprod, flags": (lambda m: aten.cumprod(m, 0), (mask,)),
+        "linalg_vector_norm, in double precision": (
+            lambda x: aten.linalg_vector_norm(x, 2, [1], True, dtype=torch.float64),
+            (x,),
+        ),
+    }
+
+
+def _volumes() -> dict[str, Case]:
+    x, up, weight, small = (
+        in_order(8, 4, 8, 32, 64),
+        in_order(8, 4, 16, 64, 128),
+        in_order(4, 4, 3, 3, 3),
+        in_order(4, 4, 2, 2, 2),
+    )
+    three, whole = ([1] * 3, [1] * 3, [1] * 3), [True] * 3
+
+    def back(g: Tensor, x: Tensor, w: Tensor) -> Any:
+        return aten.convolution_backward(g, x, w, [4], *three, False, [0] * 3, 1, whole)
+
+    def back_transposed(g: Tensor, x: Tensor, w: Tensor) -> Any:
+        return aten.convolution_backward(g, x, w, [4], [2] * 3, [0] * 3, [1] * 3, True, [0] * 3, 1, whole)
+
+    few = in_order(17, 17, 3, 3)
+    return {
+        "convolution, few channels": (
+            lambda x, w: aten.convolution(x, w, None, *three, False, [0] * 3, 1),
+            (x, weight),
+        ),
+        "convolution_backward, few channels": (back, (x, x, weight)),
+        "convolution_backward, few channels, transposed": (back_transposed, (up, x, small)),
+        "convolution_backward, a slice": (
+            lambda g, x, w: aten.convolution_backward(
+                g, x[:, :17], w, [17], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, whole
+            ),
+            (in_order(8, 17, 64, 64), in_order(*IMAGES), few),
+        ),
+        "col2im": (
+            lambda x: aten.col2im(x, [32, 64], [3, 3], [1, 1], [1, 1], [1, 1]),
+            (transposed(8, 288, 2048),),
+        ),
+    }
+
+
 def _heads_inside(*shape: int) -> Maker:
     batch, heads, length, width = shape
     return lambda dtype: torch.rand(batch, length, heads, width).to(dtype).transpose(1, 2)
@@ -207,5 +329,9 @@ CASES: dict[str, dict[str, Case]] = {
     "every other column": _rows(every_other),
     "channels last": _images(channels_last),
     "heads inside": _heads(_heads_inside),
+    "matrices": _matrices(),
+    "to be transformed": _fourier(),
+    "by index": _lookups(),
+    "volumes": _volumes(),
 }
 """By layout of the first argument, and of others that come in its place."""

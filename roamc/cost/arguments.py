@@ -56,11 +56,16 @@ _READ: dict[str, tuple[tuple[int, Ordered], ...]] = {
         ("_softmax", "_log_softmax", "_safe_softmax", "native_layer_norm", "log_sigmoid_forward", "index_select"),
         ((0, _plain),),
     ),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward", "embedding_dense_backward", "im2col"), ((0, _plain),)),
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward", "embedding_dense_backward", "im2col", "col2im"), ((0, _plain),)
+    ),
     **dict.fromkeys(
         ("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward"),
         ((0, _plain), (1, _plain)),
     ),
+    "masked_scatter": ((2, _plain),),
+    "_cdist_forward": ((0, _plain), (1, _plain)),
+    "_cdist_backward": ((1, _plain), (2, _plain)),
     **dict.fromkeys(("tril", "triu"), ((0, in_order),)),
     **dict.fromkeys(("mm", "mv"), ((0, matrix), (1, matrix))),
     "addmm": ((1, matrix), (2, matrix)),

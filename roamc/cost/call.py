@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from roamc.runtime.random import replay
+from roamc.units import Bytes
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def tensor_at(call: Call, position: int) -> torch.Tensor:
     """The tensor, or the first of several, that ``call`` is given there."""
     return next(tensors_in(fakes(call.args[position])))
+
+
+def nbytes(tensor: torch.Tensor) -> Bytes:
+    """Bytes of its elements, were it dense."""
+    return tensor.numel() * tensor.itemsize

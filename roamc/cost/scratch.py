@@ -1,13 +1,15 @@
 """Memory that an operator takes for itself while it runs, beside its results: estimated, on a CPU.
 
 No interface tells how much; what is here was read off the heap with torch 2.13 (``benchmarks/workspace.py`` measures
-it again). Where torch converts or copies an argument the rule is exact. Convolutions run in oneDNN, which chooses
-among its kernels by rules of its own: the estimate is at the upper end of what its kernels take.
+it again). Where torch converts or copies an argument the rule is exact. Where the bytes depend on values, or on how
+many threads there are, the estimate is at the upper end.
 
-    convolution, channels first    arguments and results once more, in blocks of 16 channels
-                 channels last     the weight once more
     mul(float, bool)               the mask, as floats
     mm, bmm in half precision      see :mod:`roamc.cost.products`
+    attention                      see :mod:`roamc.cost.attention`
+    convolutions                   see :mod:`roamc.cost.convolutions`
+    factors, inverses, powers      see :mod:`roamc.cost.linear_algebra`
+    by index, or sorted            see :mod:`roamc.cost.lookups`
 
 On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are counted.
 """
@@ -25,25 +27,22 @@ from torch import fx
 
 from roamc.cost.arguments import copied, in_order, matrix
 from roamc.cost.attention import backward_bytes, forward_bytes
-from roamc.cost.call import Call, call_of, fakes, tensor_at, tensors_in
+from roamc.cost.call import Call, call_of, fakes, nbytes, tensor_at, tensors_in
+from roamc.cost.convolutions import convolution, convolution_backward
 from roamc.cost.kinds import COPIES, kind_of
-from roamc.cost.products import THREADS, products
+from roamc.cost.linear_algebra import LINEAR_ALGEBRA
+from roamc.cost.lookups import LOOKUPS
+from roamc.cost.products import products
 from roamc.graph import tensors_of
 from roamc.memory import Int64s, Operator
 from roamc.runtime.kernels import piece_elements
 from roamc.units import Bytes
 
-BLOCK = 16
-"""oneDNN's blocked layouts have channels in groups of so many."""
-
-FEW = 16
-"""Convolutions of fewer input channels have kernels of their own."""
-
-SMALL: Bytes = 32 << 10
-"""What a convolution takes in any case."""
-
 ACROSS: Bytes = 288 << 10
 """What a softmax takes along another dimension than the last, in half precision."""
+
+FOURIER: Bytes = 104
+"""What a Fourier transform takes of every element of its longest row."""
 
 OBJECTS: Bytes = 256 << 10
 """What the process takes for tensor objects and the like while a step runs: at most so much,"""
@@ -53,9 +52,6 @@ OBJECTS_SHARE = 96
 
 OBJECT: Bytes = 512
 """but no less than this for every tensor."""
-
-ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that oneDNN convolves; others take torch's own kernels."""
 
 
 def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
@@ -102,13 +98,9 @@ def _converted(call: Call, made: torch.Tensor) -> Bytes:
     return sum(tensor.numel() * computed.itemsize for tensor in read if tensor.dtype != computed)
 
 
-def _nbytes(tensor: torch.Tensor) -> Bytes:
-    return tensor.numel() * tensor.itemsize
-
-
 def _first_again(call: Call, made: torch.Tensor) -> Bytes:
     """The first argument is copied, or something of its size made of it."""
-    return _nbytes(tensor_at(call, 0))
+    return nbytes(tensor_at(call, 0))
 
 
 def _piece(call: Call, made: torch.Tensor) -> Bytes:
@@ -120,7 +112,7 @@ def _batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The gradient once more; in half precision in float32 where it does not lie like the image."""
     gradient, image = tensor_at(call, 0), tensor_at(call, 1)
     alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
-    return _nbytes(gradient) if alike else 4 * gradient.numel()
+    return nbytes(gradient) if alike else 4 * gradient.numel()
 
 
 def _reduced(call: Call, made: torch.Tensor) -> Bytes:
@@ -133,6 +125,53 @@ def _reduced(call: Call, made: torch.Tensor) -> Bytes:
     if call.name == "mean":
         return (read.numel() + made.numel()) * 4
     return 0 if _in_one_row(read, call.args[1] if len(call.args) > 1 else ()) else read.numel() * 4
+
+
+def _cast(call: Call, made: torch.Tensor) -> Bytes:
+    """The argument in the dtype of the result; of complex numbers in the same precision, nothing."""
+    read = tensor_at(call, 0)
+    return 0 if read.dtype == made.dtype or read.is_complex() else read.numel() * made.itemsize
+
+
+def _fourier(call: Call, made: torch.Tensor) -> Bytes:
+    """A copy where the dimensions that are not transformed cannot be walked through as one."""
+    read, dims = tensor_at(call, 0), call.args[1]
+    return _batched(read, dims)
+
+
+def _fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
+    """All dimensions but the last to complex numbers first, which are then what is read."""
+    read, (*others, last) = tensor_at(call, 0), call.args[1]
+    if not others:
+        return _batched(read, [last])
+    return nbytes(read) + max(_batched(read, others), _batched(read, [last]))
+
+
+def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
+    """A row, and a copy of ``tensor`` unless all but ``dims`` can be walked through as one."""
+    transformed = {dim % tensor.dim() for dim in dims}
+    rest = [dim for dim in range(tensor.dim()) if dim not in transformed]
+    row = FOURIER * max((tensor.shape[dim] for dim in transformed), default=0)
+    return row + (nbytes(tensor) if rest and not _in_one_row(tensor, rest) else 0)
+
+
+def _distances(call: Call, made: torch.Tensor) -> Bytes:
+    """Both sets of points with two columns more; before there is a result, the first one doubled."""
+    first, second = tensor_at(call, 0), tensor_at(call, 1)
+    more = 2 * (_points(first) + _points(second)) * made.itemsize
+    return more + max(2 * nbytes(first) - nbytes(made), nbytes(first) + nbytes(second))
+
+
+def _repeated(call: Call, made: torch.Tensor) -> Bytes:
+    """Sets of points that stand for a batch of them are copied for each."""
+    first, second = (tensor_at(call, at) for at in ((0, 1) if call.name == "_cdist_forward" else (1, 2)))
+    batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    sets = [(tensor, prod(batch) * prod(tensor.shape[-2:])) for tensor in (first, second)]
+    return sum(count * tensor.itemsize for tensor, count in sets if count > tensor.numel())
+
+
+def _points(tensor: torch.Tensor) -> int:
+    return tensor.numel() // max(1, tensor.shape[-1])
 
 
 def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
@@ -173,12 +212,12 @@ def _across(call: Call, made: torch.Tensor) -> Bytes:
 def _rolled(call: Call, made: torch.Tensor) -> Bytes:
     """Dimension after dimension; without any, the elements in order."""
     dims = call.args[2] if len(call.args) > 2 else ()
-    return _nbytes(made) * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
+    return nbytes(made) * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
 def _multinomial(call: Call, made: torch.Tensor) -> Bytes:
     """Two tensors like the probabilities."""
-    return 2 * _nbytes(tensor_at(call, 0))
+    return 2 * nbytes(tensor_at(call, 0))
 
 
 def _kth(call: Call, made: torch.Tensor) -> Bytes:
@@ -200,7 +239,7 @@ def _products(call: Call, made: torch.Tensor) -> Bytes:
         return products(first, second, made)
     odd = [tensor for tensor in (first, second) if not (in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
     together = made.shape[0] if made.itemsize == 2 else 1
-    return products(first, second, made) + sum(_nbytes(tensor) // tensor.shape[0] * together for tensor in odd)
+    return products(first, second, made) + sum(nbytes(tensor) // tensor.shape[0] * together for tensor in odd)
 
 
 def _attention(call: Call, made: torch.Tensor) -> Bytes:
@@ -211,64 +250,9 @@ def _attention_backward(call: Call, made: torch.Tensor) -> Bytes:
     return backward_bytes(tensor_at(call, 0), tensor_at(call, 1), tensor_at(call, 2))
 
 
-def _convolution(call: Call, made: torch.Tensor) -> Bytes:
-    image, weight = tensor_at(call, 0), tensor_at(call, 1)
-    if image.dtype not in ONEDNN:
-        return _columns(weight, made) if not call.args[6] else _columns(weight, image)
-    again = _nbytes(weight) + SMALL
-    if _channels_last(image):
-        return again + (THREADS * _nbytes(image) // max(1, image.shape[0]) if call.args[6] else 0)
-    read, written = _blocked(image), _blocked(made)
-    if call.args[6]:
-        return 2 * max(read, written) + again
-    most = max(read, written) if image.dtype is torch.float32 else read + written
-    return most + again + _gathered(image, weight, call.args[3])
-
-
-def _convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
-    gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    if image.dtype not in ONEDNN:
-        return _columns(weight, gradient)
-    per_image = (_nbytes(image) + _nbytes(gradient)) // max(1, image.shape[0])
-    again = _nbytes(weight) * (1 if image.dtype is torch.float32 else 3) + SMALL
-    if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
-        again += 7 * _nbytes(weight)
-    if _channels_last(image):
-        return again + _nbytes(weight) + THREADS * per_image
-    read, written = _blocked(image), _blocked(gradient)
-    wide, groups = image.dtype is torch.float32, call.args[-2]
-    strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
-    most = max(read + written, 2 * read) if strided and call.args[-1][0] else read + written
-    return most + again + (0 if wide else THREADS * per_image)
-
-
-def _blocked(tensor: torch.Tensor) -> Bytes:
-    """Its bytes with channels in whole blocks; images of few channels stay as they are."""
-    channels = tensor.shape[1]
-    return _nbytes(tensor) // max(1, channels) * (channels if channels <= 4 else -(-channels // BLOCK) * BLOCK)
-
-
-def _gathered(image: torch.Tensor, weight: torch.Tensor, strides: list[int]) -> Bytes:
-    """Strided convolutions without a window first gather the pixels that they read."""
-    if prod(weight.shape[2:]) > 1 or prod(strides) == 1:
-        return 0
-    return THREADS * _nbytes(image) // max(1, image.shape[0] * prod(strides))
-
-
-def _columns(weight: torch.Tensor, pixels: torch.Tensor) -> Bytes:
-    """torch's own kernels multiply the weight with a matrix of windows, which they make first."""
-    window = prod(weight.shape[1:])
-    return pixels.shape[0] * window * prod(pixels.shape[2:]) * pixels.itemsize
-
-
-def _channels_last(tensor: torch.Tensor) -> bool:
-    """As oneDNN sees it: channels are the fastest dimension, and there is more than one."""
-    return tensor.dim() > 2 and tensor.shape[1] > 1 and tensor.stride(1) == 1
-
-
 _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
+    "convolution": convolution,
+    "convolution_backward": convolution_backward,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_dropout": _first_again,
     "native_dropout_backward": _piece,
@@ -288,17 +272,23 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "scatter": _half,
     "scatter_add": _half,
     "roll": _rolled,
-    "im2col": _first_again,
     "multinomial": _multinomial,
     "kthvalue": _kth,
     "mean": _reduced,
     "sum": _reduced,
+    **dict.fromkeys(("cumsum", "cumprod", "prod", "nansum", "linalg_vector_norm"), _cast),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2c"), _fourier),
+    "_fft_c2r": _fourier_to_real,
+    "_euclidean_dist": _distances,
+    **dict.fromkeys(("_cdist_forward", "_cdist_backward"), _repeated),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mm": _products,
     "addmm": _products,
     "bmm": _products,
     "baddbmm": _products,
+    **LINEAR_ALGEBRA,
+    **LOOKUPS,
 }
 
-_EAGER = {**_RULES, "native_dropout_backward": _first_again}
+_EAGER = {**_RULES, "native_dropout_backward": _first_again, "im2col": _first_again}
