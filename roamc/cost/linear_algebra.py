@@ -49,7 +49,8 @@ def _pivots(call: Call, made: torch.Tensor) -> Bytes:
 def _singular(call: Call, made: torch.Tensor) -> Bytes:
     """The argument, and the buffer of one matrix: with vectors three squares, four of what is made square first."""
     read = tensor_at(call, 0)
-    full, vectors = (*call.args[1:3], *(False, True)[len(call.args) - 1 :])
+    full = call.args[1] if len(call.args) > 1 else False
+    vectors = call.args[2] if len(call.args) > 2 else True
     short, long = sorted(read.shape[-2:])
     tall = long > TALL * short
     buffer = LINES * short + (short * short * (4 if tall else 3) if vectors else 0)
