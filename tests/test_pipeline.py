@@ -92,8 +92,7 @@ def test_program_of_a_random_graph_gives_the_bits_of_the_graph(seed: int, route:
     assert_same([*expected, *used], [*got, *again], f"seed {seed}, {route}")
 
 
-@pytest.mark.parametrize("route", ["step", "joint"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "route"), list(zip(MODELS, itertools.cycle(("step", "joint")), strict=False)))
 def test_every_shape_dtype_and_stride_is_derived_anew(name: str, route: str) -> None:
     pipeline.run(model_graph(name, route)[0], Options(layout_nodes=0, order="lpmf"), deep=True)
 
