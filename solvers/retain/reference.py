@@ -12,20 +12,23 @@ The same goes for what reads nothing, such as the masks of dropout: it may have 
 
 import numpy as np
 
-from roamc.solvers.arrays import IntArray
+from roamc.solvers.arrays import BoolArray, IntArray
 from roamc.solvers.order.branches import LARGEST, place_branches
-from roamc.solvers.order.evaluate import peak_bytes
+from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
 
 _SIZES = (LARGEST, 2)
 """Near the end of the order, large branches hold several gradients; those then move apart as small branches."""
 
+WORTH = 0.001
+"""Nothing is put off for fewer live bytes, over all steps, than this share."""
+
 
 def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
     """The sequence with each update branch where fewest bytes are live over time, at no higher peak: int32[n].
 
-    What reads nothing runs right before the first that must follow it.
+    What reads nothing runs right before the first that must follow it, where that is worth it.
 
     Call it before `make_problem`: `expires` is in steps of the sequence. Takes as long as a second for 8,000 operators.
     A sequence that mixes stages comes back as it is.
@@ -41,7 +44,20 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
         lifted, _ = place_branches(staged.problem, lifted, largest=largest)
     found = staged.order_of(lifted)
     late = _late(order, found)
-    return late if peak_bytes(order, late) <= peak_bytes(order, found) else found
+    lower = peak_bytes(order, late) <= peak_bytes(order, found)
+    return late if lower and _waiting(order, late) <= _waiting(order, found) * (1 - WORTH) else found
+
+
+def _waiting(order: OrderProblem, sequence: IntArray) -> int:
+    """Live bytes summed over the steps of all operators that read something."""
+    return int(live_bytes(order, sequence)[_reads(order)[sequence]].sum())
+
+
+def _reads(order: OrderProblem) -> BoolArray:
+    """bool[n], which operators read something."""
+    reads = np.zeros(order.num_ops, dtype=np.bool_)
+    reads[order.consumer] = True
+    return reads
 
 
 def _late(order: OrderProblem, sequence: IntArray) -> IntArray:
@@ -49,9 +65,7 @@ def _late(order: OrderProblem, sequence: IntArray) -> IntArray:
     position = np.empty(order.num_ops, dtype=np.int64)
     position[sequence] = np.arange(order.num_ops)
     stage_end = np.searchsorted(order.stage[sequence], order.stage, side="right")
-    reads = np.zeros(order.num_ops, dtype=np.bool_)
-    reads[order.consumer] = True
-    followers: dict[int, list[int]] = {op: [] for op in np.flatnonzero(~reads).tolist()}
+    followers: dict[int, list[int]] = {op: [] for op in np.flatnonzero(~_reads(order)).tolist()}
     for before, after in dependencies(order).tolist():
         if before in followers:
             followers[before].append(after)
