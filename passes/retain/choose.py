@@ -166,17 +166,16 @@ class Choice:
         known = self._known if together else {}
         least = int(self.bounds.alone * (1 + LITTLE))
         self._won = 0, ()
-        found, won = self._decide(least, known), self._won[1]
+        found = self._decide(least, known)
         for number in range(DESCENTS):
             if found.peak_bytes <= least:
                 break
             lower = self._decide(max(least, int(found.peak_bytes * (1 - LOWER * 2**number))), known)
             little = found.peak_bytes - lower.peak_bytes <= LITTLE * found.peak_bytes
             if lower.peak_bytes < found.peak_bytes:
-                found, won = lower, self._won[1]
+                found = lower
             if little:
                 break
-        self._won = found.peak_bytes, won
         as_low = [codes for codes, frontier in known.items() if frontier.lowest <= found.peak_bytes]
         again = self._decide(found.peak_bytes, known, sets=as_low)
         same = (again.reruns, again.codes) == (found.reruns, found.codes)

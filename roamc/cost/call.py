@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from roamc.runtime.random import replay
-from roamc.units import Bytes
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,6 @@ def tensor_at(call: Call, position: int) -> torch.Tensor:
     return next(tensors_in(fakes(call.args[position])))
 
 
-def nbytes(tensor: torch.Tensor) -> Bytes:
-    """Bytes of its elements, were it dense."""
-    return tensor.numel() * tensor.itemsize
+def rows_of(tensor: torch.Tensor) -> int:
+    """How many rows it has: along its last dimension, whatever the others are."""
+    return tensor.numel() // max(1, tensor.shape[-1])

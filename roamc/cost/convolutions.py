@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from roamc.cost.call import Call, nbytes, tensor_at
+from roamc.cost.call import Call, tensor_at
 from roamc.cost.products import THREADS
 from roamc.units import Bytes
 
@@ -34,9 +34,9 @@ def convolution(call: Call, made: torch.Tensor) -> Bytes:
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if image.dtype not in ONEDNN:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
-    again = nbytes(weight) + SMALL
+    again = weight.nbytes + SMALL
     if _channels_last(image):
-        return again + (THREADS * nbytes(image) // max(1, image.shape[0]) if call.args[6] else 0)
+        return again + (THREADS * image.nbytes // max(1, image.shape[0]) if call.args[6] else 0)
     if call.args[6]:
         return _transposed(image, made, call.args[3]) + again
     return _forward(image, weight, made) + again + _gathered(image, weight, call.args[3])
@@ -49,13 +49,13 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> B
         return _blocks(made) + (_blocks(image) if pointwise else _packed(image))
     if pointwise:
         return max(_blocked(image), _blocked(made))
-    return max(_blocks(made), _packed(image) + _blocks(made) - nbytes(made))
+    return max(_blocks(made), _packed(image) + _blocks(made) - made.nbytes)
 
 
 def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> Bytes:
     """The larger of the two twice; without strides as the gradient of an image."""
     most = 2 * max(_packed(image), _packed(made))
-    return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(made) - nbytes(made))
+    return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(made) - made.nbytes)
 
 
 def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
@@ -63,12 +63,12 @@ def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if image.dtype not in ONEDNN:
         return _columns(weight, gradient)
-    per_image = (nbytes(image) + nbytes(gradient)) // max(1, image.shape[0])
-    again = nbytes(weight) * (1 if image.dtype is torch.float32 else 3) + SMALL
+    per_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
+    again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
-        again += 7 * nbytes(weight)
+        again += 7 * weight.nbytes
     if _channels_last(image):
-        return again + nbytes(weight) + THREADS * per_image
+        return again + weight.nbytes + THREADS * per_image
     wide, groups = image.dtype is torch.float32, call.args[-2]
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
@@ -89,18 +89,18 @@ def _gradients(
         form = _blocked if image.dtype is torch.float32 else _blocks
         return form(image) + form(gradient)
     of_weight = _blocked(image) + _blocks(gradient)
-    return max(of_weight, _blocks(image) + _blocks(gradient) - nbytes(image)) if of_image else of_weight
+    return max(of_weight, _blocks(image) + _blocks(gradient) - image.nbytes) if of_image else of_weight
 
 
 def _blocks(tensor: torch.Tensor, block: int = BLOCK) -> Bytes:
     """Its bytes with channels in whole blocks."""
     channels = tensor.shape[1]
-    return nbytes(tensor) // max(1, channels) * -(-channels // block) * block
+    return tensor.nbytes // max(1, channels) * -(-channels // block) * block
 
 
 def _blocked(tensor: torch.Tensor) -> Bytes:
     """The same, but images of few channels stay as they are."""
-    return nbytes(tensor) if tensor.shape[1] <= BLOCK // 4 else _blocks(tensor)
+    return tensor.nbytes if tensor.shape[1] <= BLOCK // 4 else _blocks(tensor)
 
 
 def _packed(tensor: torch.Tensor) -> Bytes:
@@ -112,7 +112,7 @@ def _gathered(image: torch.Tensor, weight: torch.Tensor, strides: list[int]) -> 
     """Strided convolutions without a window first gather the pixels that they read."""
     if prod(weight.shape[2:]) > 1 or prod(strides) == 1:
         return 0
-    return THREADS * nbytes(image) // max(1, image.shape[0] * prod(strides))
+    return THREADS * image.nbytes // max(1, image.shape[0] * prod(strides))
 
 
 def _columns(weight: torch.Tensor, pixels: torch.Tensor) -> Bytes:

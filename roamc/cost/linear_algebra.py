@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from roamc.cost.call import Call, nbytes, tensor_at
+from roamc.cost.call import Call, rows_of, tensor_at
 from roamc.units import Bytes
 
 EXPONENTIAL, EXPONENTIALS = 12, 14
@@ -32,18 +32,18 @@ TALL = 11 / 6
 def _exponential(call: Call, made: torch.Tensor) -> Bytes:
     """Powers and sums of them, at the upper end: see :data:`EXPONENTIAL`."""
     count = _matrices(made)
-    return nbytes(made) * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
+    return made.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
 def _inverse(call: Call, made: torch.Tensor) -> Bytes:
     """The factors, and a pivot a row."""
-    return nbytes(made) + _rows(made) * PIVOT + _matrices(made) * FLAGS
+    return made.nbytes + rows_of(made) * PIVOT + _matrices(made) * FLAGS
 
 
 def _pivots(call: Call, made: torch.Tensor) -> Bytes:
     """Signs or places that pivots stand for, twice the size of these."""
     read = tensor_at(call, 0)
-    return _rows(read) * 2 * PIVOT + _matrices(read) * FLAGS
+    return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
 def _singular(call: Call, made: torch.Tensor) -> Bytes:
@@ -56,15 +56,15 @@ def _singular(call: Call, made: torch.Tensor) -> Bytes:
     buffer = LINES * short + (short * short * (4 if tall else 3) if vectors else 0)
     if full and vectors and tall:
         buffer += 3 * LINES * long
-    return nbytes(read) + buffer * read.itemsize
+    return read.nbytes + buffer * read.itemsize
 
 
 def _pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
     """Singular vectors, and products of them."""
     short = min(made.shape[-2:])
     squares = _matrices(made) * short * short * made.itemsize
-    first = nbytes(made) + (LINES + 4 * short) * short * made.itemsize
-    return squares + max(first, 2 * nbytes(made)) + 3 * squares // max(1, short)
+    first = made.nbytes + (LINES + 4 * short) * short * made.itemsize
+    return squares + max(first, 2 * made.nbytes) + 3 * squares // max(1, short)
 
 
 def _eigen(call: Call, made: torch.Tensor) -> Bytes:
@@ -82,15 +82,11 @@ def _reflectors(call: Call, made: torch.Tensor) -> Bytes:
 
 def _second(call: Call, made: torch.Tensor) -> Bytes:
     """The factor is copied."""
-    return nbytes(tensor_at(call, 1)) + _matrices(made) * FLAGS
-
-
-def _rows(tensor: torch.Tensor) -> int:
-    return tensor.numel() // max(1, tensor.shape[-1])
+    return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
 
 
 def _matrices(tensor: torch.Tensor) -> int:
-    return _rows(tensor) // max(1, tensor.shape[-2])
+    return rows_of(tensor) // max(1, tensor.shape[-2])
 
 
 LINEAR_ALGEBRA: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from roamc.cost.call import Call, nbytes, tensor_at
+from roamc.cost.call import Call, tensor_at
 from roamc.units import Bytes
 
 INDEX: Bytes = 8
@@ -49,7 +49,7 @@ def _median(call: Call, made: torch.Tensor) -> Bytes:
     """A copy to sort, unless the elements to choose from lie side by side; with them all, always."""
     read = tensor_at(call, 0)
     ordered = len(call.args) > 1 and read.dim() > 0 and read.stride(call.args[1]) == 1
-    return 0 if ordered else nbytes(read)
+    return 0 if ordered else read.nbytes
 
 
 def _scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
@@ -60,7 +60,7 @@ def _scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
         return 4 * INDEX * index.shape[0]
     if call.args[4] != "mean":
         return 4 * made.numel() if half else 0
-    return nbytes(made) + max(nbytes(made), nbytes(source)) + made.numel() * (4 if half else 1)
+    return made.nbytes + max(made.nbytes, source.nbytes) + made.numel() * (4 if half else 1)
 
 
 def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> bool:
@@ -75,7 +75,7 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 def _index_reduce(call: Call, made: torch.Tensor) -> Bytes:
     """Means count: ones like the source, summed like it."""
     index, source = tensor_at(call, 2), tensor_at(call, 3)
-    return nbytes(made) + nbytes(source) + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
+    return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
 
 
 def _masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:

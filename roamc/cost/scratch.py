@@ -27,7 +27,7 @@ from torch import fx
 
 from roamc.cost.arguments import copied, in_order, matrix
 from roamc.cost.attention import backward_bytes, forward_bytes
-from roamc.cost.call import Call, call_of, fakes, nbytes, tensor_at, tensors_in
+from roamc.cost.call import Call, call_of, fakes, rows_of, tensor_at, tensors_in
 from roamc.cost.convolutions import convolution, convolution_backward
 from roamc.cost.kinds import COPIES, kind_of
 from roamc.cost.linear_algebra import LINEAR_ALGEBRA
@@ -100,7 +100,7 @@ def _converted(call: Call, made: torch.Tensor) -> Bytes:
 
 def _first_again(call: Call, made: torch.Tensor) -> Bytes:
     """The first argument is copied, or something of its size made of it."""
-    return nbytes(tensor_at(call, 0))
+    return tensor_at(call, 0).nbytes
 
 
 def _piece(call: Call, made: torch.Tensor) -> Bytes:
@@ -112,7 +112,7 @@ def _batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The gradient once more; in half precision in float32 where it does not lie like the image."""
     gradient, image = tensor_at(call, 0), tensor_at(call, 1)
     alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
-    return nbytes(gradient) if alike else 4 * gradient.numel()
+    return gradient.nbytes if alike else 4 * gradient.numel()
 
 
 def _reduced(call: Call, made: torch.Tensor) -> Bytes:
@@ -135,8 +135,7 @@ def _cast(call: Call, made: torch.Tensor) -> Bytes:
 
 def _fourier(call: Call, made: torch.Tensor) -> Bytes:
     """A copy where the dimensions that are not transformed cannot be walked through as one."""
-    read, dims = tensor_at(call, 0), call.args[1]
-    return _batched(read, dims)
+    return _batched(tensor_at(call, 0), call.args[1])
 
 
 def _fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
@@ -144,7 +143,7 @@ def _fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
     read, (*others, last) = tensor_at(call, 0), call.args[1]
     if not others:
         return _batched(read, [last])
-    return nbytes(read) + max(_batched(read, others), _batched(read, [last]))
+    return read.nbytes + max(_batched(read, others), _batched(read, [last]))
 
 
 def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
@@ -152,14 +151,14 @@ def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
     transformed = {dim % tensor.dim() for dim in dims}
     rest = [dim for dim in range(tensor.dim()) if dim not in transformed]
     row = FOURIER * max((tensor.shape[dim] for dim in transformed), default=0)
-    return row + (nbytes(tensor) if rest and not _in_one_row(tensor, rest) else 0)
+    return row + (tensor.nbytes if rest and not _in_one_row(tensor, rest) else 0)
 
 
 def _distances(call: Call, made: torch.Tensor) -> Bytes:
     """Both sets of points with two columns more; before there is a result, the first one doubled."""
     first, second = tensor_at(call, 0), tensor_at(call, 1)
-    more = 2 * (_points(first) + _points(second)) * made.itemsize
-    return more + max(2 * nbytes(first) - nbytes(made), nbytes(first) + nbytes(second))
+    more = 2 * (rows_of(first) + rows_of(second)) * made.itemsize
+    return more + max(2 * first.nbytes - made.nbytes, first.nbytes + second.nbytes)
 
 
 def _repeated(call: Call, made: torch.Tensor) -> Bytes:
@@ -168,10 +167,6 @@ def _repeated(call: Call, made: torch.Tensor) -> Bytes:
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     sets = [(tensor, prod(batch) * prod(tensor.shape[-2:])) for tensor in (first, second)]
     return sum(count * tensor.itemsize for tensor, count in sets if count > tensor.numel())
-
-
-def _points(tensor: torch.Tensor) -> int:
-    return tensor.numel() // max(1, tensor.shape[-1])
 
 
 def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
@@ -212,12 +207,12 @@ def _across(call: Call, made: torch.Tensor) -> Bytes:
 def _rolled(call: Call, made: torch.Tensor) -> Bytes:
     """Dimension after dimension; without any, the elements in order."""
     dims = call.args[2] if len(call.args) > 2 else ()
-    return nbytes(made) * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
+    return made.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
 def _multinomial(call: Call, made: torch.Tensor) -> Bytes:
     """Two tensors like the probabilities."""
-    return 2 * nbytes(tensor_at(call, 0))
+    return 2 * tensor_at(call, 0).nbytes
 
 
 def _kth(call: Call, made: torch.Tensor) -> Bytes:
@@ -239,7 +234,7 @@ def _products(call: Call, made: torch.Tensor) -> Bytes:
         return products(first, second, made)
     odd = [tensor for tensor in (first, second) if not (in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
     together = made.shape[0] if made.itemsize == 2 else 1
-    return products(first, second, made) + sum(nbytes(tensor) // tensor.shape[0] * together for tensor in odd)
+    return products(first, second, made) + sum(tensor.nbytes // tensor.shape[0] * together for tensor in odd)
 
 
 def _attention(call: Call, made: torch.Tensor) -> Bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray
 from roamc.solvers.order.branches import LARGEST, place_branches
-from roamc.solvers.order.evaluate import live_bytes, peak_bytes
+from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
 
@@ -22,7 +22,7 @@ _SIZES = (LARGEST, 2)
 """Near the end of the order, large branches hold several gradients; those then move apart as small branches."""
 
 WORTH = 0.001
-"""Nothing is put off for fewer live bytes, over all steps, than this share."""
+"""Nothing is put off for fewer live bytes, summed over the steps of operators that read something, than this share."""
 
 
 def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
@@ -43,34 +43,25 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
     for largest in _SIZES:
         lifted, _ = place_branches(staged.problem, lifted, largest=largest)
     found = staged.order_of(lifted)
-    late = _late(order, found)
-    lower = peak_bytes(order, late) <= peak_bytes(order, found)
-    return late if lower and _waiting(order, late) <= _waiting(order, found) * (1 - WORTH) else found
-
-
-def _waiting(order: OrderProblem, sequence: IntArray) -> int:
-    """Live bytes summed over the steps of all operators that read something."""
-    return int(live_bytes(order, sequence)[_reads(order)[sequence]].sum())
-
-
-def _reads(order: OrderProblem) -> BoolArray:
-    """bool[n], which operators read something."""
     reads = np.zeros(order.num_ops, dtype=np.bool_)
     reads[order.consumer] = True
-    return reads
+    late = _late(order, found, reads)
+    before, after = live_bytes(order, found), live_bytes(order, late)
+    lower = after.max(initial=0) <= before.max(initial=0)
+    return late if lower and after[reads[late]].sum() <= before[reads[found]].sum() * (1 - WORTH) else found
 
 
-def _late(order: OrderProblem, sequence: IntArray) -> IntArray:
+def _late(order: OrderProblem, sequence: IntArray, reads: BoolArray) -> IntArray:
     """The sequence with what reads nothing right in front of the first that must follow it, within its stage."""
     position = np.empty(order.num_ops, dtype=np.int64)
     position[sequence] = np.arange(order.num_ops)
     stage_end = np.searchsorted(order.stage[sequence], order.stage, side="right")
-    followers: dict[int, list[int]] = {op: [] for op in np.flatnonzero(~_reads(order)).tolist()}
-    for before, after in dependencies(order).tolist():
-        if before in followers:
-            followers[before].append(after)
+    pairs = dependencies(order)
+    followers: dict[int, list[int]] = {}
+    for before, after in pairs[~reads[pairs[:, 0]]].tolist():
+        followers.setdefault(before, []).append(after)
     place = 2 * position + 1
     for op in sorted(followers, key=lambda op: -position[op]):
-        if followers[op]:  # an odd place is of an operator that stays, an even one right in front of it
-            place[op] = min(min(place[after] & ~1 for after in followers[op]), 2 * stage_end[op])
+        # An odd place is of an operator that stays, an even one right in front of it.
+        place[op] = min(min(place[after] & ~1 for after in followers[op]), 2 * stage_end[op])
     return sequence[np.argsort(place[sequence], kind="stable")]
