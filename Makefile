@@ -10,6 +10,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	&& echo $$python && break; done)
 # Processes that run tests, each with one thread.
 WORKERS ?= 2
+# make sweep: samples of each entry, evenly spread. All of them if empty.
+SAMPLES ?=
 # More arguments for pytest: make test ARGS="tests/solvers -x"
 ARGS ?=
 
@@ -18,7 +20,7 @@ BIN := .venv/bin
 MARKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test sweep lint bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -28,6 +30,10 @@ demo: .venv/.ready ## train a small model with and without roamc and print what 
 
 test: .venv/.ready ## run the tests (without those marked gpu where there is no CUDA device)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
+
+sweep: .venv/.ready ## torch's own databases of operators, modules and optimizers against aot_eager; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
+	OMP_NUM_THREADS=1 ROAMC_SWEEP=all $(BIN)/pytest -q -n $(WORKERS) tests/end_to_end/test_optimizer_database.py
 
 lint: .venv/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
 	$(BIN)/ruff check .

@@ -61,6 +61,7 @@ setup(
             "pytest-timeout",  # a solver that does not end fails its test instead of the whole run
             "pytest-xdist",  # one worker per core
             "hypothesis",  # random problems for solvers, random graphs for passes
+            "expecttest",  # torch's own databases of operators, modules and optimizers import it
             TRANSFORMERS,
         ],
         "bench": [TRANSFORMERS],

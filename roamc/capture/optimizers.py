@@ -57,7 +57,32 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
         for setting in ("capturable", "differentiable"):
             if group.get(setting):
                 raise CaptureError(f"{type(optimizer).__name__}({setting}=True) is not supported; leave {setting} out")
+        if not group.get("fused") and any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
+            raise CaptureError(f"{type(optimizer).__name__} with betas that are tensors is not supported; give numbers")
     return found
+
+
+def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
+    """Refuse ``fused=True`` for a parameter whose elements lie apart: torch's kernels take them for one run of memory.
+
+    Raises:
+        CaptureError: ``parameter`` has gaps in memory and its group is fused.
+    """
+    if group.get("fused") and not _is_dense(parameter):
+        raise CaptureError(
+            f"{name} has gaps in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}), which torch's "
+            "fused kernels read over; leave fused=True out, or make the parameter of a .contiguous() tensor"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their range of memory, each once, in any order of the dimensions."""
+    filled = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step != filled:
+            return False
+        filled *= max(size, 1)
+    return True
 
 
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:
@@ -90,10 +115,15 @@ def _sgd_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
         "momentum": float(group["momentum"]),
         # The first step's buffer is the gradient itself, whatever the dampening.
         "one_minus_dampening": 1.0 if first else 1 - float(group["dampening"]),
+        "dampening": float(group["dampening"]),
+        "is_first_step": first,
     }
 
 
 def _sgd_write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    if group.get("fused"):
+        _fused_sgd(w, param, grad, states, n, group)
+        return
     if group.get("maximize"):
         grad = w.call(aten.neg.default, grad)
     if group["weight_decay"]:
@@ -106,25 +136,42 @@ def _sgd_write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes
     w.call(aten.add_.Tensor, param, grad, alpha=n["minus_lr"])
 
 
+def _fused_sgd(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    w.call(
+        aten._fused_sgd_.default,
+        [param], [_in_the_order_of(param, grad, w)], [states["momentum_buffer"]] if group["momentum"] else [],
+        weight_decay=n["weight_decay"], momentum=n["momentum"], lr=n["lr"], dampening=n["dampening"],
+        nesterov=bool(group.get("nesterov")), maximize=bool(group.get("maximize")), is_first_step=n["is_first_step"],
+    )  # fmt: skip
+
+
+def _in_the_order_of(param: fx.Node, grad: fx.Node, w: Writer) -> fx.Node:
+    """The gradient with its elements in memory as those of ``param`` are, as fused kernels read both front to back."""
+    if grad.meta["val"].stride() == param.meta["val"].stride():
+        return grad
+    dense = w.call(aten.empty_like.default, param)
+    return w.call(aten.copy_.default, dense, grad)
+
+
 def _adam_states(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
 def _adam_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
-    lr = float(group["lr"])
+    lr = group["lr"]  # a tensor rounds at every operation, and so it does in torch
     beta1, beta2 = (float(beta) for beta in group["betas"])
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     return {
-        "lr": lr,
+        "lr": float(lr),
         "beta1": beta1,
         "one_minus_beta1": 1 - beta1,
         "beta2": beta2,
         "one_minus_beta2": 1 - beta2,
         "eps": float(group["eps"]),
         "weight_decay": float(group["weight_decay"]),
-        "decay": 1 - lr * float(group["weight_decay"]),
+        "decay": float(1 - lr * group["weight_decay"]),
         "root_correction2": correction2**0.5,
-        "minus_step_size": -(lr / correction1),
+        "minus_step_size": -float(lr / correction1),
     }
 
 
@@ -158,13 +205,11 @@ def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
 def _fused_adam(
     w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group, decoupled: bool
 ) -> None:
-    if grad.meta["val"].stride() != param.meta["val"].stride():
-        dense = w.call(aten.empty_like.default, param)
-        grad = w.call(aten.copy_.default, dense, grad)
     largest = [states["max_exp_avg_sq"]] if group["amsgrad"] else []
     w.call(
         aten._fused_adamw_.default if decoupled else aten._fused_adam_.default,
-        [param], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], largest, [states["step"]],
+        [param], [_in_the_order_of(param, grad, w)], [states["exp_avg"]], [states["exp_avg_sq"]], largest,
+        [states["step"]],
         lr=n["lr"], beta1=n["beta1"], beta2=n["beta2"], weight_decay=n["weight_decay"], eps=n["eps"],
         amsgrad=bool(group["amsgrad"]), maximize=bool(group.get("maximize")),
     )  # fmt: skip
@@ -174,7 +219,7 @@ _ADAM_FLAGS = ("amsgrad", "maximize", "weight_decay", "fused", "decoupled_weight
 
 RULES: dict[type, Rule] = {
     torch.optim.SGD: Rule(
-        _sgd_states, False, ("momentum", "weight_decay", "nesterov", "maximize"), _sgd_scalars, _sgd_write
+        _sgd_states, False, ("momentum", "weight_decay", "nesterov", "maximize", "fused"), _sgd_scalars, _sgd_write
     ),
     torch.optim.Adam: Rule(
         _adam_states, True, _ADAM_FLAGS, _adam_scalars,

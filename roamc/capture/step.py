@@ -17,7 +17,7 @@ from torch import fx, nn
 from roamc import compat
 from roamc.capture import rewinds
 from roamc.capture.corrections import correct
-from roamc.capture.optimizers import Rule, rule_for, structure
+from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
 from roamc.regions import keep_saved
@@ -313,6 +313,7 @@ class _Assembly:
         self.last = last
         for name in self.traced.updated:
             group = groups[name]
+            check_dense(name, self.traced.parameters[name], group)
             cohort = cohort_of(self.request.optimizer, self.traced.parameters[name], group, group["index"], self.rule)
             self.cohorts[name] = cohort
             if cohort not in scalars:

@@ -1,0 +1,71 @@
+"""``make sweep``: every entry and sample of torch's databases by roamc, without a budget and with the smallest.
+
+    python -m tests.sweeps.run_databases [--samples N] [--workers N] [--only REGEX] [--log FILE]
+
+Writes one JSON line per case and prints those that fail; the last line says how many of how many are bit for bit what
+aot_eager gives. Exits with 1 if any is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.sweeps import pool
+from tests.sweeps.compare import judge
+from tests.sweeps.databases import Entry, cases, entries, spread
+
+
+def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
+    """The verdicts of an entry's samples, from the ``first`` on."""
+    entry, samples = job
+    try:
+        made = cases(entry)
+    except Exception as error:  # the database refuses the dtype
+        yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
+        return
+    for sample in spread(len(made), samples)[first:]:
+        start = time.perf_counter()
+        verdict = judge(made[sample])
+        seconds = round(time.perf_counter() - start, 2)
+        yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text, "seconds": seconds}
+
+
+def main() -> int:
+    """Run the sweep; 1 if a case fails."""
+    options = _options()
+    jobs = [(entry, options.samples) for entry in entries() if re.search(options.only, str(entry))]
+    counts: collections.Counter[str] = collections.Counter()
+    with Path(options.log).open("w", encoding="utf-8") as log:
+        for (entry, _), number, row in pool.run(work, jobs, options.workers):
+            row = {"entry": str(entry), "case": number, **row}
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            counts[row["outcome"]] += 1
+            if row["outcome"] not in ("same", "left out"):
+                print(f"{row['outcome']}: {entry} [{row.get('sample', '?')}]: {row['text']}", flush=True)
+    judged = sum(counts.values()) - counts["left out"]
+    print(f"{counts['same']} of {judged} bit for bit as aot_eager; {counts['left out']} left out (see {options.log})")
+    return int(counts["same"] != judged)
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description="torch's databases of modules and operators by roamc")
+    parser.add_argument("--samples", type=int, help="of each entry, evenly spread (default: all)")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32' or 'module nn.GRU'")
+    parser.add_argument("--log", default="build/sweep.jsonl", help="one JSON line per case (default: %(default)s)")
+    options = parser.parse_args()
+    Path(options.log).parent.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
