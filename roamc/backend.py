@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from roamc import compat, pipeline
-from roamc.capture import joint
+from roamc.capture import joint, recurrent
 from roamc.codegen.halves import halves_of
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph import TrainGraph
@@ -86,7 +86,8 @@ def compile_graph(
             specialized,
         )
     unit = _Unit(_name(gm, record), options, record, compat.graph_break(gm))
-    compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
+    with recurrent.decomposed():
+        compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
     return compiled
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -254,6 +255,40 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def clear_autocast_cache() -> None:
     """Forget casts that autocast has cached: they may be fake tensors of a trace."""
     torch.clear_autocast_cache()
+
+
+_TABLES = threading.local()
+
+
+@contextlib.contextmanager
+def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """While inside, this thread traces the operators of ``table`` as it says, in the place of torch's decompositions.
+
+    A function of the table may return NotImplemented: torch's own runs then. Other threads do not notice.
+    """
+    for target in table:
+        _consult_tables(target)
+    before: Mapping[OpOverload, Callable[..., Any]] = getattr(_TABLES, "now", {})
+    _TABLES.now = {**before, **table}
+    try:
+        yield
+    finally:
+        _TABLES.now = before
+
+
+@functools.cache
+def _consult_tables(target: OpOverload) -> None:
+    """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""
+    for key in (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd):
+        if key in target.py_kernels:
+            target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])
+    target._dispatch_cache.clear()
+
+
+def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    ours = getattr(_TABLES, "now", {}).get(target)
+    result = NotImplemented if ours is None else ours(*args, **kwargs)
+    return own(*args, **kwargs) if result is NotImplemented else result
 
 
 def default_partition(

@@ -57,7 +57,10 @@ ROWS: dict[str, Row] = {
     # Share storage although their schema declares no alias.
     "aten::_unsafe_view": Row(view_of=(0,)),
     "aten::_reshape_alias": Row(view_of=(0,)),
+    "aten::lift": Row(view_of=(0,)),
     "aten::lift_fresh": Row(view_of=(0,)),
+    "aten::unsafe_split": Row(view_of=(0,)),
+    "aten::unsafe_split_with_sizes": Row(view_of=(0,)),
     # Draw random numbers although not tagged so in every supported torch.
     "aten::native_dropout": Row(random=True),
     "aten::bernoulli_": Row(random=True),

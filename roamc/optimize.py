@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from roamc import compat, pipeline
 from roamc.backend import LATEST, Record, compile_graph
-from roamc.capture import joint
+from roamc.capture import joint, recurrent
 from roamc.capture.step import LossFunction
 from roamc.errors import RoamcError
 from roamc.options import parse_options
@@ -95,7 +95,8 @@ def plan(
     if loss_fn is not None and optimizer is not None:
         return train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options).plan(*batch)
     parsed = parse_options(options)
-    halves, outputs, static = compat.forward_backward(model, batch)
+    with recurrent.decomposed():
+        halves, outputs, static = compat.forward_backward(model, batch)
     if len(halves) == 1:
         graph = joint.inference(halves[0], static, type(model).__name__)
     else:

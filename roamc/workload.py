@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roamc import compat
-from roamc.capture import joint
+from roamc.capture import joint, recurrent
 from roamc.capture.step import LossFunction, StepRequest, capture_step
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph
@@ -146,7 +146,8 @@ class _Keywords(nn.Module):
 
 def _capture_module(workload: Workload) -> TrainGraph:
     model = workload.model if workload.loss_fn is None else _Loss(workload.model, workload.loss_fn)
-    halves, outputs, static = compat.forward_backward(model, workload.batch)
+    with recurrent.decomposed():
+        halves, outputs, static = compat.forward_backward(model, workload.batch)
     if len(halves) == 1:
         return joint.inference(halves[0], static, workload.name)
     return joint.stitch(halves[0], halves[1], outputs, static, workload.name)

@@ -32,6 +32,7 @@ X = torch.randn(4, 4)
         ),
         *(aten.detach.default, aten.alias.default, aten.as_strided.default, aten.unsqueeze.default),
         *(aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, operator.getitem),
+        *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.lift.default),
     ],
     ids=str,
 )

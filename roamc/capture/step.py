@@ -15,8 +15,9 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
-from roamc.capture import rewinds
+from roamc.capture import recurrent, rewinds
 from roamc.capture.corrections import correct
+from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
@@ -152,8 +153,9 @@ class _Trace:
         fakes = [compat.fake_parameter(mode, tensor, device) for tensor in held]
         fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
         try:
-            with compat.uncompiled(self.request.model):
+            with compat.uncompiled(self.request.model), recurrent.decomposed():
                 module = compat.trace(self._step, fakes, mode)
+            as_views(module.graph)
             rewinds.replay_marked(module.graph)
             keep_saved(module.graph)
             return module

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -173,6 +174,17 @@ def square(model: nn.Module, *batch: Any) -> Tensor:
 def noise(*shape: int, seed: int = 3) -> Tensor:
     """Normal random numbers, the same at every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def onednn(enabled: bool) -> Iterator[None]:
+    """``torch.backends.mkldnn.flags`` without its warning about GPUs."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def arenas_waiting() -> int:
