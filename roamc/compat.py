@@ -62,18 +62,37 @@ class CaptureMode(FakeTensorMode):
     of a loss function would change while it is traced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Mapping[str, torch.Tensor] | None = None) -> None:
+        """``held``: parameters and buffers that stand in the trace as fakes, by name; the real ones are refused."""
         super().__init__(allow_non_fake_inputs=True)
+        self._held = {_storage(tensor): name for name, tensor in (held or {}).items() if _storage(tensor)}
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Hand writing operators fakes in the place of real tensors."""
-        if isinstance(func, OpOverload) and func._schema.is_mutable:
-            leaves, spec = flatten((tuple(args), kwargs or {}))
-            real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
-            if any(real):
-                faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
-                args, kwargs = unflatten(faked, spec)
+        """Hand writing operators fakes in the place of real tensors; refuse to read held ones past their fakes."""
+        leaves, spec = flatten((tuple(args), kwargs or {}))
+        real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
+        if self._held and any(real):
+            self._check_read([leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real])
+        if isinstance(func, OpOverload) and func._schema.is_mutable and any(real):
+            faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
+            args, kwargs = unflatten(faked, spec)
         return super().dispatch(func, types, args, kwargs)
+
+    def _check_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        name = next((self._held[key] for key in map(_storage, tensors) if key in self._held), None)
+        if name is not None:
+            raise CaptureError(
+                f"the step reads the memory of {name!r} through a tensor that was made before it began, such as .data, "
+                ".detach() or a view; make it inside the step, or clone it"
+            )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage; 0 where there is none, or it holds nothing."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return 0
+    storage = tensor.untyped_storage()
+    return int(storage._cdata) if storage.nbytes() else 0
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
@@ -174,6 +193,76 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, implementation in zip(compiled, held, strict=True):
             module._compiled_call_impl = implementation
+
+
+def leaves_behind(result: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the autograd graph that ``result`` ends, each once."""
+    waiting, seen = [result.grad_fn], {result.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        fresh = [before for before, _ in node.next_functions if before not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+
+
+def has_gradient_node_hooks(parameter: torch.Tensor) -> bool:
+    """Whether Python has registered hooks on the autograd node that accumulates ``parameter.grad``."""
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)  # torch shows a node's hooks to nobody but a new one's handle
+        beside = len(handle.hooks_dict_ref()) - 1
+        handle.remove()
+        if beside:
+            return True
+    return False
+
+
+def global_module_hooks() -> tuple[object, ...]:
+    """Identities of the hooks that run for every module of the process."""
+    from torch.nn.modules import module
+
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(tuple(hooks) for hooks in kinds)
+
+
+def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Hooks before and after ``optimizer.step()``, those of all optimizers too, in torch's order."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    return before, [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+
+
+class AbsentGradient(torch.Tensor):
+    """Has the geometry of a parameter's gradient and no values: every operator on it is refused."""
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:
+        """``name``: of the parameter, for the message."""
+        made: AbsentGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.parameter_name = name
+        return made
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse."""
+        leaves, _ = flatten((args, kwargs))
+        name = next(leaf.parameter_name for leaf in leaves if isinstance(leaf, cls))
+        raise CaptureError(
+            f"a step hook of the optimizer uses .grad of {name!r}, and train_step keeps no gradients; clip by "
+            "clip_grad_norm=, change gradients by Tensor.register_hook on the parameter, or use roamc.optimize"
+        )
 
 
 def number_backward(loss: torch.Tensor) -> None:
@@ -386,11 +475,12 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 
 
 def forward_backward(
-    model: torch.nn.Module, batch: Sequence[Any]
+    model: torch.nn.Module, batch: Sequence[Any], call_model: Callable[..., Any] | None = None
 ) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
     """AOTAutograd's graphs of ``model(*batch)`` under fake tensors: (forward, backward) or (forward,).
 
-    Nodes know the user's line; models that ask whether they are being compiled hear that they are.
+    With ``call_model``, those of ``call_model(model, *batch)``. Nodes know the user's line; models that ask whether
+    they are being compiled hear that they are.
 
     Returns:
         The graphs, the number of forward outputs that are not saved tensors, and the positions of parameters
@@ -408,9 +498,10 @@ def forward_backward(
         values = list(leaves)
         for index, tensor in zip(where, flat[len(names) :], strict=True):
             values[index] = tensor
-        named = dict(zip(names, flat, strict=False))
-        with reparametrized(model, named), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-            results, _ = flatten(model(*unflatten(values, spec)))
+        held = dict(zip(names, flat, strict=False))
+        args = unflatten(values, spec)
+        with reparametrized(model, held), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+            results, _ = flatten(model(*args) if call_model is None else call_model(model, *args))
         return [result for result in results if isinstance(result, torch.Tensor)]
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

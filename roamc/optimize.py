@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +13,11 @@ from torch import fx, nn
 
 from roamc import compat, pipeline
 from roamc.backend import LATEST, Record, compile_graph
-from roamc.capture import joint, recurrent
+from roamc.capture import joint
+from roamc.capture.batch import take_apart
 from roamc.capture.step import LossFunction
 from roamc.errors import RoamcError
-from roamc.options import parse_options
+from roamc.options import Options, parse_options
 from roamc.plan import Plan
 from roamc.train_step import TrainStep
 
@@ -53,17 +56,28 @@ def train_step(
 
     Args:
         model: called by ``loss_fn``. Parameters may be on the meta device, for planning only.
-        loss_fn: ``loss_fn(model, *batch)`` returns a scalar tensor.
+        loss_fn: ``loss_fn(model, *batch, **named)`` returns a scalar tensor.
         optimizer: torch.optim.SGD, Adam or AdamW over the model's parameters. Learning-rate schedulers work.
         clip_grad_norm: clip the global 2-norm of all gradients to this, as ``torch.nn.utils.clip_grad_norm_``.
         options: see :class:`roamc.options.Options`.
 
     Returns:
-        ``step(*batch) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
+        ``step(*batch, **named) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
         ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update.
 
+    The batch may be any nest of lists, tuples, dicts, dataclasses and their like with tensors, numbers and strings in
+    it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
+
     What Python reads during the first call with a batch of some shape is fixed for that shape: global variables,
-    tensors that the loss function closes over (by reference). Numbers and flags of modules are watched.
+    tensors that the loss function closes over (by reference). What it writes beside tensors (lists, counters, prints)
+    it writes in that call only. Numbers, flags and hooks of modules are watched.
+
+    Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
+    program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the
+    update reads, such as a learning rate, and must draw no random numbers. Hooks that read ``.grad``, that only look at
+    a gradient, or pre-hooks that write to parameters are refused at the first call, by name.
+
+    ``torch.amp.GradScaler`` scales between backward and update, where a planned step lets nobody in: use bfloat16.
 
     Raises:
         CaptureError: the optimizer is not supported.
@@ -78,7 +92,7 @@ def plan(
     loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     clip_grad_norm: float | None = None,
-    **options: Any,
+    **keywords: Any,
 ) -> Plan:
     """The plan without running anything: no weight is read or allocated.
 
@@ -86,22 +100,46 @@ def plan(
     forward and backward of ``model(*batch)``, as ``torch.compile`` would run them. Model and batch may be on the
     meta device and far larger than memory.
 
+    Keywords that name options are options, see :class:`roamc.options.Options`. Of the others, those belong to the
+    batch that hold tensors, or that ``loss_fn`` (without it ``model.forward``) names among its arguments. Where a batch
+    has a keyword that is also an option's name: ``train_step(...).plan(...)``, whose keywords are all the batch's.
+
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
+        OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
         BudgetError: the plan does not fit ``memory_budget``.
     """
     if (loss_fn is None) != (optimizer is None):
         raise RoamcError("plan takes loss_fn and optimizer together, or neither")
     if loss_fn is not None and optimizer is not None:
-        return train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options).plan(*batch)
+        named, options = _parted(loss_fn, keywords)
+        step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
+        return step.plan(*batch, **named)
+    named, options = _parted(model.forward, keywords)
     parsed = parse_options(options)
-    with recurrent.decomposed():
-        halves, outputs, static = compat.forward_backward(model, batch)
-    if len(halves) == 1:
-        graph = joint.inference(halves[0], static, type(model).__name__)
-    else:
-        graph = joint.stitch(halves[0], halves[1], outputs, static, type(model).__name__)
+    graph = joint.capture(model, batch, named, type(model).__name__)
     return pipeline.run(graph, parsed).plan
+
+
+def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of ``plan`` that belong to the batch, and options: see its docstring."""
+    options = {field.name for field in dataclasses.fields(Options)}
+    called = _keywords_of(function)
+    named = {
+        name: value
+        for name, value in keywords.items()
+        if name not in options
+        and (name in called or any(isinstance(leaf, torch.Tensor) for leaf in take_apart(value)[0]))
+    }
+    return named, {name: value for name, value in keywords.items() if name not in named}
+
+
+def _keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names by which a function takes keyword arguments; none where nobody can tell."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, pipeline
+from roamc import compat, optimizer_hooks, pipeline
+from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
+from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
 from roamc.capture.step import (
     CapturedStep,
@@ -64,22 +66,34 @@ class TrainStep:
         self._steps: OrderedDict[object, _BoundStep] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, *batch: Any) -> torch.Tensor:
-        """One training step; returns the loss, detached.
+    def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
+        """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
             BudgetError: the plan does not fit ``memory_budget``; nothing has run.
         """
-        leaves, spec = compat.flatten(batch)
+        leaves, nest = take_apart((batch, named))
+        check_batch(leaves)
+        self._check_surroundings()
         with self._lock:
-            bound, cohorts = self._bound(leaves, spec)
-            return bound.run(leaves, cohorts)
+            bound, cohorts = self._bound(leaves, nest)
+            before, after = compat.optimizer_step_hooks(self.optimizer)
+            if before:
+                optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
+                bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups
+            loss = bound.run(leaves, cohorts)
+            if after:
+                optimizer_hooks.run_after(after, self.optimizer, bound.updated())
+            return loss
 
-    def plan(self, *batch: Any) -> Plan:
-        """The plan for a batch of this shape, without running it. Tensors may be on the meta device."""
-        leaves, spec = compat.flatten(batch)
-        captured, seconds = self._capture(leaves, spec)
+    def plan(self, /, *batch: Any, **named: Any) -> Plan:
+        """The plan for a batch of this shape, without running it. Tensors may be on the meta device.
+
+        Keyword arguments are the batch's, as they are for the step itself.
+        """
+        leaves, nest = take_apart((batch, named))
+        captured, seconds = self._capture(leaves, nest)
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
@@ -116,49 +130,62 @@ class TrainStep:
         self._steps = OrderedDict()
         self._lock = threading.Lock()
 
-    def _request(self, leaves: Sequence[Any], spec: Any) -> StepRequest:
+    def _check_surroundings(self) -> None:
+        """Refuse what is around this call and would have no effect on the step."""
+        optimizer_hooks.check_step_method(self.optimizer)
+        if compat.saved_tensor_hooks_active():
+            raise CaptureError(
+                "saved_tensors_hooks, such as save_on_cpu, are around a train_step, which plans by itself what it "
+                "saves and how; leave them out, set memory_budget=, or use roamc.optimize"
+            )
+
+    def _request(self, leaves: Sequence[Any], nest: Nest) -> StepRequest:
         def rebuild(values: Sequence[Any]) -> tuple[Any, ...]:
-            batch: tuple[Any, ...] = compat.unflatten(values, spec)
+            batch: tuple[Any, ...] = put_together(values, nest)
             return batch
 
-        return StepRequest(self.model, self.loss_fn, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm)
+        def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+            return self.loss_fn(model, *batch, **named)
 
-    def _capture(self, leaves: Sequence[Any], spec: Any) -> tuple[CapturedStep, float]:
+        return StepRequest(self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm)
+
+    def _capture(self, leaves: Sequence[Any], nest: Nest) -> tuple[CapturedStep, float]:
         start = time.perf_counter()
-        captured = capture_step(self._request(leaves, spec))
+        captured = capture_step(self._request(leaves, nest))
         return captured, time.perf_counter() - start
 
-    def _key(self, leaves: Sequence[Any], spec: Any) -> object:
+    def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
         plain = tuple(map(_plain_values, self.model.modules()))
-        held = tuple(map(_geometry, (*self.model.parameters(), *self.model.buffers())))
+        held = tuple(map(geometry, (*self.model.parameters(), *self.model.buffers())))
         casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         )
         return (
-            str(spec),
-            tuple(map(_describe, leaves)),
+            nest.key(),
+            tuple(map(describe, leaves)),
             plain,
             held,
             casts,
             optimizer_key(self.optimizer, self._rule),
+            hooks_key(self.model),
         )
 
-    def _bound(self, leaves: Sequence[Any], spec: Any) -> tuple[_BoundStep, dict[int, Cohort]]:
+    def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
         """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
-        key = self._key(leaves, spec)
+        key = self._key(leaves, nest)
         bound = self._steps.get(key)
         cohorts = bound.cohorts_now() if bound is not None else None
         if bound is None or cohorts is None:
-            bound = self._steps[key] = self._build(leaves, spec)
+            bound = self._steps[key] = self._build(leaves, nest)
             cohorts = bound.cohorts_now() or {}
             if len(self._steps) > self.options.max_plans:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return bound, cohorts
 
-    def _build(self, leaves: Sequence[Any], spec: Any) -> _BoundStep:
-        request = self._request(leaves, spec)
-        captured, seconds = self._capture(leaves, spec)
+    def _build(self, leaves: Sequence[Any], nest: Nest) -> _BoundStep:
+        request = self._request(leaves, nest)
+        captured, seconds = self._capture(leaves, nest)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
@@ -172,7 +199,7 @@ class TrainStep:
         whole = Whole(planned, keep=self.options.keeps_arena)
         bound = _BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
-        log.info("planned %s for %s", captured.graph.name, [_describe(leaf) for leaf in leaves])
+        log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound
 
     def _known(self, captured: CapturedStep) -> _BoundStep | None:
@@ -207,6 +234,14 @@ class _BoundStep:
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
         )
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as they are now, by name."""
+        return {name: slot[key] for name, (slot, key) in (*self.parameters.items(), *self.buffers.items())}
+
+    def updated(self) -> dict[str, torch.Tensor]:
+        """Parameters that the step updates, by name."""
+        return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
 
     def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
         """Feed one step."""
@@ -282,26 +317,9 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
     return found
 
 
-def _describe(leaf: Any) -> object:
-    """What a plan depends on of one leaf of the batch: a tensor's geometry, any other value itself."""
-    if isinstance(leaf, torch.Tensor):
-        return _geometry(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        raise CaptureError(
-            f"a batch may hold tensors, numbers, strings and lists or dicts of them, not {type(leaf).__name__}"
-        ) from None
-    return (type(leaf).__name__, leaf)
-
-
 def _plain_values(module: nn.Module) -> tuple[tuple[str, object], ...]:
     """The module's own numbers, flags and strings (``training``, ``p`` of a dropout): tracing reads and fixes them."""
     return tuple((k, v) for k, v in vars(module).items() if type(v) in PLAIN and not k.startswith("_"))
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 @contextlib.contextmanager

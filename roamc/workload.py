@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat
-from roamc.capture import joint, recurrent
+from roamc.capture import joint
+from roamc.capture.batch import put_together, take_apart
 from roamc.capture.step import LossFunction, StepRequest, capture_step
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph
@@ -66,10 +66,10 @@ def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_nor
     if workload.loss_fn is None or forward_backward:
         return _capture_module(workload)
     make = workload.optimizer or OPTIMIZERS["adamw"]
-    leaves, spec = compat.flatten(workload.batch)
+    leaves, nest = take_apart(workload.batch)
 
     def rebuild(values: Any) -> tuple[Any, ...]:
-        return tuple(compat.unflatten(values, spec))
+        return tuple(put_together(values, nest))
 
     optimizer = make(workload.model.parameters())
     request = StepRequest(workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm)
@@ -146,11 +146,7 @@ class _Keywords(nn.Module):
 
 def _capture_module(workload: Workload) -> TrainGraph:
     model = workload.model if workload.loss_fn is None else _Loss(workload.model, workload.loss_fn)
-    with recurrent.decomposed():
-        halves, outputs, static = compat.forward_backward(model, workload.batch)
-    if len(halves) == 1:
-        return joint.inference(halves[0], static, workload.name)
-    return joint.stitch(halves[0], halves[1], outputs, static, workload.name)
+    return joint.capture(model, workload.batch, {}, workload.name)
 
 
 def _module(path: Path) -> ModuleType:

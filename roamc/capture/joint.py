@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from roamc import ops
+from roamc import compat, ops
+from roamc.capture import recurrent
+from roamc.capture.batch import put_together, take_apart
 from roamc.capture.corrections import correct
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator
@@ -24,6 +26,25 @@ from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders
 from roamc.rewrite import given, mode_of, value_of
 from roamc.runtime.random import replay, save_rng_state
+
+
+def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
+    """The graph of forward and backward of ``model(*batch, **named)``; of forward alone where nothing is trained.
+
+    Raises:
+        CaptureError: an operator of the graph cannot be planned.
+    """
+    leaves, nest = take_apart((tuple(batch), dict(named)))
+
+    def call(model: nn.Module, *values: Any) -> Any:
+        args, kwargs = put_together(values, nest)
+        return model(*args, **kwargs)
+
+    with recurrent.decomposed():
+        halves, outputs, static = compat.forward_backward(model, leaves, call)
+    if len(halves) == 1:
+        return inference(halves[0], static, name)
+    return stitch(halves[0], halves[1], outputs, static, name)
 
 
 def stitch(

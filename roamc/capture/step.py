@@ -16,7 +16,9 @@ from torch import fx, nn
 
 from roamc import compat
 from roamc.capture import recurrent, rewinds
+from roamc.capture.closures import Closures, check_origins
 from roamc.capture.corrections import correct
+from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
 from roamc.errors import CaptureError
@@ -94,8 +96,9 @@ def capture_step(request: StepRequest) -> CapturedStep:
     parameters = dict(request.model.named_parameters())
     buffers = dict(request.model.named_buffers())
     check_devices(request.leaves, list(parameters.values()))
+    check_hooks(parameters)
     trained = _trained(request, parameters)
-    mode = compat.CaptureMode()
+    mode = compat.CaptureMode({**parameters, **buffers})
     traced = _Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
     return _Assembly(request, rule, mode, module, traced).build()
@@ -184,14 +187,19 @@ class _Trace:
             for fake, real in zip(flat, self.parameters.values(), strict=False)
         ]
         held = dict(zip([*self.parameters, *self.buffers], [*leaves, *flat[count:]], strict=False))
+        reals = {**self.parameters, **self.buffers}
+        closures = Closures({id(real): held[name] for name, real in reals.items()})
+        for name, parameter in self.parameters.items():
+            follow_hooks(held[name], parameter, name, closures)
         batch = list(self.request.leaves)
         for index, fake in zip(self.tensor_leaves, flat[count + len(self.buffers) :], strict=True):
             batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
         model = self.request.model
-        with torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed():
+        with torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed(), closures:
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
             check_loss(loss)
+            check_origins(loss, {id(real): name for name, real in self.parameters.items()})
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)

@@ -1,0 +1,181 @@
+"""The batch of a training step: taken apart into tensors and other values, described, and put together again.
+
+torch's pytree opens lists, tuples, dicts, named tuples and what others have registered with it. These it takes for one
+value, and we open them:
+
+    dataclasses; collections.UserDict and its heirs, such as a tokenizer's BatchEncoding; heirs of dict
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat
+from roamc.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Nest:
+    """How a batch was taken apart.
+
+    Attributes:
+        spec: torch's description of lists, tuples and dicts.
+        opened: for each leaf of ``spec``: None where it is a leaf of ours, else its class and what it holds.
+    """
+
+    spec: Any
+    opened: tuple[tuple[type, Nest] | None, ...]
+
+    def key(self) -> tuple[object, ...]:
+        """Hashable; the same for batches with the same containers and names."""
+        return str(self.spec), tuple(part and (part[0], part[1].key()) for part in self.opened)
+
+
+def take_apart(tree: Any) -> tuple[list[Any], Nest]:
+    """The leaves of ``tree``, and how they belong together."""
+    outer, spec = compat.flatten(tree)
+    leaves: list[Any] = []
+    opened: list[tuple[type, Nest] | None] = []
+    for value in outer:
+        container = _container(value)
+        if container is None:
+            leaves.append(value)
+            opened.append(None)
+        else:
+            inside, nest = take_apart(container.fields(value))
+            leaves += inside
+            opened.append((type(value), nest))
+    return leaves, Nest(spec, tuple(opened))
+
+
+def put_together(leaves: Sequence[Any], nest: Nest) -> Any:
+    """What :func:`take_apart` took apart, with ``leaves`` in it."""
+    return _built(iter(leaves), nest)
+
+
+def _built(leaves: Iterator[Any], nest: Nest) -> Any:
+    outer = []
+    for part in nest.opened:
+        if part is None:
+            outer.append(next(leaves))
+        else:
+            kind, inside = part
+            outer.append(_CONTAINERS[_row(kind)].make(kind, _built(leaves, inside)))
+    return compat.unflatten(outer, nest.spec)
+
+
+def check_batch(leaves: Sequence[Any]) -> None:
+    """Refuse tensors that would hand a gradient on to what is outside the step.
+
+    Raises:
+        CaptureError: a tensor was computed with gradients, or has a hook.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            continue
+        if leaf.grad_fn is not None:
+            raise CaptureError(
+                f"a batch tensor of shape {tuple(leaf.shape)} comes out of other computation ({leaf.grad_fn.name()}), "
+                "and train_step sends no gradient back there; pass its .detach(), or compute it in loss_fn"
+            )
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"a batch tensor of shape {tuple(leaf.shape)} has a gradient hook, and train_step makes no gradients "
+                "of the batch; use roamc.optimize"
+            )
+
+
+def describe(leaf: Any) -> object:
+    """What a plan depends on of one leaf of the batch: a tensor's geometry, any other value itself.
+
+    Raises:
+        CaptureError: the value cannot be compared with that of the next step.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return geometry(leaf)
+    held = () if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {}).values()
+    if type(leaf).__hash__ is None or any(isinstance(value, torch.Tensor) for value in held):
+        raise CaptureError(
+            "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
+            f"{type(leaf).__name__}"
+        )
+    return (type(leaf).__name__, leaf)
+
+
+def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Shape, strides, dtype, device, and whether it wants a gradient."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+@dataclass(frozen=True)
+class _Container:
+    """One kind of container: does a class belong to it, what does an instance hold, and how is one made of that."""
+
+    belongs: Callable[[type], bool]
+    fields: Callable[[Any], dict[str, Any]]
+    make: Callable[[type, dict[str, Any]], Any]
+
+
+def _dict_fields(value: dict[Any, Any]) -> dict[str, Any]:
+    own = getattr(value, "__dict__", {})
+    return {"items": dict(value), "own": {} if own is value else dict(own), "is_own": own is value}
+
+
+def _make_dict(kind: type, fields: dict[str, Any]) -> Any:
+    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    (OrderedDict if isinstance(made, OrderedDict) else dict).update(made, fields["items"])
+    if fields["is_own"]:  # as in ``self.__dict__ = self``
+        made.__dict__ = made
+    for name, value in fields["own"].items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _dataclass_fields(value: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return {**{name: getattr(value, name) for name in names}, **getattr(value, "__dict__", {})}
+
+
+def _make_dataclass(kind: type, fields: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _make_user_dict(kind: type, fields: dict[str, Any]) -> Any:
+    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    made.data = fields
+    return made
+
+
+_CONTAINERS = (
+    _Container(lambda kind: issubclass(kind, dict), _dict_fields, _make_dict),
+    _Container(lambda kind: issubclass(kind, UserDict), lambda value: dict(value.data), _make_user_dict),
+    _Container(dataclasses.is_dataclass, _dataclass_fields, _make_dataclass),
+)
+"""The first row that a class belongs to holds for it."""
+
+
+def _row(kind: type) -> int:
+    """Number of the row of ``kind``; -1 where there is none."""
+    return next((number for number, row in enumerate(_CONTAINERS) if row.belongs(kind)), -1)
+
+
+def _container(value: Any) -> _Container | None:
+    """The row of a value that can be opened."""
+    if isinstance(value, type | torch.Tensor | nn.Module) or type(value) in _VALUES:
+        return None
+    number = _row(type(value))
+    return None if number < 0 else _CONTAINERS[number]
+
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+"""Never containers; asked first, because they are most of what is no tensor."""

@@ -1,0 +1,118 @@
+"""Hooks that a user has registered on parameters and modules, in the trace of a training step.
+
+Hooks of modules, and of tensors inside the model, run while the model is traced: they need nothing from here. Hooks of
+parameters do: the trace puts other tensors in the parameters' place.
+
+    Tensor.register_hook                         traced on the gradient, before clipping and update
+    Tensor.register_post_accumulate_grad_hook    refused: it reads .grad, and a planned step has none
+    hooks on the node that accumulates .grad     refused likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from roamc import compat, ops
+from roamc.capture.closures import Closures
+from roamc.errors import CaptureError
+
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module keeps the hooks that run when it does."""
+
+Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
+
+
+def hooks_key(model: nn.Module) -> tuple[object, ...]:
+    """Identities of all hooks that a captured step of ``model`` contains; another key needs another capture."""
+    of_modules = tuple(
+        (number, name, *hooks)
+        for number, module in enumerate(model.modules())
+        for name in MODULE_HOOKS
+        if (hooks := vars(module).get(name))
+    )
+    of_parameters = tuple(
+        (number, *(parameter._backward_hooks or ()), "late", *_late(parameter))
+        for number, parameter in enumerate(model.parameters())
+        if parameter._backward_hooks or _late(parameter)
+    )
+    return (of_modules, of_parameters, compat.global_module_hooks())
+
+
+def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks that run after the gradient has arrived in ``.grad``.
+
+    Raises:
+        CaptureError: names the parameter and the hook.
+    """
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        late = _late(parameter)
+        if late:
+            raise CaptureError(
+                f"parameter {name!r} has a post-accumulate-grad hook ({name_of(next(iter(late.values())))}), and "
+                "train_step keeps no .grad for it to read; change the gradient by register_hook, or use roamc.optimize"
+            )
+        if compat.has_gradient_node_hooks(parameter):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on the autograd node that accumulates its .grad, and train_step keeps "
+                "no .grad; change the gradient by parameter.register_hook, or use roamc.optimize"
+            )
+
+
+def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closures: Closures) -> None:
+    """While tracing: the tensor hooks of ``parameter`` run, in their order, on the gradient of ``leaf``."""
+    for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
+        leaf.register_hook(_traced(hook, name, closures))
+
+
+def name_of(hook: object) -> str:
+    """What a hook is called in messages: its qualified name, or that of its class."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _late(parameter: torch.Tensor) -> Mapping[int, Any]:
+    """Post-accumulate-grad hooks."""
+    return parameter._post_accumulate_grad_hooks or {}
+
+
+def _traced(hook: Hook, name: str, closures: Closures) -> Hook:
+    """The hook as a part of the trace."""
+    who = f"the gradient hook {name_of(hook)} of parameter {name!r}"
+
+    def run(gradient: torch.Tensor) -> torch.Tensor | None:
+        last = _last(compat.graph_so_far())
+        try:
+            with closures:  # autograd runs hooks without the modes that are around it
+                result = hook(gradient)
+        except RuntimeError as error:  # torch's own for values of fake tensors
+            raise CaptureError(
+                f"{who} cannot be traced ({str(error).splitlines()[0]}); a hook of a planned step must not depend on "
+                "values: use torch.where, or roamc.optimize, which runs hooks as they are"
+            ) from error
+        if (result is None or result is gradient) and not _writes(compat.graph_so_far(), last):
+            raise CaptureError(
+                f"{who} gives no new gradient and writes to no tensor, so a planned step would run it once, while it "
+                "is traced, and never again; remove it, or use roamc.optimize, which runs hooks as they are"
+            )
+        return result
+
+    return run
+
+
+def _last(graph: fx.Graph) -> fx.Node | None:
+    return next(iter(reversed(graph.nodes)), None)
+
+
+def _writes(graph: fx.Graph, last: fx.Node | None) -> bool:
+    """Whether an operator behind ``last`` writes in place."""
+    for node in reversed(graph.nodes):
+        if node is last:
+            return False
+        if node.op == "call_function" and ops.rule(node.target).mutates:
+            return True
+    return False

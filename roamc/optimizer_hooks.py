@@ -1,0 +1,126 @@
+"""Hooks that a user has registered on an optimizer's step, around a step that is one program.
+
+    eager         forward, backward   pre-hooks   update   post-hooks
+    train_step    pre-hooks   forward, backward, update   post-hooks
+
+So a pre-hook may set what the update reads, such as learning rates. It must not write parameters or buffers, which
+forward would read; and no hook can read gradients, of which there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from roamc import compat
+from roamc.capture.hooks import name_of
+from roamc.errors import CaptureError
+
+Hook = Callable[..., Any]
+Parameters = Mapping[str, torch.Tensor]
+
+
+def check_step_method(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` was replaced by another function: it would never be called.
+
+    Learning-rate schedulers replace it, too; theirs only counts.
+
+    Raises:
+        CaptureError: names the function.
+    """
+    step = vars(optimizer).get("step")
+    while step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    if step is not None and step is not type(optimizer).step:
+        raise CaptureError(
+            f"step of this {type(optimizer).__name__} was replaced by {name_of(step)}, which train_step would never "
+            "call; use register_step_pre_hook and register_step_post_hook, or roamc.optimize"
+        )
+
+
+def run_before(
+    hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, held: Parameters, parameters: Parameters
+) -> None:
+    """Run the pre-hooks of a step.
+
+    Args:
+        hooks: in their order.
+        optimizer: handed to them.
+        held: parameters and buffers, by name, that they must not write.
+        parameters: those of ``held`` that may have a gradient.
+
+    Raises:
+        CaptureError: a hook writes to a parameter or buffer, reads a gradient, or gives the step other arguments.
+    """
+    before = _marks(held)
+    arguments: tuple[Any, Any] = (optimizer,), {}
+    with _gradients_absent(parameters), _DataCounted():
+        for hook in hooks:
+            given = hook(optimizer, *arguments)
+            if given is None:
+                continue
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise RuntimeError(f"{name_of(hook)} must return None or (args, kwargs) for the step, not {given!r}")
+            arguments = given
+            if tuple(arguments[0]) != (optimizer,) or arguments[1]:
+                raise CaptureError(
+                    f"step hook {name_of(hook)} hands the optimizer's step other arguments ({arguments[0][1:]}, "
+                    f"{arguments[1]}); train_step has none to hand on"
+                )
+        absent = [name for name, tensor in parameters.items() if not isinstance(tensor.grad, compat.AbsentGradient)]
+    if absent:
+        raise CaptureError(
+            f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))}) sets .grad of {absent[0]!r}, and "
+            "train_step keeps no gradients; change them by Tensor.register_hook, or use roamc.optimize"
+        )
+    now = _marks(held)
+    written = [name for name in held if before[name] != now[name]]
+    if written:
+        raise CaptureError(
+            f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))}) writes to {written[0]!r}; train_step "
+            "runs it before forward, which reads that; write in a step post-hook, or use roamc.optimize"
+        )
+
+
+def run_after(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+    """Run the post-hooks of a step.
+
+    Raises:
+        CaptureError: a hook reads a gradient.
+    """
+    with _gradients_absent(parameters):
+        for hook in hooks:
+            hook(optimizer, (optimizer,), {})
+
+
+@contextlib.contextmanager
+def _gradients_absent(parameters: Parameters) -> Iterator[None]:
+    """While inside, ``.grad`` of every parameter is a tensor that refuses to be read."""
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = None
+        parameter.grad = compat.AbsentGradient(parameter, name)
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            if isinstance(parameter.grad, compat.AbsentGradient):
+                parameter.grad = before[name]
+
+
+class _DataCounted(TorchFunctionMode):
+    """While inside, ``tensor.data`` counts writes as the tensor's own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def _marks(held: Parameters) -> dict[str, tuple[int, int]]:
+    """Of every tensor what changes when it is written or gets other memory."""
+    return {name: (tensor._version, tensor.data_ptr()) for name, tensor in held.items()}

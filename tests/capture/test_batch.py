@@ -1,0 +1,215 @@
+"""Batches of any nest: keywords, dicts, dataclasses, named tuples, and what data libraries hand out."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import roamc
+from roamc.capture.batch import describe, put_together, take_apart
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, tensors_of
+
+X, Y = noise(4, 8), noise(4, 8, seed=4)
+
+
+@dataclass
+class Pair:
+    x: Any
+    y: Tensor
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+    counted: int = field(default=0, init=False)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer's BatchEncoding: attributes are items, and it has more of them than it shows."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        super().__init__(data)
+        self.encodings = [object()]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Attributes(dict[str, Any]):
+    """Items are attributes, by an idiom that many projects have."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Ordered(OrderedDict[str, Any]):
+    pass
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def by_attribute(model: Any, batch: Any) -> Tensor:
+    return loss_of(model, batch.x, batch.y)
+
+
+def by_item(model: Any, batch: Any) -> Tensor:
+    return loss_of(model, batch["x"], batch["y"])
+
+
+def unpacked(model: Any, batch: Any) -> Tensor:
+    return loss_of(model, **batch)
+
+
+def packed(model: Any, batch: PackedSequence) -> Tensor:
+    return model(batch.data).square().mean() * batch.batch_sizes.shape[0]
+
+
+BATCHES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]] = {
+    "keyword": (loss_of, (X,), {"y": Y}),
+    "keywords": (loss_of, (), {"y": Y, "x": X}),
+    "names that the step has itself": (lambda m, self, batch: loss_of(m, self, batch), (), {"self": X, "batch": Y}),
+    "dict": (by_item, ({"x": X, "y": Y},), {}),
+    "dict, other order": (by_item, ({"y": Y, "x": X},), {}),
+    "keyword that is a dict": (lambda m, *, data: by_item(m, data), (), {"data": {"x": X, "y": Y}}),
+    "dataclass": (by_attribute, (Pair(X, Y),), {}),
+    "frozen dataclass": (by_attribute, (Frozen(X, Y),), {}),
+    "named tuple": (by_attribute, (Named(X, Y),), {}),
+    "user dict": (unpacked, (Encoding({"x": X, "y": Y}),), {}),
+    "user dict by attribute": (by_attribute, (Encoding({"x": X, "y": Y}),), {}),
+    "dict with attributes": (by_attribute, (Attributes(x=X, y=Y),), {}),
+    "heir of an ordered dict": (unpacked, (Ordered(x=X, y=Y),), {}),
+    "nest": (lambda m, batch: by_attribute(m, batch["a"][0].x["b"]), ({"a": [Pair({"b": Named(X, Y)}, Y)]},), {}),
+    "packed sequence": (packed, (pack_sequence([X, X[:2]]),), {}),
+}  # fmt: skip
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_step_takes_any_nest(name: str) -> None:
+    loss_fn, args, named = BATCHES[name]
+    model = net()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for _ in range(2):
+        assert_same(step(*args, **named), eager_step(twin, lambda m: loss_fn(m, *args, **named), reference))
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step.plans) == 1
+
+
+def test_new_tensors_in_an_old_container_are_read() -> None:
+    for batch in (Pair(X, Y), Attributes(x=X, y=Y), Encoding({"x": X, "y": Y})):
+        model = net()
+        twin = copy.deepcopy(model)
+        step, reference = roamc.train_step(model, by_attribute, sgd(model), strict=True), sgd(twin)
+        for x in (X, Y, -X):
+            (batch.data if isinstance(batch, Encoding) else batch.__dict__)["x"] = x
+            assert_same(step(batch), eager_step(twin, by_attribute, reference, batch))
+        assert len(step.plans) == 1
+
+
+def test_order_of_a_dict_does_not_matter() -> None:
+    model, twin = net(), net()
+    step, reference = roamc.train_step(model, by_item, sgd(model), strict=True), sgd(twin)
+    for batch in ({"x": X, "y": Y}, {"y": Y, "x": X}, {"x": Y, "y": X}):
+        assert_same(step(batch), eager_step(twin, by_item, reference, batch))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_taken_apart_and_put_together_is_the_same(name: str) -> None:
+    _, args, named = BATCHES[name]
+    leaves, nest = take_apart((args, named))
+    again = put_together(leaves, nest)
+    assert all(isinstance(leaf, Tensor | float | int | bool | None) for leaf in leaves)
+    assert [type(value) for value in again[0]] == [type(value) for value in args]
+    assert all(one is other for one, other in zip(take_apart(again)[0], leaves, strict=True))
+    assert hash(nest.key()) == hash(take_apart(again)[1].key())
+
+
+def test_other_containers_are_other_batches() -> None:
+    kinds = [(Pair(X, Y),), (Frozen(X, Y),), (Named(X, Y),), ({"x": X, "y": Y},), (Encoding({"x": X, "y": Y}),)]
+    assert len({take_apart(kind)[1].key() for kind in kinds}) == len(kinds)
+
+
+def test_object_with_tensors_that_nobody_can_open_is_refused() -> None:
+    class Bag:
+        def __init__(self) -> None:
+            self.x = X
+
+    with pytest.raises(roamc.CaptureError, match="lists, dicts or dataclasses of them, not Bag"):
+        describe(Bag())
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_batch_that_wants_its_gradient_sent_back_is_refused(hooked: bool) -> None:
+    model = net()
+    x = X.clone().requires_grad_()
+    if hooked:
+        x.register_hook(lambda grad: grad * 2)
+    else:
+        x = x * 2
+    step = roamc.train_step(model, loss_of, sgd(model))
+    with pytest.raises(roamc.CaptureError, match="gradient hook" if hooked else r"MulBackward0.*\.detach\(\)"):
+        step(x, Y)
+    step(x.detach(), Y)
+
+
+class Forward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: Any = None, twice: bool = False) -> Tensor:
+        y = self.linear(x) + (other.y if isinstance(other, Pair) else 0)
+        return y * 2 if twice else y
+
+
+def test_plan_takes_keywords_of_the_batch_beside_options() -> None:
+    model = Forward()
+    alone = roamc.plan(model, X)
+    assert roamc.plan(model, x=X, alignment=128).fingerprint == alone.fingerprint
+    assert roamc.plan(model, X, other=Pair(X, Y), twice=True, strict=True).fingerprint != alone.fingerprint
+    step = roamc.plan(model, X, y=Y, loss_fn=loss_of, optimizer=sgd(model), order="program")
+    assert step.fingerprint == roamc.train_step(model, loss_of, sgd(model)).plan(X, y=Y).fingerprint
+
+
+def test_keyword_of_plan_that_is_neither_is_an_unknown_option() -> None:
+    with pytest.raises(roamc.OptionError, match="unknown option 'memory_limt'; did you mean 'memory_budget'"):
+        roamc.plan(Forward(), X, memory_limt=3)
+    with pytest.raises(roamc.OptionError, match="unknown option 'twise'"):
+        roamc.plan(Forward(), X, twise=True)
+
+
+def test_tokenizers_and_models_containers() -> None:
+    transformers = pytest.importorskip("transformers")
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    batch = transformers.BatchEncoding({"x": X, "y": Y})
+    model = net()
+    step = roamc.train_step(model, lambda m, batch, out: by_attribute(m, batch) + out.logits.mean(), sgd(model))
+    step(batch, outputs.CausalLMOutput(logits=X))
+    step(transformers.BatchEncoding({"x": Y, "y": X}), outputs.CausalLMOutput(logits=Y))
+    assert len(step.plans) == 1

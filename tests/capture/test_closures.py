@@ -1,0 +1,90 @@
+"""Parameters and buffers that a step reads past its model: as in eager where the trace can see them, else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
+
+X = noise(4, 8)
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+
+def penalty(model: Any) -> Loss:
+    parameters = list(model.parameters())
+    return lambda m, x: square(m, x) + 0.1 * sum(p.square().sum() for p in parameters)
+
+
+def detached(model: Any) -> Loss:
+    weight = model[0].weight
+    return lambda m, x: square(m, x) * weight.detach().square().sum()
+
+
+def in_a_list(model: Any) -> Loss:
+    weights = [model[0].weight, model[2].weight]
+    return lambda m, x: square(m, x) + torch.cat(weights, dim=1).abs().mean()
+
+
+def buffer(model: Any) -> Loss:
+    average = model[1].running_mean
+    return lambda m, x: square(m, x) + (m[0](x) - average).square().mean()
+
+
+@pytest.mark.parametrize("make", [penalty, detached, in_a_list, buffer], ids=lambda f: f.__name__)
+def test_loss_reads_parameters_by_a_name_of_its_own(make: Callable[[Any], Loss]) -> None:
+    model, twin = net(), net()
+    loss_fn, reference_loss, optimizer, reference = make(model), make(twin), sgd(model), sgd(twin)
+    step = roamc.train_step(model, loss_fn, optimizer, strict=True)
+    for number in range(3):
+        assert_same(step(X), eager_step(twin, reference_loss, reference, X), f"loss {number}")
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+
+
+def view_made_before(model: Any) -> Loss:
+    view = model[0].weight.t()
+    return lambda m, x: square(m, x) + view.square().sum()
+
+
+def data_made_before(model: Any) -> Loss:
+    data = model[0].weight.data
+    return lambda m, x: square(m, x) * data.square().sum()
+
+
+def computed_before(model: Any) -> Loss:
+    norm = model[0].weight.square().sum()
+    return lambda m, x: square(m, x) + norm
+
+
+REFUSED = {
+    view_made_before: ("the memory of '0.weight'", "inside the step", "clone"),
+    data_made_before: ("the memory of '0.weight'", "inside the step", "clone"),
+    computed_before: ("computed from parameter '0.weight' before", "inside loss_fn", "detach"),
+}
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda f: f.__name__)
+def test_tensor_made_of_a_parameter_before_the_step_is_refused(make: Callable[[Any], Loss]) -> None:
+    model = net()
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError) as caught:
+        roamc.train_step(model, make(model), sgd(model))(X)
+    assert [part for part in REFUSED[make] if part not in str(caught.value)] == [], str(caught.value)
+    assert_same(tensors_of(model), before)
+
+
+def test_frozen_teacher_in_a_closure_is_a_constant() -> None:
+    model, teacher = net(), net().eval()
+    step = roamc.train_step(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean(), sgd(model))
+    step(X)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
