@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from roamc import layout_file
+from roamc.budget import parse_budget
 from roamc.cost import store_profile
 from roamc.cost.measure import ROUNDS, calibrate
 from roamc.demo.race import race
@@ -36,6 +37,12 @@ from roamc.version import __version__
 from roamc.zoo import MODELS
 
 ERROR, DOES_NOT_FIT = 1, 2
+
+_FILE_ERRORS: dict[type[OSError], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "this is a folder",
+    PermissionError: "no permission",
+}
 
 
 class _DoesNotFit(SystemExit):
@@ -133,6 +140,8 @@ def plan(
         if len(budgets) > 1:
             _several(request, budgets, save, as_json)
             return
+        if save is not None:
+            _check_writable(save)
         found = _answer(request).plan
         if save is not None:
             save.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -148,11 +157,13 @@ def explain(
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, as_json: Json = False, debug: Debug = False,
-    source: Annotated[bool, typer.Option("--source", help="Also print the emitted program.")] = False,
+    source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
     curve: Annotated[
-        bool, typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost?")
-    ] = True,
+        bool | None,
+        typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost? Not by default "
+                     "with --source."),
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
 ) -> None:  # fmt: skip
     """Why is the peak this big: what lives at the worst step, and which line of the model made it.
@@ -163,9 +174,12 @@ def explain(
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()))  # fmt: skip
-        found = _answer(request, source, curve) if html is None else _drawn(request, source, curve, html)
+        traced = not source if curve is None else curve
+        found = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if as_json:
             _print_json(found.to_dict(top))
+        elif source and not curve and html is None:
+            text.show_source(text.console(), found.source)
         else:
             text.show_explanation(text.console(), found, top)
             if html is not None:
@@ -194,6 +208,8 @@ def layout(
     """
     with _reported(debug, as_json):
         asked = None if capacity is None else parse_bytes(capacity)
+        if output is not None:
+            _check_writable(output)
         found = layout_file.lay_out(file, asked, seconds, output)
         if as_json:
             _print_json(found)
@@ -249,14 +265,20 @@ def demo(
     layers: Annotated[int, typer.Option("--layers", min=1, hidden=True)] = 6,
     width: Annotated[int, typer.Option("--width", min=1, hidden=True)] = 384,
     heads: Annotated[int, typer.Option("--heads", min=1, hidden=True)] = 6,
+    memory_budget: Annotated[
+        str, typer.Option("--memory-budget", metavar="SIZE", help="Of the third side; as for roamc plan.")
+    ] = "50%",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small language model with and without roamc, in step, and compare losses, memory and time."""
+    """Train a small language model in eager PyTorch, with roamc, and with roamc under a memory budget, in step; compare
+    losses, memory and time.
+    """
     with _reported(debug, as_json):
+        parse_budget(memory_budget)
         said = "training with and without roamc"
         with Stages(said, steps) as stages:
-            task = Task("eager", steps, batch, seq, layers, width, heads)
+            task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
             stages.now("getting the solvers ready, for which a new installation compiles them")
             warm_up()
             result = race(task, lambda done: stages.now(said, done))
@@ -308,6 +330,8 @@ def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanati
 
 def _check_writable(path: Path) -> None:
     """Say no before the planning and not after it; leaves no file behind."""
+    if not path.parent.is_dir():
+        raise OptionError(f"{path.parent}: no such folder")
     new = not path.exists()
     with path.open("a"):
         pass
@@ -341,7 +365,16 @@ def _sentence(error: Exception, debug: bool) -> str:
     if isinstance(error, RoamcError):
         return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
     if isinstance(error, OSError):
-        return lines[0]
+        return _said_of_file(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
     frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
+
+
+def _said_of_file(error: OSError) -> str:
+    """The file first and then what is wrong with it, as in ``plan.csv: no such file``."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {_FILE_ERRORS.get(type(error), error.strerror.lower())}"

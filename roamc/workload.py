@@ -173,6 +173,8 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     if callable(found):
         function: Callable[..., Any] = found
         return function
+    if hasattr(module, name):
+        raise OptionError(f"{path}: {name!r} is {_with_article(type(found).__name__)}, not a function")
     known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     raise OptionError(f"{path} has no function {name!r}{nearest(name, known)}")
 
@@ -214,6 +216,10 @@ def _factory(target: str, given: Any) -> OptimizerFactory:
         )
     factory: OptimizerFactory = given
     return factory
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def _kinds(value: Any) -> str:

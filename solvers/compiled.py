@@ -1,13 +1,27 @@
-"""Compiled loops: numba, with its results kept on disk, behind one decorator that keeps a function's type."""
+"""Compiled loops: numba, with its results kept on disk, behind one decorator that keeps a function's type.
 
+The first process of an installation finds nothing on disk, and compiling all of the solvers takes ten seconds and
+more. Small problems take a fraction of a second in plain Python, so they do not wait: see `interpreted_first`.
+"""
+
+import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numba
 from numba.core import cpu
+from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PATIENCE = 1.5
+"""Seconds that one process spends on interpreting before it compiles what it needs."""
+
+SMALL = 2_000
+"""Operators or storages of the largest problem that is interpreted: one loop over all pairs still ends in a second."""
 
 _UNCOUNTED = {"_nrt": False} if hasattr(cpu.CPUTargetOptions, "_nrt") else {}
 """What tells numba to count no references. Not promised by numba, so where it is unknown functions compile as usual."""
@@ -31,10 +45,102 @@ def compiled_uncounted(function: Callable[P, R]) -> Callable[P, R]:
     return _compile(function, _UNCOUNTED)
 
 
-def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
-    dispatcher: Callable[P, R]
+def interpreted_first(size: int, solve: Callable[[], R]) -> R:
+    """Call `solve`; functions that would have to be compiled first run as plain Python, while that is quick.
+
+    Both give the same result, so nothing depends on which of the two ran, nor on the clock. What is compiled already,
+    in this process or on disk, runs compiled.
+
+    Args:
+        size: operators or storages of the problem; above `SMALL` everything is compiled.
+        solve: is called again from the beginning where Python turns out to be too slow, so it must not keep anything
+            between two calls.
+    """
+    left = _process.patience
+    if size > SMALL or left <= 0 or _thread.deadline is not None:
+        return solve()
+    began = time.perf_counter()
+    _thread.deadline = began + left
     try:
-        dispatcher = numba.jit(nopython=True, cache=True, **options)(function)
-    except RuntimeError:  # numba finds no folder that it may write to
-        dispatcher = numba.jit(nopython=True, **options)(function)
+        with contextlib.suppress(_TooSlow):
+            return solve()
+    finally:
+        _thread.deadline = None
+        if _thread.has_interpreted:
+            _process.patience = left - (time.perf_counter() - began)
+        _thread.has_interpreted = False
+    return solve()
+
+
+def always_compile() -> None:
+    """From now on `interpreted_first` compiles in this process, however small the problem."""
+    _process.patience = 0.0
+
+
+class _TooSlow(Exception):
+    """The process has spent its patience."""
+
+
+class _MustCompile(Exception):
+    """A function is neither in memory nor on disk."""
+
+
+class _Process:
+    """Seconds of interpreting that this process has left."""
+
+    patience = PATIENCE
+
+
+class _Thread(threading.local):
+    """Until when this thread interprets, None if it compiles; and whether it has interpreted anything by now."""
+
+    deadline: float | None = None
+    has_interpreted = False
+
+
+_process, _thread = _Process(), _Thread()
+
+
+class _Function(CPUDispatcher):  # type: ignore[misc]  # numba has no types
+    """A compiled function that can also run as the Python that it was compiled from."""
+
+    must_compile = False
+
+    def __call__(self, *args: Any) -> Any:
+        if _thread.deadline is None:
+            return super().__call__(*args)
+        if not self.must_compile:
+            try:
+                return super().__call__(*args)
+            except _MustCompile:
+                self.must_compile = True
+        _thread.has_interpreted = True
+        if time.perf_counter() > _thread.deadline:
+            raise _TooSlow
+        return self.py_func(*args)
+
+
+class _Compiler:
+    """numba's compiler of one function, which refuses while its thread interprets."""
+
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = compiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler, name)
+
+    def compile(self, *signature: Any) -> Any:
+        """Compile for one signature, or raise `_MustCompile`."""
+        if _thread.deadline is not None:
+            raise _MustCompile
+        return self._compiler.compile(*signature)
+
+
+def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
+    if numba.config.DISABLE_JIT:
+        return function
+    dispatcher = _Function(py_func=function, locals={}, targetoptions={"nopython": True, **options})
+    dispatcher._compiler = _Compiler(dispatcher._compiler)
+    with contextlib.suppress(RuntimeError):  # numba finds no folder that it may write to
+        dispatcher.enable_caching()
     return dispatcher

@@ -6,6 +6,7 @@ What numba has compiled stays on disk; only the first process of an installation
 import random
 
 from roamc.solvers import layout, order, retain
+from roamc.solvers.compiled import always_compile
 from roamc.solvers.order.improve import improve
 from roamc.solvers.order.portfolio import Pieces
 from roamc.solvers.order.problem import BufferSpec
@@ -18,6 +19,7 @@ _FEW, _LAYERS, _WALKS = 2, 12, 100_000
 
 def warm_up() -> None:
     """Run every algorithm and every piece once, on small problems that none of them solves alone."""
+    always_compile()
     problem = _operators(random.Random(0))
     for algorithm in order.ALGORITHMS.values():
         algorithm(one_stage(problem).problem, 0)

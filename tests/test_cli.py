@@ -19,6 +19,7 @@ from roamc.demo import text
 from roamc.demo.race import Result, race
 from roamc.demo.worker import Task
 from roamc.errors import RoamcError
+from roamc.report import request
 
 SMALL = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64"]
 
@@ -181,10 +182,12 @@ def test_explain_says_what_is_made_again() -> None:
         (["plan", "gpt", "--option", "ordr=program"], "did you mean 'order'?"),
         (["plan", "gpt", "--memory-budget", "lots"], "not a size"),
         (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
-        (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "No such file"),
+        (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "no/such/folder: no such folder"),
         (["explain", "nothing.py:make"], "nothing.py: no such file"),
-        (["explain", "gpt", *SMALL, "--html", "no/such/folder/plan.html"], "No such file"),
-        (["explain", "gpt", *SMALL, "--html", "."], "Is a directory"),
+        (["explain", "gpt", *SMALL, "--html", "no/such/folder/plan.html"], "no/such/folder: no such folder"),
+        (["explain", "gpt", *SMALL, "--html", "."], ".: this is a folder"),
+        (["layout", "nothing.csv"], "nothing.csv: no such file"),
+        (["layout", "nothing.csv", "--output", "no/such/folder/out.csv"], "no/such/folder: no such folder"),
     ],
 )
 def test_error_is_one_line_and_exit_code_one(arguments: list[str], said: str) -> None:
@@ -222,6 +225,18 @@ def test_fault_of_a_file_is_one_line(file: str, function: str, said: str) -> Non
     assert "Traceback" not in result.stderr
 
 
+def test_syntax_error_of_a_file_names_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\n\ndef make(:\n    pass\n")
+    assert run("plan", f"{path}:make", code=1).stderr == "error: broken.py:3: invalid syntax\n"
+
+
+def test_name_of_a_file_that_is_no_function_is_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.py"
+    path.write_text("batch = 3\n")
+    assert run("plan", f"{path}:batch", code=1).stderr == f"error: {path}: 'batch' is an int, not a function\n"
+
+
 def test_debug_shows_the_traceback(file: str) -> None:
     assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
 
@@ -231,6 +246,11 @@ def test_explain_prints_and_gives_json() -> None:
     data = json.loads(run("explain", "gpt", *SMALL, "--json", "--top", "2", "--source").stdout)
     assert len(data["planned"]["storages"]) == 2
     compile(data["source"], "program", "exec")
+
+
+def test_source_alone_is_a_program_and_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "trace", lambda *_: pytest.fail("the curve was planned"))
+    compile(run("explain", "gpt", *SMALL, "--source").stdout, "program", "exec")
 
 
 def test_explain_draws_a_page(tmp_path: Path) -> None:
@@ -279,32 +299,37 @@ def test_calibration_that_cannot_be_is_one_line(arguments: list[str], said: str)
     assert said in run("calibrate", "--quick", *arguments, code=1).stderr
 
 
-DEMO = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4"]
+DEMO = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--memory-budget", "90%"]
 
 
-def test_demo_measures_both_sides() -> None:
+def test_demo_measures_all_sides() -> None:
     data = json.loads(run("demo", "--steps", "3", *DEMO, "--json").stdout)
     assert data["bit_equal"] is True
-    assert data["losses"]["eager"] == data["losses"]["roamc"]
+    assert data["losses"]["eager"] == data["losses"]["roamc"] == data["losses"]["roamc, budget"]
     assert len(data["step_seconds"]["eager"]) == 3
-    assert data["time_ratio"] > 0
-    plan, measured = data["plan"], data["measured_peak_bytes"]
+    assert data["time_ratio"]["roamc"] > 0
+    measured = data["measured_peak_bytes"]
     assert measured["eager"] > 0
-    # The arena, and all that the plan puts beside it, is in the measured peak; on top comes operators' workspace.
-    assert plan["arena_bytes"] <= measured["roamc"]
-    assert plan["bound_bytes"] <= measured["roamc"] < 1.5 * plan["peak_bytes"]
-    assert plan["fragmentation"] >= 0
-    assert set(plan["seconds"]) >= {"capture", "reorder", "layout", "verify", "emit"}
+    for side in ("roamc", "roamc, budget"):
+        plan = data["plans"][side]
+        # The arena, and all that the plan puts beside it, is in the measured peak; on top comes operators' workspace.
+        assert plan["arena_bytes"] <= measured[side]
+        assert plan["bound_bytes"] <= measured[side] < 1.5 * plan["peak_bytes"]
+        assert plan["fragmentation"] >= 0
+        assert set(plan["seconds"]) >= {"capture", "reorder", "layout", "verify", "emit"}
+    assert data["plans"]["roamc"]["budget_bytes"] == 0
+    assert data["plans"]["roamc, budget"]["needed_bytes"] <= data["plans"]["roamc, budget"]["budget_bytes"]
 
 
 def test_demo_prints_losses_memory_and_time() -> None:
     result = run("demo", "--steps", "2", *DEMO)
-    for expected in ("all 2 losses are equal bit for bit", "measured peak", "lower bound", "too few steps", "planning"):
+    said = ("all 2 losses are equal bit for bit", "roamc at 90%", "measured peak", "lower bound", "too few steps")
+    for expected in (*said, "planning", 'memory_budget="90%"'):
         assert expected in result.stdout
 
 
 def test_demo_says_which_side_failed() -> None:
-    with pytest.raises(RoamcError, match="eager side of the demo failed: OptionError"):
+    with pytest.raises(RoamcError, match="'eager' side of the demo failed: OptionError"):
         race(Task("eager", steps=1, batch=1, seq=8, layers=1, width=10, heads=4))
 
 
@@ -322,13 +347,21 @@ def test_result_counts_equal_steps_and_takes_the_median_of_pairs() -> None:
         task=Task("eager", 5, 1, 1, 1, 1, 1),
         parameters=1,
         threads=1,
-        losses={"eager": [1.0, 2.0, 3.0, 4.0, 5.0], "roamc": [1.0, 2.0, 3.0, 4.0, 5.5]},
-        seconds={"eager": [9.0, 9.0, 1.0, 2.0, 4.0], "roamc": [99.0, 99.0, 2.0, 2.0, 2.0]},
-        peak_bytes={"eager": 100, "roamc": 50},
-        plan={},
+        losses={
+            "eager": [1.0, 2.0, 3.0, 4.0, 5.0],
+            "roamc": [1.0, 2.0, 3.0, 4.0, 5.5],
+            "roamc, budget": [1.0, 2.0, 3.0, 4.5, 5.0],
+        },
+        seconds={
+            "eager": [9.0, 9.0, 1.0, 2.0, 4.0],
+            "roamc": [99.0, 99.0, 2.0, 2.0, 2.0],
+            "roamc, budget": [99.0, 99.0, 2.0, 4.0, 8.0],
+        },
+        peak_bytes={"eager": 100, "roamc": 50, "roamc, budget": 25},
+        plans={"roamc": {}, "roamc, budget": {}},
         total_seconds=1.0,
     )
-    assert result.equal_steps == 4
-    assert result.time_ratio == 1.0
-    assert result.memory_ratio == 0.5
+    assert result.equal_steps == 3
+    assert (result.time_ratio("roamc"), result.time_ratio("roamc, budget")) == (1.0, 2.0)
+    assert (result.memory_ratio("roamc"), result.memory_ratio("roamc, budget")) == (0.5, 0.25)
     assert result.to_dict()["bit_equal"] is False

@@ -1,4 +1,4 @@
-"""Both sides of the demo in lockstep: whatever slows the machine down, it slows both down."""
+"""The sides of the demo in lockstep: whatever slows the machine down, it slows all of them down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from roamc.demo.worker import Task
 from roamc.errors import RoamcError
 from roamc.units import Bytes, Seconds
 
-KINDS = ("eager", "roamc")
+EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
+SIDES = (EAGER, FREE, BUDGET)
+"""Eager PyTorch, roamc without a budget, and roamc under the task's budget."""
+
 WARM = 2
 """Steps at the start that are not timed: planning, profiling, first use of memory."""
 
@@ -28,21 +31,21 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_WAIT_POLICY": "passive",  # threads that spin take the cores from the side whose turn it is
 }
-"""Of both workers, unless the user has set them."""
+"""Of all workers, unless the user has set them."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found. Lists have one element per step.
+    """What the demo measured, by side of ``SIDES``. Lists have one element per step.
 
     Attributes:
-        task: sizes, shared by both sides.
+        task: sizes and budget, shared by all sides.
         parameters: of the model.
         threads: of each side.
         losses: per side.
         seconds: per side; the first step includes planning and the profiler.
         peak_bytes: per side; measured, above parameters, optimizer state and batch.
-        plan: as :meth:`roamc.Plan.to_dict`, with times and fragmentation.
+        plans: of roamc's sides, as :meth:`roamc.Plan.to_dict`, with times and fragmentation.
         total_seconds: of the whole demo.
     """
 
@@ -52,74 +55,73 @@ class Result:
     losses: Mapping[str, list[float]]
     seconds: Mapping[str, list[Seconds]]
     peak_bytes: Mapping[str, Bytes]
-    plan: Mapping[str, Any]
+    plans: Mapping[str, Mapping[str, Any]]
     total_seconds: Seconds
 
     @property
     def equal_steps(self) -> int:
-        """Steps whose losses are the same number, bit for bit."""
-        pairs = zip(*(self.losses[kind] for kind in KINDS), strict=True)
-        return sum(eager.hex() == ours.hex() for eager, ours in pairs)
+        """Steps whose losses are the same number on all sides, bit for bit."""
+        rows = zip(*(self.losses[side] for side in SIDES), strict=True)
+        return sum(len({loss.hex() for loss in row}) == 1 for row in rows)
 
-    @property
-    def time_ratio(self) -> float | None:
-        """Median over steps of roamc's time over eager's; None where too few steps were run."""
-        pairs = list(zip(*(self.seconds[kind][WARM:] for kind in KINDS), strict=True))
+    def time_ratio(self, side: str) -> float | None:
+        """Median over steps of the side's time over eager's; None where too few steps were run."""
+        pairs = list(zip(self.seconds[EAGER][WARM:], self.seconds[side][WARM:], strict=True))
         return statistics.median(ours / eager for eager, ours in pairs) if pairs else None
 
-    @property
-    def memory_ratio(self) -> float:
-        """roamc's measured peak over eager's."""
-        return self.peak_bytes["roamc"] / self.peak_bytes["eager"]
+    def memory_ratio(self, side: str) -> float:
+        """The side's measured peak over eager's."""
+        return self.peak_bytes[side] / self.peak_bytes[EAGER]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         task = asdict(self.task)
-        del task["kind"]
+        del task["side"]
         return {
             "task": task,
             "parameters": self.parameters,
             "threads": self.threads,
             "losses": dict(self.losses),
             "equal_steps": self.equal_steps,
-            "bit_equal": self.equal_steps == len(self.losses["eager"]),
+            "bit_equal": self.equal_steps == len(self.losses[EAGER]),
             "measured_peak_bytes": dict(self.peak_bytes),
-            "memory_ratio": self.memory_ratio,
+            "memory_ratio": {side: self.memory_ratio(side) for side in SIDES},
             "step_seconds": dict(self.seconds),
-            "time_ratio": self.time_ratio,
-            "plan": dict(self.plan),
+            "time_ratio": {side: self.time_ratio(side) for side in SIDES},
+            "plans": {side: dict(plan) for side, plan in self.plans.items()},
             "total_seconds": self.total_seconds,
         }
 
 
 def race(task: Task, report: Callable[[int], None] = lambda done: None) -> Result:
-    """Run ``task.steps`` steps on both sides, one at a time, taking turns at who goes first.
+    """Run ``task.steps`` steps on all sides, one side at a time, taking turns at who goes first.
 
     Args:
-        task: its ``kind`` is ignored.
+        task: its ``side`` is ignored.
         report: called with the number of steps done.
 
     Raises:
         RoamcError: a side failed; says why.
     """
     start = time.perf_counter()
-    with _Worker(replace(task, kind="eager")) as eager, _Worker(replace(task, kind="roamc")) as ours:
-        sides = {"eager": eager, "roamc": ours}
-        hello = {kind: side.hear() for kind, side in sides.items()}["roamc"]
-        steps: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with contextlib.ExitStack() as stack:
+        workers = {side: stack.enter_context(_Worker(replace(task, side=side))) for side in SIDES}
+        hello, *_ = [worker.hear() for worker in workers.values()]
+        steps: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for index in range(task.steps):
-            for kind in KINDS if index % 2 else reversed(KINDS):
-                steps[kind].append(sides[kind].ask({"step": index}))
+            first = index % len(SIDES)
+            for side in SIDES[first:] + SIDES[:first]:
+                steps[side].append(workers[side].ask({"step": index}))
             report(index + 1)
-        plan = ours.ask({"plan": True})["plan"]
+        plans = {side: workers[side].ask({"plan": True})["plan"] for side in SIDES if side != EAGER}
     return Result(
         task=task,
         parameters=hello["parameters"],
         threads=hello["threads"],
-        losses={kind: [step["loss"] for step in found] for kind, found in steps.items()},
-        seconds={kind: [step["seconds"] for step in found] for kind, found in steps.items()},
-        peak_bytes={kind: found[0]["peak_bytes"] for kind, found in steps.items()},
-        plan=plan,
+        losses={side: [step["loss"] for step in rows] for side, rows in steps.items()},
+        seconds={side: [step["seconds"] for step in rows] for side, rows in steps.items()},
+        peak_bytes={side: rows[0]["peak_bytes"] for side, rows in steps.items()},
+        plans=plans,
         total_seconds=time.perf_counter() - start,
     )
 
@@ -128,7 +130,7 @@ class _Worker:
     """A fresh process running :mod:`roamc.demo.worker`; killed at the end of the ``with`` block."""
 
     def __init__(self, task: Task) -> None:
-        self.kind = task.kind
+        self.side = task.side
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "roamc.demo.worker", task.to_json()],
@@ -167,14 +169,16 @@ class _Worker:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise RoamcError(f"the {self.kind} side of the demo failed: {answer['error']}")
+            raise RoamcError(f"the {self.side!r} side of the demo failed: {answer['error']}")
         return answer
 
     def _died(self) -> RoamcError:
         code = self._process.wait()
         self._errors.seek(0)
         last = self._errors.read().decode(errors="replace").strip().splitlines()
-        return RoamcError(f"the {self.kind} side of the demo ended with code {code}: {last[-1] if last else 'no word'}")
+        return RoamcError(
+            f"the {self.side!r} side of the demo ended with code {code}: {last[-1] if last else 'no word'}"
+        )
 
     @staticmethod
     def _pipe(stream: IO[str] | None) -> IO[str]:

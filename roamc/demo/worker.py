@@ -1,10 +1,10 @@
-"""One side of the demo in a process of its own: ``python -m roamc.demo.worker '{"kind": "eager", …}'``.
+"""One side of the demo in a process of its own: ``python -m roamc.demo.worker '{"side": "eager", …}'``.
 
 A line of JSON on stdin for every step, a line of JSON on stdout for every answer; ends with its stdin.
 
 What is measured: the first step runs under torch's profiler, and the peak is the maximum of the running
 sum of all that torch's CPU allocator hands out and takes back during it. Parameters, optimizer state
-and batches exist before, gradients do not, on both sides; so the number is what one step needs on top of
+and batches exist before, gradients do not, on all sides; so the number is what one step needs on top of
 them, workspace inside operators included. roamc's first step plans (which allocates no tensors) and
 then allocates its arena, which is therefore part of the sum.
 """
@@ -30,15 +30,21 @@ from roamc.workload import Workload
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides do, and which side this is: ``kind`` is "eager" or "roamc"."""
+    """What all sides do, and which side this is.
 
-    kind: str
+    Attributes:
+        side: "eager", "roamc" (no budget), or "roamc, budget".
+        memory_budget: of the last of these.
+    """
+
+    side: str
     steps: int
     batch: int
     seq: int
     layers: int
     width: int
     heads: int
+    memory_budget: str = "50%"
     dropout: float = 0.1
     seed: int = 1
     lr: float = 1e-3
@@ -82,9 +88,10 @@ class Side:
             for parameter in group["params"]:
                 init_state(self.optimizer, rule, parameter, group)
         self.train: roamc.TrainStep | None = None
-        if task.kind == "roamc":
+        if task.side != "eager":
             assert workload.loss_fn is not None
-            self.train = roamc.train_step(workload.model, workload.loss_fn, self.optimizer)
+            budget = task.memory_budget if task.side != "roamc" else None
+            self.train = roamc.train_step(workload.model, workload.loss_fn, self.optimizer, memory_budget=budget)
         self.run = self.train or self._eager(workload)
         torch.manual_seed(task.seed)
 

@@ -110,8 +110,9 @@ def _planned(
     graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
 ) -> tuple[pipeline.Planned, Curve | None]:
     """The plan, with the ``seconds`` of capture among its times, and the curve that it lies on if that is wanted."""
-    say("getting the solvers ready, for which a new installation compiles them")
-    warm_up()
+    if curve:
+        say("getting the solvers ready, for which a new installation compiles them")
+        warm_up()
     say(f"planning {graph.name}")
     with news.listening(lambda text: say(f"planning {graph.name}, {text}")):
         trials = pipeline.Trials(graph, options, many=curve)

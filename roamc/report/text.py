@@ -55,10 +55,15 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
     _show_layout(out, found.plan)
     if found.source:
         _heading(out, "emitted program")
-        if out.is_terminal:
-            out.print(Syntax(found.source, "python", word_wrap=True))
-        else:
-            out.print(found.source, markup=False, soft_wrap=True)
+        show_source(out, found.source)
+
+
+def show_source(out: Console, source: str) -> None:
+    """An emitted program, in colours on a terminal and else as it is."""
+    if out.is_terminal:
+        out.print(Syntax(source, "python", word_wrap=True))
+    else:
+        out.print(source, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_points(out: Console, name: str, points: Sequence[Point]) -> None:

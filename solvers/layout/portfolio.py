@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from roamc.solvers.arrays import LongArray, read_only
+from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
@@ -59,6 +60,10 @@ def solve(
     machine; None for no such limit. Ties go to the earlier candidate. `LayoutSolution` says what the status
     means.
     """
+    return interpreted_first(problem.num_storages, lambda: _solved(problem, node_limit, capacity, seconds))
+
+
+def _solved(problem: LayoutProblem, node_limit: int, capacity: Bytes | None, seconds: float | None) -> LayoutSolution:
     run = _Run(problem, lower_bound(problem), capacity, seconds)
     run.construct()
     run.improve()

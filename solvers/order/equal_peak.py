@@ -10,14 +10,16 @@ The others are what the algorithms make of the same capacity, and of other progr
 differently.
 """
 
+import functools
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from roamc.solvers.arrays import IntArray
+from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.improve import improve
@@ -25,6 +27,9 @@ from roamc.solvers.order.list_schedule import lescea, list_schedule, list_schedu
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step, predecessors, renumber, successors
 from roamc.solvers.order.stages import one_stage
 from roamc.solvers.order.window import window
+
+Attempt = Callable[[], IntArray]
+"""Makes an order of the problem that it was made for."""
 
 SPANS = 64
 """How many parts of an order are ordered anew."""
@@ -48,14 +53,20 @@ def equal_peaks(problem: OrderProblem, order: IntArray) -> Iterator[NamedOrder]:
     """Different orders with no higher peak than `order`, most promising first, each once; not `order` itself."""
     staged = one_stage(problem)
     start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)
-    peak = peak_bytes(staged.problem, start)
+    peak = interpreted_first(problem.num_ops, lambda: peak_bytes(staged.problem, start))
     seen = {order.tobytes()}
-    for name, other in _tried(staged.problem, start, peak):
+    for name, attempt in _attempts(staged.problem, start, peak).items():
+        other, height = interpreted_first(problem.num_ops, functools.partial(_measured, staged.problem, attempt))
         named = staged.order_of(other)
-        height = peak_bytes(staged.problem, other)
         if height <= peak and named.tobytes() not in seen:
             seen.add(named.tobytes())
             yield NamedOrder(name, named, height)
+
+
+def _measured(problem: OrderProblem, attempt: Attempt) -> tuple[IntArray, Bytes]:
+    """The order that the attempt makes, and its peak."""
+    order = attempt()
+    return order, peak_bytes(problem, order)
 
 
 def _with_barriers(number: IntArray, order: IntArray, stage: IntArray, num_ops: int) -> IntArray:
@@ -65,19 +76,26 @@ def _with_barriers(number: IntArray, order: IntArray, stage: IntArray, num_ops: 
     return np.insert(number[order], cuts, barriers).astype(np.int32)
 
 
-def _tried(problem: OrderProblem, order: IntArray, peak: Bytes) -> Iterator[tuple[str, IntArray]]:
-    relieved = relieve(problem, order)
-    yield "relieved", relieved
-    yield "from_peak", list_schedule(problem, peak)
-    yield "from_peak+relieved", relieve(problem, list_schedule(problem, peak))
-    yield "lescea", lescea(problem)
-    yield "swapped", improve(problem, order)
-    yield "branches", place_branches(problem, order, _BRANCH_WORK)[0]
-    yield "polished", polish(problem, order)
-    yield "backward", list_schedule_backward(problem, peak)
+def _attempts(problem: OrderProblem, order: IntArray, peak: Bytes) -> dict[str, Attempt]:
+    """Name of each attempt, and the attempt, most promising first."""
+    attempts: dict[str, Attempt] = {
+        "relieved": lambda: relieve(problem, order),
+        "from_peak": lambda: list_schedule(problem, peak),
+        "from_peak+relieved": lambda: relieve(problem, list_schedule(problem, peak)),
+        "lescea": lambda: lescea(problem),
+        "swapped": lambda: improve(problem, order),
+        "branches": lambda: place_branches(problem, order, _BRANCH_WORK)[0],
+        "polished": lambda: polish(problem, order),
+        "backward": lambda: list_schedule_backward(problem, peak),
+    }
     for number in range(DRAWN):
-        drawn = _drawn(problem, random.Random(number))
-        yield f"drawn_{number}", drawn[list_schedule(renumber(problem, drawn), peak)]
+        attempts[f"drawn_{number}"] = functools.partial(_from_drawn, problem, peak, number)
+    return attempts
+
+
+def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int) -> IntArray:
+    drawn = _drawn(problem, random.Random(seed))
+    return drawn[list_schedule(renumber(problem, drawn), peak)]
 
 
 def relieve(problem: OrderProblem, order: IntArray) -> IntArray:

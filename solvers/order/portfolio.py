@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from roamc.solvers.arrays import IntArray, read_only
+from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.order.bound import lower_bound
 from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.contract import contract
@@ -110,6 +111,13 @@ def solve(
         raise ValueError(f"unknown order algorithms {unknown}; there are {', '.join(ALGORITHMS)}")
     if pieces is None:
         pieces = Pieces() if len(algorithms) > 1 else NO_PIECES
+    chosen = pieces
+    return interpreted_first(problem.num_ops, lambda: _solved(problem, algorithms, chosen, work_limit, progress))
+
+
+def _solved(
+    problem: OrderProblem, algorithms: tuple[str, ...], pieces: Pieces, work_limit: int, progress: Progress | None
+) -> OrderSolution:
     staged = one_stage(problem)
     run = _Run(staged.problem, work_limit, progress)
     for name in algorithms:
