@@ -27,6 +27,18 @@ COLUMNS = 1600
 LABEL = 14.0
 """Pixels between two labels at the side."""
 
+WIDTH = 784
+"""Pixels to which the page stretches a plot."""
+
+NAMED = 60
+"""Most rectangles whose storage is named in the drawing, largest first."""
+
+LINE, LETTER = 11.0, 6.2
+"""Pixels of height and of width that a letter of such a name takes."""
+
+SHORTEST = 5
+"""Letters of a name; a rectangle with room for fewer has none."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -54,6 +66,15 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Name:
+    """A storage's name inside its rectangle: its left end and the middle of its height, in pixels of the plot."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
 class Chart:
     """One plot with its axes.
 
@@ -70,6 +91,7 @@ class Chart:
         phases: in which columns each phase runs; one row each, below the plot.
         peak: the step to mark, in the middle of its column.
         peak_at: y of its live bytes; None where they are not what the plot shows.
+        names: of the rectangles that have room for one.
     """
 
     name: str
@@ -84,6 +106,7 @@ class Chart:
     phases: tuple[Shape, ...]
     peak: float
     peak_at: float | None = None
+    names: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,7 @@ def box_chart(
         lines=(),
         phases=_phases(course, merge(course.live)),
         peak=course.peak + 0.5,
+        names=tuple(_names(boxes, len(course.live), top, height)),
     )
 
 
@@ -237,6 +261,18 @@ def _area(edges: Int64s, heights: Sequence[float], height: int) -> str:
 def _boxes(boxes: Iterable[Box], kind: str, top: Bytes, height: int) -> str:
     """All boxes of one kind as one path."""
     return "".join(_box(box, top, height) for box in boxes if box.storage.kind == kind)
+
+
+def _names(boxes: Sequence[Box], steps: Step, top: Bytes, height: int) -> Iterator[Name]:
+    """The names of the largest boxes that have room for one, cut where it ends."""
+    largest = sorted(boxes, key=lambda box: -box.storage.nbytes * (box.storage.dead - box.storage.born))
+    for box in largest[:NAMED]:
+        letters = int(WIDTH * (box.storage.dead - box.storage.born) / steps / LETTER) - 1
+        upper, lower = _y(box.high, top, height), _y(box.low, top, height)
+        if letters >= SHORTEST and lower - upper >= LINE:
+            name = box.storage.name
+            text = name if len(name) <= letters else f"{name[: letters - 1]}…"
+            yield Name(round(WIDTH * box.storage.born / steps + LETTER / 2, 1), round((upper + lower) / 2, 1), text)
 
 
 def _holes(holes: Sequence[Void], top: Bytes, height: int) -> Iterator[Shape]:

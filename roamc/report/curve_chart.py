@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roamc.report.chart import Mark, round_up
+from roamc.report.chart import WIDTH, Mark, round_up
 from roamc.report.curve import Curve, Spot
 from roamc.units import Bytes, Seconds, format_bytes
 
-WIDTH, HEIGHT = 784, 240
+HEIGHT = 240
 """Pixels."""
 
 EDGE = 0.04

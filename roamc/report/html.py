@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from roamc.report import text
-from roamc.report.chart import Chart, box_chart, timeline_chart
+from roamc.report.chart import WIDTH, Chart, box_chart, timeline_chart
 from roamc.report.curve_chart import curve_chart
 from roamc.report.explain import KINDS, groups
 from roamc.report.picture import Box, Course, Picture
@@ -58,6 +58,7 @@ def render(picture: Picture) -> str:
     plan, found = picture.found.plan, picture.found
     return pages.get_template("page.html").render(
         plan=plan,
+        plot_width=WIDTH,
         rows=plan.rows(),
         layout_rows=text.layout_rows(plan),
         seconds=sum(plan.seconds.values()),
@@ -84,7 +85,8 @@ def charts(picture: Picture) -> dict[str, Chart]:
         timeline_chart("before", picture.before, top, TIMELINE, before),
         timeline_chart("after", picture.after, top, TIMELINE, after),
     ]
-    places = (("arena", picture.arena, ARENA, picture.holes), ("outside", picture.outside, OUTSIDE, ()))
+    outside = OUTSIDE if picture.arena else ARENA  # the only drawing of storages gets the room
+    places = (("arena", picture.arena, ARENA, picture.holes), ("outside", picture.outside, outside, ()))
     for name, boxes, height, holes in places:
         if boxes:
             plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height, holes))

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from roamc import pipeline
 from roamc.options import Options
-from roamc.report.chart import Shape, box_chart, byte_ticks, merge, spread, step_ticks, timeline_chart
+from roamc.report.chart import (
+    LETTER,
+    LINE,
+    WIDTH,
+    Shape,
+    box_chart,
+    byte_ticks,
+    merge,
+    spread,
+    step_ticks,
+    timeline_chart,
+)
 from roamc.report.explain import KINDS, explain, find_peak
 from roamc.report.picture import Picture, Void, draw, follow
 from tests.graphs import model_graph
@@ -53,6 +64,26 @@ def test_merged_columns_cover_all_steps_and_keep_the_peak(live: list[int], most:
         assert values[step] == part.max()
         assert columns.edges[index] <= step < columns.edges[index + 1]
     assert values[columns.fullest].max() == values.max()
+
+
+def test_names_stand_in_their_rectangles_the_largest_first(picture: Picture) -> None:
+    top, steps = picture.found.plan.arena_bytes, len(picture.after.live)
+    names = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT).names
+    largest = max(picture.arena, key=lambda box: box.storage.nbytes * (box.storage.dead - box.storage.born))
+    assert names
+    assert largest.storage.name.startswith(names[0].text.removesuffix("…"))
+    for name in names:
+        end = name.x + LETTER * len(name.text)
+        around = [
+            box
+            for box in picture.arena
+            if box.storage.name.startswith(name.text.removesuffix("…"))
+            and WIDTH * box.storage.born / steps <= name.x
+            and end <= WIDTH * box.storage.dead / steps + 0.1
+            and HEIGHT * (1 - box.high / top) + LINE / 2 <= name.y + 0.1
+            and name.y <= HEIGHT * (1 - box.low / top) - LINE / 2 + 0.1
+        ]
+        assert len(around) == 1
 
 
 @pytest.mark.parametrize("most", [10_000, 37])

@@ -133,6 +133,7 @@
     const root = plot.closest(".chart");
     const left = Number(plot.getAttribute("x")), width = Number(plot.getAttribute("width"));
     plot.setAttribute("viewBox", `${first} 0 ${last - first} ${height}`);
+    root.classList.toggle("magnified", last - first < steps(plot)); // the names stay where they were drawn
     const strip = root.querySelector(".ticks");
     strip.setAttribute("viewBox", `${first} 0 ${last - first} ${strip.getAttribute("viewBox").split(" ")[3]}`);
     const axis = root.querySelector(".axis.x");
