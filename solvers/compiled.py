@@ -5,12 +5,12 @@ more. Small problems take a fraction of a second in plain Python, so they do not
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import numba
 from numba.core import cpu
 from numba.core.registry import CPUDispatcher
 
@@ -101,7 +101,7 @@ class _Thread(threading.local):
 _process, _thread = _Process(), _Thread()
 
 
-class _Function(CPUDispatcher):  # type: ignore[misc]  # numba has no types
+class _Function(CPUDispatcher):
     """A compiled function that can also run as the Python that it was compiled from."""
 
     must_compile = False
@@ -137,10 +137,11 @@ class _Compiler:
 
 
 def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
-    if numba.config.DISABLE_JIT:
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return function
-    dispatcher = _Function(py_func=function, locals={}, targetoptions={"nopython": True, **options})
+    dispatcher: Any = _Function(py_func=function, locals={}, targetoptions={"nopython": True, **options})
     dispatcher._compiler = _Compiler(dispatcher._compiler)
     with contextlib.suppress(RuntimeError):  # numba finds no folder that it may write to
         dispatcher.enable_caching()
-    return dispatcher
+    typed: Callable[P, R] = dispatcher
+    return typed
