@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.runtime.collectives import FINISHED, NAMESPACE
 from roamc.runtime.random import replay, save_rng_state
 
 Target = object
@@ -28,6 +29,8 @@ class OpRule:
         mutates: positions or keyword names of the arguments that are written.
         random: draws from a generator, so that its place among random operators matters.
         collective: talks to other ranks; all ranks must issue it in the same order.
+        asynchronous: may return before its results are there or its arguments are read. A graph that runs has none:
+            capture puts operators of :mod:`roamc.runtime.collectives` in their place, or refuses the graph.
         ordered: has an effect that is not in its results (assertions, checks, prints); keeps its place.
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
@@ -38,6 +41,7 @@ class OpRule:
     mutates: tuple[int | str, ...] = ()
     random: bool = False
     collective: bool = False
+    asynchronous: bool = False
     ordered: bool = False
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
@@ -97,9 +101,20 @@ ROWS: dict[str, Row] = {
         [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
     ),
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
+    # Work in place: our kernels copy their argument into the result first, unless it lies there.
+    **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
 }
 
-COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})
+COLLECTIVE_NAMESPACES = frozenset(
+    {
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"),
+        *("_dtensor", "fsdp", "symm_mem", NAMESPACE),
+    }
+)
+"""Namespaces of operators that talk to other ranks, or that prepare and unpack what such operators move."""
+
+SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
+"""The operators of these namespaces whose results are there when they return."""
 
 
 @functools.cache
@@ -134,6 +149,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         mutates=tuple(mutates),
         random=random,
         collective=collective,
+        asynchronous=collective and schema.name not in SYNCHRONOUS,
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,

@@ -71,6 +71,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
         raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}\n{_leave_out(after)}") from None
     _check_ports(graph, after)
     _check_phases(graph, after)
+    _check_finished(graph, after)
     _check_order(graph, after, kept or Constraints())
     _check_aliases(graph, after)
     _check_donated(graph, after)
@@ -263,6 +264,13 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
         if forward and (crossed or any(argument in late for argument in node.all_input_nodes)):
             _fail(graph, after, node, f"{node.name} belongs to FORWARD but stands behind or reads from BACKWARD")
         crossed = crossed or not forward
+
+
+def _check_finished(graph: TrainGraph, after: str) -> None:
+    """No operator may return before its results are there: nothing here keeps its arguments and results until then."""
+    for node in operators(graph.graph):
+        if ops.rule(node.target).asynchronous:
+            _fail(graph, after, node, f"{node.name} may not be finished when it returns: {node.target}")
 
 
 def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:

@@ -6,16 +6,20 @@ try for one dtype, each as ``call(...)``.
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roamc.runtime.random import dropout_mask
 
 aten = torch.ops.aten
+collective = torch.ops.roamc_collective
 Dtypes = tuple[torch.dtype, ...]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Calls = Callable[[torch.dtype], list[Call]]
@@ -387,3 +391,48 @@ def col2im(dtype: torch.dtype) -> list[Call]:
         call(tensor(dtype, 2, 12, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
         call(tensor(dtype, 2, 12, 12).mT, [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
     ]
+
+
+@functools.cache
+def alone() -> str:
+    """The name of a process group that has this process only; tests with several ranks have processes of their own."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return str(dist.group.WORLD.group_name)
+
+
+@cases((*NUMBERS, torch.complex64), collective.all_reduce.default)
+def all_reduce(dtype: torch.dtype) -> list[Call]:
+    return [call(x, "sum", alone()) for x in dense(dtype)]
+
+
+@cases(NUMBERS, collective.all_reduce_coalesced.default)
+def all_reduce_coalesced(dtype: torch.dtype) -> list[Call]:
+    return [call([x], "sum", alone()) for x in dense(dtype)] + [call([*dense(dtype)], "max", alone())]
+
+
+@cases((*NUMBERS, torch.complex64), collective.all_gather_into_tensor.default)
+def all_gather_into_tensor(dtype: torch.dtype) -> list[Call]:
+    return [call(x, 1, alone()) for x in dense(dtype)]
+
+
+@cases((*NUMBERS, torch.complex64), collective.reduce_scatter_tensor.default)
+def reduce_scatter_tensor(dtype: torch.dtype) -> list[Call]:
+    return [call(x, "sum", 1, alone()) for x in dense(dtype)]
+
+
+@cases((*NUMBERS, torch.complex64), collective.broadcast.default)
+def broadcast(dtype: torch.dtype) -> list[Call]:
+    return [call(x, 0, alone()) for x in dense(dtype)]
+
+
+def dense(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Tensors as collectives take them: plain, transposed, with gaps, expanded, larger than a page."""
+    if dtype.is_complex:
+        yield from (torch.complex(x, -x) for x in dense(torch.float32))
+        return
+    yield tensor(dtype, 3, 5)
+    yield tensor(dtype, 3, 5).t()
+    yield tensor(dtype, 4, 6)[1:, ::2]
+    yield tensor(dtype, 3, 1).expand(3, 4)
+    yield tensor(dtype, 40, 70)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
 from roamc import ops
 from roamc.graph import operators, placeholders
 from roamc.ops import OpRule, is_view, mutated_arguments, rule
+from roamc.runtime.collectives import FINISHED
 from roamc.runtime.random import replay, save_rng_state
 from tests.graphs import traced
 
@@ -114,8 +116,8 @@ def test_what_gives_and_writes_nothing_keeps_its_place(target: Any) -> None:
 
 def test_every_row_names_an_operator_that_exists() -> None:
     for name in ops.ROWS:
-        packet = getattr(aten, name.removeprefix("aten::"))
-        assert packet.overloads(), name
+        namespace, _, operator = name.partition("::")
+        assert getattr(getattr(torch.ops, namespace), operator).overloads(), name
 
 
 def test_collectives_keep_their_order_and_are_not_recomputed() -> None:
@@ -123,6 +125,29 @@ def test_collectives_keep_their_order_and_are_not_recomputed() -> None:
         found = rule(getattr(torch.ops._c10d_functional, name).default)
         assert found.collective, name
         assert not found.recomputable, name
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default),
+        *(torch.ops._c10d_functional.all_reduce_.default, torch.ops._c10d_functional.isend.default),
+        *(torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default),
+        *(torch.ops.fsdp.all_gather_copy_in.default, torch.ops.symm_mem.one_shot_all_reduce.default),
+    ],
+    ids=str,
+)
+def test_operators_of_collective_namespaces_are_not_finished_when_they_return(target: Any) -> None:
+    assert rule(target).collective
+    assert rule(target).asynchronous
+
+
+@pytest.mark.parametrize("target", [*FINISHED.values(), torch.ops._dtensor.shard_dim_alltoall.default], ids=str)
+def test_collective_that_waits_is_finished_but_keeps_its_order(target: Any) -> None:
+    assert rule(target).collective
+    assert not rule(target).asynchronous
+    assert not rule(target).recomputable
+    assert ops.has_effect(target)
 
 
 def test_saving_the_random_state_keeps_its_place_and_replaying_is_free() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from roamc import ops
 from roamc.compat import has_kernel
 from roamc.forms import out_overload
+from roamc.runtime.collectives import NAMESPACE
 from roamc.runtime.kernels import KERNELS
 from tests.kernel_cases import CASES, call, odd
 
@@ -21,10 +22,11 @@ NUMBERS = {"number": 2, "Scalar": 2, "float": 0.5, "int": 1, "bool": False, "Sym
 
 
 def all_overwriting() -> list[Any]:
-    """Every ATen operator that the table lets write over an argument, and that writes into given memory on a CPU."""
+    """Every operator that the table lets write over an argument, and that writes into given memory on a CPU."""
     found = []
     for schema in torch._C._jit_get_all_schemas():
-        packet = getattr(aten, schema.name.removeprefix("aten::"), None) if schema.name.startswith("aten::") else None
+        namespace, _, name = schema.name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", NAMESPACE) else None
         target = getattr(packet, schema.overload_name or "default", None)
         if target is not None and ops.rule(target).overwrites and not ops.rule(target).mutates and writes_to(target):
             found.append(target)

@@ -7,6 +7,7 @@ from there on.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -135,7 +136,10 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
 
 
 def _saved(graph: TrainGraph) -> tuple[str, ...]:
-    """What passes from forward to backward now, first what did before: AOTAutograd has an order of its own."""
+    """What passes from forward to backward now: tensors first, as AOTAutograd takes them, then objects such as a mesh.
+
+    In both, first what passed before. Tensors whose version AOTAutograd does not check come last among the tensors.
+    """
     given = zip(placeholders(graph.graph), graph.inputs, strict=True)
     early = {node for node, port in given if port.phase is Phase.FORWARD}
     early |= {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD}
@@ -145,4 +149,14 @@ def _saved(graph: TrainGraph) -> tuple[str, ...]:
     read += [node for node, port in returned if node is not None and port.phase is not Phase.FORWARD]
     crossing = dict.fromkeys(node.name for node in read if node in early)
     known = set(graph.saved)
-    return (*(name for name in graph.saved if name in crossing), *(name for name in crossing if name not in known))
+    names = [name for name in graph.saved if name in crossing]
+    names += [name for name in crossing if name not in known]
+    meta = {node.name: node.meta for node in graph.graph.nodes}
+    return tuple(sorted(names, key=lambda name: _rank(meta[name])))
+
+
+def _rank(meta: Mapping[str, Any]) -> int:
+    """The place of a saved value in AOTAutograd's order: checked tensors, unchecked tensors, anything else."""
+    if not isinstance(meta.get("val"), torch.Tensor):
+        return 2
+    return 1 if meta.get("saved_tensor_with_no_vc_check") else 0

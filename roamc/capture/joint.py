@@ -19,6 +19,7 @@ from torch import fx, nn
 from roamc import compat, ops
 from roamc.capture import recurrent
 from roamc.capture.batch import put_together, take_apart
+from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator
@@ -73,17 +74,19 @@ def stitch(
     made.copy(backward.graph, Phase.BACKWARD)
     second = [made.mapped(node) for node in output_values(backward.graph)]
     made.graph.output((*first, *second))
+    module = fx.GraphModule(_attributes(forward, backward), made.graph)
+    stands_for = join(module)
     correct(made.graph)
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     return TrainGraph(
         name=name,
-        module=fx.GraphModule(_attributes(forward, backward), made.graph),
+        module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        phase=made.phase,
+        phase=_without(stands_for, made.phase),
         boundary=True,
-        saved=tuple(node.name for node in saved),
+        saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)),
     )
 
 
@@ -94,14 +97,20 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]
     made.graph.output(tuple(results))
+    planned = fx.GraphModule(_attributes(module), made.graph)
+    stands_for = join(planned)
     correct(made.graph)
     return TrainGraph(
         name=name,
-        module=fx.GraphModule(_attributes(module), made.graph),
+        module=planned,
         inputs=tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph))),
         outputs=tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results))),
-        phase=made.phase,
+        phase=_without(stands_for, made.phase),
     )
+
+
+def _without(gone: Mapping[str, str], phase: Mapping[str, Phase]) -> dict[str, Phase]:
+    return {name: now for name, now in phase.items() if name not in gone}
 
 
 def role_of(position: int, static: Sequence[int]) -> Role:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from roamc import compat
 from roamc.capture import recurrent, rewinds
 from roamc.capture.closures import Closures, check_origins
+from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_views import as_views
@@ -258,6 +259,7 @@ class _Assembly:
 
     def build(self) -> CapturedStep:
         graph = self.module.graph
+        join(self.module)
         correct(graph)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._describe_inputs(inputs)

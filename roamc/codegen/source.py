@@ -212,7 +212,9 @@ class _Emitter:
         return found
 
     def _tensor(self, node: fx.Node, position: int = 0) -> str:
-        """The name that stands for one tensor: a planned view, made on first need, or a local."""
+        """The name that stands for one value: a constant, a planned view, made on first need, or a local."""
+        if node.op == "get_attr":
+            return self._attribute(node)
         if not isinstance(node.meta.get("val"), torch.Tensor) and position == 0 and not self._many(node):
             return self.names.of(node)
         storage = self._storage(node, position)
@@ -328,8 +330,6 @@ class _Emitter:
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            if value.op == "get_attr":
-                return self._attribute(value)
             return self._tensor(value)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             inner = ", ".join(self._literal(item) for item in value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
+from roamc.runtime import collectives
 from roamc.runtime.random import dropout_mask
 
 aten = torch.ops.aten
@@ -37,7 +38,9 @@ class Kernel:
     lean: bool = False
 
 
-KERNELS: dict[OpOverload, Kernel] = {}
+KERNELS: dict[OpOverload, Kernel] = {
+    operator: Kernel(function, ANYWHERE) for operator, function in collectives.KERNELS.items()
+}
 
 
 def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bool = False) -> Callable[..., Any]:

@@ -71,6 +71,23 @@ def test_planned_tensors_are_views_made_once_before_the_step() -> None:
     check.check('return {"step": step}').run(text)
 
 
+def test_constant_that_is_returned_is_a_constant_of_the_program() -> None:
+    """A mesh of DTensor's, for one, which AOTAutograd returns beside every gradient."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    double = graph.call_function(aten.mul.Tensor, (x, 2))
+    mesh = graph.get_attr("mesh")
+    graph.output((double, mesh))
+    like = next(iter(traced(lambda x: x, X).graph.nodes)).meta["val"]
+    x.meta["val"], double.meta["val"], mesh.meta["val"] = like, like.new_empty(like.shape), None
+    ports = (Port("output[0]", Role.OUTPUT), Port("output[1]", Role.OUTPUT))
+    root = fx.GraphModule({"mesh": nn.Module()}, graph)
+    hand = TrainGraph("hand", root, (Port("x", Role.INPUT),), ports, {double.name: Phase.FORWARD})
+    result, returned = Whole(pipeline.run(hand, KEEP))([X])
+    assert torch.equal(result, X * 2)
+    assert returned is root.mesh
+
+
 def test_views_of_planned_tensors_are_planned_too_and_cost_no_statement() -> None:
     text = source(lambda x: (x * 2).t()[1:, ::2].sum())
     FileCheck().check('slice_2 = arena.view("slice_2", 4, (15, 8), (1, 32), torch.float32)').check(

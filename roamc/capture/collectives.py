@@ -1,0 +1,147 @@
+"""Start and wait of a functional collective, put together as one operator.
+
+    before                                      after
+    y = _c10d_functional.all_reduce(x, ...)     y = roamc_collective.all_reduce(x, ...)
+    a = add(x, 1)                               a = add(x, 1)
+    z = _c10d_functional.wait_tensor(y)         b = mul(y, a)
+    b = mul(z, a)
+
+Between start and wait ``x`` must keep its bytes and ``y`` has no value, which no schema says; as one operator, at the
+place of the start, there is no such time. Collectives keep their order, so all ranks still issue the same ones in turn.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.errors import CaptureError
+from roamc.graph import tensors_of
+from roamc.rewrite import given, mode_of
+from roamc.runtime.collectives import FINISHED
+
+WAIT = "_c10d_functional::wait_tensor"
+
+
+def join(module: fx.GraphModule) -> dict[str, str]:
+    """Replace every start in ``module`` and its waits by one operator with the name of the start, in place.
+
+    Returns:
+        Name of every wait that is gone to the name of the node that stands for its result now.
+
+    Raises:
+        CaptureError: a start has no wait, a wait has no start, or an operator's way of communicating is not known.
+    """
+    graph = module.graph
+    starts = [node for node in graph.nodes if node.target in FINISHED]
+    stands_for: dict[str, str] = {}
+    for start in starts:
+        results = _results(start)
+        waits = {result: [user for user in result.users if _is_wait(user)] for result in results}
+        if not results or not all(waits.values()):
+            raise CaptureError(f"{start.target} is never waited for in the graph; wait for it in the same function")
+        for result, ends in waits.items():
+            for wait in ends:
+                stands_for[wait.name] = result.name
+                wait.replace_all_uses_with(result)
+                graph.erase_node(wait)
+        start.target = FINISHED[start.target]
+    _derive_again(graph, starts)
+    _refuse(module)
+    if starts:
+        module.recompile()
+    return stands_for
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.name == WAIT
+
+
+def _results(start: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for one result each: the start, or the picks of a start with several."""
+    if isinstance(start.meta.get("val"), torch.Tensor):
+        return [start]
+    return [user for user in start.users if user.target is operator.getitem]
+
+
+def _derive_again(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
+    """Fake values for the new operators, for views of their results, and for whatever else that changes.
+
+    torch notes some results with other strides than their kernels give; operators of ours are noted as they are.
+    """
+    mode = mode_of(graph) if starts else None
+    if mode is None:
+        return
+    new: set[fx.Node] = set(starts)
+    other_geometry: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        shares = ops.rule(node.target).view_of or ops.rule(node.target).mutates
+        inputs = node.all_input_nodes
+        viewed = bool(shares) and not new.isdisjoint(inputs)
+        if node not in new and not viewed and other_geometry.isdisjoint(inputs):
+            continue
+        before = _geometry(node)
+        value = _derived(node, mode)
+        changed = before != _geometry_of(value)
+        if node in new or viewed or changed:
+            node.meta["val"] = value
+            new.add(node)
+        if changed:
+            other_geometry.add(node)
+
+
+def _derived(node: fx.Node, mode: FakeTensorMode) -> Any:
+    arguments, keywords = given(node)
+    if node.target is operator.getitem:
+        return arguments[0][arguments[1]]
+    if not isinstance(node.target, OpOverload):
+        raise CaptureError(f"{node.target} reads a collective's result that has other strides than torch notes")
+    with mode:
+        return node.target(*arguments, **keywords)
+
+
+def _geometry(node: fx.Node) -> list[tuple[object, ...]]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for _, tensor in tensors_of(node)]
+
+
+def _geometry_of(value: Any) -> list[tuple[object, ...]]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [(item.shape, item.stride(), item.dtype) for item in values if isinstance(item, torch.Tensor)]
+
+
+def _refuse(module: fx.GraphModule) -> None:
+    """What is left is not known to be finished when it returns."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and ops.rule(node.target).asynchronous:
+            if _is_wait(node):
+                raise CaptureError(
+                    f"the graph waits for a collective that was started outside of it ({node.name}); wait for it "
+                    "before the compiled function is called"
+                )
+            raise CaptureError(f"{node.target} communicates in a way that roamc does not know")
+        if node.op == "get_attr":
+            _refuse_inside(module, str(node.target))
+
+
+def _refuse_inside(module: Any, name: str) -> None:
+    """Branches and loop bodies are called as they are: their collectives would have no place in the order."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    for node in _nodes_within(module):
+        if node.op == "call_function" and ops.rule(node.target).collective:
+            raise CaptureError(f"{node.target} stands in a branch or a loop ({name}); move it out")
+
+
+def _nodes_within(module: Any) -> Iterator[fx.Node]:
+    if isinstance(module, torch.nn.Module):
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                yield from part.graph.nodes

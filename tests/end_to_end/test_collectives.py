@@ -1,0 +1,66 @@
+"""Two ranks whose graphs communicate, and the gradients of one rank; benchmarks/collectives.py has more of the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.end_to_end.helpers import assert_same
+from tests.end_to_end.ranks import run_ranks
+from tests.parallel import reference, worst_error
+
+BOUND = 5e-7
+CASES = (
+    ("parallelize_module", "roamc", None),
+    ("parallelize_module", "optimize", "min"),
+    ("plain collectives", "roamc", "min"),
+    ("plain collectives", "optimize", None),
+    ("fully_shard", "roamc", None),
+    ("fully_shard", "optimize", "min"),
+)
+SCRIPT = """
+from tests.end_to_end.test_collectives import CASES, gradients
+for number, case in enumerate(CASES):
+    torch._dynamo.reset()
+    found = gradients(*case)
+    if rank == 0:
+        torch.save(found, f"{folder}/{number}.pt")
+"""
+
+
+def gradients(split: str, way: str, budget: str | None) -> list[dict[str, torch.Tensor]]:
+    """Of two steps by ``way``, and of a step of eager; in each of the ranks."""
+    import warnings
+
+    import roamc
+    from tests.parallel import SPLITS, build, run_backward, whole_gradients
+
+    options = {"strict": True, **({"memory_budget": budget} if budget else {})}
+    eager, model = SPLITS[split](build("gpt", layers=1)), SPLITS[split](build("gpt", layers=1))
+    before = len(roamc.plans())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="memory_budget=.* holds for each piece")  # FSDP's hooks
+        compiled = (
+            roamc.optimize(model, **options)
+            if way == "optimize"
+            else torch.compile(model, backend="roamc", options=options, dynamic=False)
+        )
+        found = []
+        for one in (compiled, compiled, eager):
+            run_backward(one, split)
+            found.append(whole_gradients(model if one is compiled else eager, split))
+    assert len(roamc.plans()) > before, f"{split} by {way}: nothing was planned"
+    return found
+
+
+def test_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
+    run_ranks(tmp_path, SCRIPT)
+    for number, (split, way, budget) in enumerate(CASES):
+        wanted = reference("gpt", split, 2, layers=1)
+        first, second, eager = torch.load(tmp_path / f"{number}.pt")
+        said = f"{split} by {way}, budget {budget}"
+        assert worst_error(eager, wanted) <= BOUND, f"{said}: eager itself"
+        for step in (first, second):
+            assert worst_error(step, wanted) <= BOUND, said
+            assert_same(step, eager, said)
