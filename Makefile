@@ -14,8 +14,11 @@ WORKERS ?= 2
 SAMPLES ?=
 # More arguments for pytest: make test ARGS="tests/solvers -x"
 ARGS ?=
+# Another torch than that of constraints.txt, in a virtual environment of its own: make test TORCH=2.14.1
+TORCH ?=
 
-BIN := .venv/bin
+VENV := .venv$(addprefix -,$(TORCH))
+BIN := $(VENV)/bin
 # "not gpu" where there is no CUDA device, else nothing to leave out.
 MARKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')
 
@@ -25,24 +28,24 @@ MARKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_availa
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-demo: .venv/.ready ## train a small model with and without roamc and print what it saved
+demo: $(VENV)/.ready ## train a small model with and without roamc and print what it saved
 	@$(BIN)/roamc demo
 
-test: .venv/.ready ## run the tests (without those marked gpu where there is no CUDA device)
+test: $(VENV)/.ready ## run the tests (without those marked gpu where there is no CUDA device)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
 
-sweep: .venv/.ready ## torch's own databases of operators, modules and optimizers against aot_eager; takes hours
+sweep: $(VENV)/.ready ## torch's own databases of operators, modules and optimizers against aot_eager; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 ROAMC_SWEEP=all $(BIN)/pytest -q -n $(WORKERS) tests/end_to_end/test_optimizer_database.py
 
-lint: .venv/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
+lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd build/types && $(CURDIR)/$(BIN)/mypy --strict --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p roamc
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
 
-bench: .venv/.ready ## run every script in benchmarks/ and write the tables; takes hours
+bench: $(VENV)/.ready ## run every script in benchmarks/ and write the tables; takes hours
 	@for table in peak speed budget "budget --falling" kept "kept --dtype bfloat16" planning cost workspace order_layout retain_rivals table; do \
 		echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
 
@@ -51,11 +54,12 @@ clean: ## remove builds and caches; .venv stays
 	find roamc passes solvers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Editable in the default mode: new files are seen without another install.
-.venv/.ready: setup.py constraints.txt
+$(VENV)/.ready: setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "roamc needs Python 3.11 or 3.12 with venv. Name one: make PYTHON=..."; exit 1; }
-	@echo "Setting up .venv with $(PYTHON): once, some minutes, most of them for PyTorch"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,dev]"
+	@echo "Setting up $(VENV) with $(PYTHON): once, some minutes, most of them for PyTorch"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[test,bench,dev]"
 	@touch $@
 
 # The three folders under the names they have in Python, as links: mypy follows no editable install.

@@ -42,7 +42,7 @@ setup(
         "roamc.report": ["page/*"],  # template, style and script of the HTML report
     },
     install_requires=[
-        "torch>=2.11,<2.14",  # graphs and kernels; roamc/compat.py covers this range
+        "torch>=2.11",  # graphs and kernels; roamc/version.py says what is tested, and a newer one gets a warning
         "numpy",  # solvers and timelines: anything over ten thousand items
         # Hot loops of the solvers. Wheels for every platform, no compiler on the user's machine (an extension of
         # our own would need one, or wheels of our own); compiled once and cached on disk. BSD-2; with llvmlite

@@ -5,6 +5,8 @@
 >>> print(roamc.plans(step)[0])                              # its peak, proved before it ran
 """
 
+import torch
+
 from roamc.errors import (
     BackwardTwiceError,
     BudgetError,
@@ -21,7 +23,9 @@ from roamc.options import Options
 from roamc.plan import Plan
 from roamc.regions import keep
 from roamc.train_step import TrainStep
-from roamc.version import __version__
+from roamc.version import __version__, warn_of_untested_torch
+
+warn_of_untested_torch(torch.__version__)
 
 __all__ = [
     "BackwardTwiceError",

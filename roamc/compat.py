@@ -1,4 +1,4 @@
-"""The one door to torch's private interfaces; everything here was checked on torch 2.11 to 2.13.
+"""The one door to torch's private interfaces; everything here was checked on torch 2.11 to 2.14.
 
 Nothing else in roamc imports a name from a torch module that starts with an underscore or from
 ``torch.fx.experimental``. When a new torch moves something, this file is the only place to mend.
