@@ -6,27 +6,31 @@ or run a graph, training goes on with torch's own aot_eager at full save, after 
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import threading
-import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from roamc import compat, pipeline
+from roamc import compat, notices, pipeline
 from roamc.capture import joint, recurrent
 from roamc.codegen.halves import halves_of
-from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.dispatch import BySize, is_open
+from roamc.errors import BudgetError, OptionError
 from roamc.graph import TrainGraph
+from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
 from roamc.plan import Plan
-from roamc.runtime.program import Pair, Whole
+from roamc.runtime.fallback import Boxed, interpreter
+from roamc.runtime.program import OnFailure, Pair, Whole
 
 log = logging.getLogger(__name__)
-Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def roamc(
@@ -64,10 +68,15 @@ class Record:
         with self._lock:
             self.programs = [*self.programs, program][-self._limit :]
 
+    def remove(self, program: Pair | Whole) -> None:
+        """Forget a program."""
+        with self._lock:
+            self.programs = [kept for kept in self.programs if kept is not program]
+
     @property
     def plans(self) -> list[Plan]:
-        """The plans, oldest first."""
-        return [program.executable.planned.plan for program in self.programs]
+        """The plans, oldest first; without those whose program has failed."""
+        return [program.executable.planned.plan for program in self.programs if not program.executable.broken]
 
 
 LATEST: deque[Plan] = deque(maxlen=64)
@@ -77,33 +86,15 @@ LATEST: deque[Plan] = deque(maxlen=64)
 def compile_graph(
     gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record
 ) -> Callable[..., Any]:
-    """One dynamo graph through AOTAutograd with roamc's partition and compilers."""
-    specialized = _specialize(example_inputs)
-    if specialized:
-        log.warning(
-            "roamc plans fixed shapes: a graph with %d symbolic sizes is specialised; other sizes are planned anew "
-            "(torch.compile(..., dynamic=False) says so from the start)",
-            specialized,
-        )
-    unit = _Unit(_name(gm, record), options, record, compat.graph_break(gm))
-    with recurrent.decomposed():
-        compiled: Callable[..., Any] = unit.backend()(gm, example_inputs)
-    return compiled
-
-
-def _specialize(example_inputs: Sequence[Any]) -> int:
-    """Fix every symbolic size to its example, which guards on it; how many there were."""
-    count = 0
-    for value in example_inputs:
-        if isinstance(value, torch.SymInt):
-            int(value)
-            count += 1
-        elif isinstance(value, torch.Tensor):
-            for size in (*value.shape, *value.stride(), value.storage_offset()):
-                if isinstance(size, torch.SymInt):
-                    int(size)
-                    count += 1
-    return count
+    """One dynamo graph through AOTAutograd with roamc's partition and compilers: a program per combination of sizes."""
+    about = record if record.name else compat.compiled_module() or compat.compiled_code() or record
+    job = _Job(_name(gm, record), options, record, about, compat.graph_break(gm))
+    job.check_split()
+    if not is_open(example_inputs):
+        return _Unit(job).compile(gm, example_inputs)
+    if notices.is_new(about, "sizes"):
+        log.info("roamc plans each input size of %s separately, when it first comes", job.name)
+    return BySize(gm, example_inputs, job, options.max_plans)
 
 
 def _name(gm: fx.GraphModule, record: Record) -> str:
@@ -121,27 +112,107 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
     return "graph"
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is known of one dynamo graph, whatever its sizes.
+
+    Attributes:
+        name: for logs and reports.
+        options: what the user set.
+        record: gets the programs.
+        about: the model or function that warnings are about; each is given once.
+        split: where dynamo ended the graph before the model's end; None if it did not.
+    """
+
+    name: str
+    options: Options
+    record: Record
+    about: object
+    split: str | None
+
+    def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """Compile the graph with its sizes known; a function that forgets its plans comes with it."""
+        unit = _Unit(self)
+        return unit.compile(gm, inputs), unit.forget
+
+    def check_split(self) -> None:
+        """Warn that a budget holds for a part of the model alone."""
+        if self.split and self.options.memory_budget is not None:
+            notices.warn(
+                self.about,
+                f"split at {self.split}",
+                f"memory_budget={self.options.memory_budget!r} holds for each piece of {self.name!r} by itself, and "
+                f"they may take more together: torch.compile splits the model at {self.split}. Change that line, or "
+                "use roamc.train_step",
+            )
+
+    def say_dropped(self) -> None:
+        """Warn that sizes come back after their plans were dropped, or never come back at all."""
+        limit = self.options.max_plans
+        notices.warn(
+            self.about,
+            "max_plans",
+            f"{self.name!r} has been called with more than max_plans={limit} combinations of input sizes; each new "
+            "one is planned when it comes, and the plan used longest ago is dropped. Pad batches to fewer sizes, or "
+            "raise max_plans",
+        )
+
+    @property
+    def on_failure(self) -> OnFailure | None:
+        """What a program that fails while it runs calls; None if the failure is to be raised."""
+        if self.options.strict:
+            return None
+        return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
+
+    def fall_back(self, error: Exception, who: str) -> None:
+        """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, or about options."""
+        if self.options.strict or isinstance(error, OptionError | BudgetError):
+            raise error
+        reason = reason_of(error)
+        self.record.fallbacks.append(reason)
+        notices.warn(
+            self.about,
+            re.sub(r"\d+", "#", reason),
+            f"roamc could not plan {self.name!r} and hands it to {who}{lost_budget(self.options)}: {reason} "
+            "(options={'strict': True} raises)",
+        )
+        log.debug("planning %s failed", self.name, exc_info=error)
+
+
+def _failed(
+    record: weakref.ref[Record], about: weakref.ref[Any], name: str, options: Options, error: Exception
+) -> None:
+    """A program has failed while it ran; by weak references, as the record holds the programs."""
+    held = record()
+    if held is not None:
+        held.fallbacks.append(reason_of(error))
+    warn_of_failure(about(), name, options, error)
+
+
 class _Unit:
     """One graph on its way: AOTAutograd calls partition, then forward, then (at the first backward) backward."""
 
-    def __init__(self, name: str, options: Options, record: Record, split: str | None = None) -> None:
-        self.name = name
-        self.options = options
-        self.record = record
+    def __init__(self, job: _Job) -> None:
+        self.job = job
+        self.name = job.name
+        self.options = job.options
         self.pair: Pair | None = None
-        self.notes = (f"torch.compile splits the model at {split}; each piece has a plan",) if split else ()
-        if split and options.memory_budget is not None:
-            warnings.warn(
-                f"memory_budget={options.memory_budget!r} holds for each piece of {name!r} by itself, and they may "
-                f"take more together: torch.compile splits the model at {split}. Change that line, or use "
-                "roamc.train_step",
-                stacklevel=2,
-            )
+        self.program: Pair | Whole | None = None
+        self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
 
-    def backend(self) -> Callable[..., Any]:
-        return compat.aot_backend(
+    def forget(self) -> None:
+        """Drop the plan from the record, so that its arenas go when the last backward has run."""
+        if self.program is not None:
+            self.job.record.remove(self.program)
+
+    def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The compiled function of a graph whose sizes are known."""
+        backend = compat.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
+        with recurrent.decomposed():
+            compiled: Callable[..., Any] = backend(gm, inputs)
+        return compiled
 
     def partition(
         self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
@@ -150,8 +221,12 @@ class _Unit:
         halves = compat.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()
         outputs = how["num_fwd_outputs"]
-        self.pair = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
-        return halves if self.pair is None else halves_of(self.pair.executable.planned.graph)
+        planned = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
+        if planned is None:
+            return halves
+        self.pair, planned_halves = planned
+        forward, backward = planned_halves
+        return forward, backward
 
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """The forward half of the pair, or the graph itself."""
@@ -169,39 +244,31 @@ class _Unit:
 
     def _plan_pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
-    ) -> Pair:
+    ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
         graph = joint.stitch(forward, backward, outputs, static, self.name)
-        pair = Pair(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.keeps_arena)
+        planned = pipeline.run(graph.replace(notes=self.notes), self.options)
+        pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+        planned_halves = halves_of(planned.graph)
         self._remember(pair)
-        return pair
+        return pair, planned_halves
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
-        whole = Whole(pipeline.run(graph.replace(notes=self.notes), self.options), keep=self.options.keeps_arena)
+        planned = pipeline.run(graph.replace(notes=self.notes), self.options)
+        whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         self._remember(whole)
         return whole
 
     def _remember(self, program: Pair | Whole) -> None:
-        self.record.add(program)
+        self.program = program
+        self.job.record.add(program)
         LATEST.append(program.executable.planned.plan)
 
     def _guarded(self, plan: Callable[[], Any]) -> Any:
         """Run ``plan``; if it fails, warn once and give None, unless the options or the user's budget are at fault."""
         try:
             return plan()
-        except (OptionError, BudgetError):
-            raise
         except Exception as error:  # law 8: whatever fails in here, training goes on
-            if self.options.strict:
-                raise
-            text = str(error) if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
-            reason = text.splitlines()[0]
-            self.record.fallbacks.append(reason)
-            warnings.warn(
-                f"roamc could not plan {self.name!r} and hands it to aot_eager: {reason} "
-                "(options={'strict': True} raises)",
-                stacklevel=2,
-            )
-            log.debug("planning %s failed", self.name, exc_info=True)
+            self.job.fall_back(error, "torch's aot_eager")
             return None
 
 
@@ -210,19 +277,6 @@ def boxed(function: Callable[[list[Any]], Sequence[Any]]) -> Boxed:
 
     def run(args: list[Any]) -> Sequence[Any]:
         return function(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def interpreter(gm: fx.GraphModule) -> Boxed:
-    """The fallback: the graph as torch generated it, arguments dropped as they are used."""
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        values = list(args)
-        args.clear()
-        results: Sequence[Any] = fx.Interpreter(gm).boxed_run(values)
-        return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

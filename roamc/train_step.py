@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, optimizer_hooks, pipeline
+from roamc import compat, notices, optimizer_hooks, pipeline
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
@@ -28,10 +30,10 @@ from roamc.capture.step import (
     cohort_of,
     optimizer_key,
 )
-from roamc.errors import CaptureError, OptionError, RoamcError
+from roamc.errors import CaptureError, OptionError, RoamcError, VerifyError
 from roamc.options import Options
 from roamc.plan import Plan
-from roamc.runtime.program import Whole
+from roamc.runtime.program import OnFailure, Whole
 
 log = logging.getLogger(__name__)
 
@@ -193,14 +195,22 @@ class TrainStep:
         known = self._known(captured)
         if known is not None:  # forward has set an attribute to what it keeps from now on
             return known
-        planned = pipeline.run(captured.graph, self.options)
-        planned.plan.seconds["capture"] = seconds  # type: ignore[index]
-        start = time.perf_counter()
-        whole = Whole(planned, keep=self.options.keeps_arena)
+        with _refused(captured.graph.name):
+            planned = pipeline.run(captured.graph, self.options)
+            planned.plan.seconds["capture"] = seconds  # type: ignore[index]
+            start = time.perf_counter()
+            whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
+            whole.prepare()
         bound = _BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound
+
+    def _on_failure(self, name: str) -> OnFailure | None:
+        """What a program that fails in the middle of a step calls; None if the failure is to be raised."""
+        if self.options.strict:
+            return None
+        return functools.partial(_failed, weakref.ref(self.model), name, self.options)
 
     def _known(self, captured: CapturedStep) -> _BoundStep | None:
         """The program that a step captured anew has already."""
@@ -209,6 +219,31 @@ class TrainStep:
             return None
         mark = pipeline.fingerprint(captured.graph)
         return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
+
+
+@contextlib.contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """A fault of roamc's own in planning ``name``, before anything has run, as one line that says what to do."""
+    try:
+        yield
+    except (RoamcError, MemoryError, torch.OutOfMemoryError) as error:
+        if not isinstance(error, VerifyError):
+            raise
+        raise VerifyError(_advice(name, error)) from error
+    except Exception as error:
+        raise RoamcError(_advice(name, error)) from error
+
+
+def _failed(model: weakref.ref[nn.Module], name: str, options: Options, error: Exception) -> None:
+    """A program has failed in the middle of a step."""
+    notices.warn_of_failure(model(), name, options, error)
+
+
+def _advice(name: str, error: Exception) -> str:
+    return (
+        f"roamc.train_step could not plan {name!r}; nothing was changed: {notices.reason_of(error)}. "
+        "roamc.optimize(model) takes it: what it cannot plan it hands to torch's aot_eager, with a warning"
+    )
 
 
 class _BoundStep:

@@ -22,9 +22,9 @@ from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.tokens import without_tokens
-from roamc.compat import FakeTensorMode, HigherOrderOperator
+from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
-from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders
+from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders, source_line, tensors_of
 from roamc.rewrite import given, mode_of, value_of
 from roamc.runtime.random import replay, save_rng_state
 
@@ -187,6 +187,7 @@ class _Stitcher:
         again = made.name != node.name or target in (replay, operator.getitem) or "val" not in made.meta
         if again or (ops.rule(target).view_of and not self.fresh.isdisjoint(made.all_input_nodes)):
             self._derive(made)
+        _check_size(made)
         return made
 
     def _create(self, node: fx.Node, target: Any, args: Any, kwargs: Any, now: Phase) -> fx.Node:
@@ -225,6 +226,14 @@ class _Stitcher:
                 node.meta["val"] = torch.empty(save_rng_state(args[0]).shape, dtype=torch.uint8)
             else:
                 node.meta["val"] = target(*rest, **kwargs)
+
+
+def _check_size(node: fx.Node) -> None:
+    """Refuse sizes that depend on data (``nonzero``, an index by a mask, ``item`` as a size): no plan can know them."""
+    if any(has_open_size(value) for _, value in tensors_of(node)):
+        line = source_line(node)
+        where = f" ({line})" if line else ""
+        raise CaptureError(f"the size of {node.name}{where} depends on data, and plans need sizes that are known")
 
 
 def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:

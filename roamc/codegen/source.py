@@ -58,11 +58,17 @@ class Program:
         source: Python text defining ``bind(arena)``.
         constants: names in the source to objects: operators, kernels, tensors of the graph, rare arguments.
         entries: name of each function to its parameters (node names) in order.
+        statements: line of the source to the node that it runs, and which of the node's lines it is, from 0.
+        places: node and position among its results to the name of its planned tensor.
+        names: node to the name of its local.
     """
 
     source: str
     constants: dict[str, Any] = field(repr=False)
     entries: dict[str, tuple[str, ...]]
+    statements: dict[int, tuple[str, int]] = field(default_factory=dict, repr=False)
+    places: dict[tuple[str, int], str] = field(default_factory=dict, repr=False)
+    names: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class _Emitter:
         self.constants: dict[str, Any] = {"torch": torch}
         self.planned: dict[tuple[str, int], str] = {}
         self.views: list[str] = []
+        self.statements: dict[int, tuple[str, int]] = {}
         self.closes = _by_operator((hole.after, hole) for hole in layout.holes)
         self.opens = _by_operator((hole.before, hole) for hole in layout.holes)
 
@@ -125,14 +132,18 @@ class _Emitter:
         bodies = [self._function(entry) for entry in entries]
         lines = ["def bind(arena):", *(f"    {view}" for view in self.views), ""]
         for body in bodies:
-            lines += [f"    {line}" if line else "" for line in body]
+            for line, node, part in body:
+                lines.append(f"    {line}")
+                if node:
+                    self.statements[len(lines)] = (node, part)
             lines.append("")
         exported = [f'"{entry.name}": {entry.name}' for entry in entries]
         if self.graph.boundary:
             exported.append(f'"saved": lambda: {self._saved()}')
         lines.append("    return {" + ", ".join(exported) + "}")
         parameters = {entry.name: tuple(node.name for node in entry.parameters) for entry in entries}
-        return Program("\n".join(lines) + "\n", self.constants, parameters)
+        names = {node.name: self.names.of(node) for node in self.graph.graph.nodes}
+        return Program("\n".join(lines) + "\n", self.constants, parameters, self.statements, dict(self.planned), names)
 
     def _saved(self) -> str:
         """The planned places of saved tensors, for a backward whose saved tensors come from elsewhere."""
@@ -140,24 +151,26 @@ class _Emitter:
         placed = [self._tensor(by_name[name]) for name in self.graph.saved if self._in_arena(by_name[name])]
         return f"({', '.join(placed)},)" if placed else "()"
 
-    def _function(self, entry: Entry) -> list[str]:
+    def _function(self, entry: Entry) -> list[tuple[str, str, int]]:
+        """The lines of one function; with each, where it is a part of an operator, the node and which part."""
         nodes = self._nodes_of(entry)
         last = _LastUses(entry, nodes)
-        lines = [f"def {entry.name}(args):"]
+        head = [f"def {entry.name}(args):"]
         local = [self.names.of(node) for node in entry.parameters]
         if local:
-            lines.append("    (" + ", ".join(self._parameter(node) for node in entry.parameters) + ",) = args")
-        lines.append("    args.clear()")
+            head.append("    (" + ", ".join(self._parameter(node) for node in entry.parameters) + ",) = args")
+        head.append("    args.clear()")
         unused = [self._parameter(node) for node in entry.parameters if node not in last]
-        lines += self._delete([name for name in unused if name != "_"])
+        head += self._delete([name for name in unused if name != "_"])
+        lines = [(line, "", 0) for line in head]
         for node in nodes:
-            lines += [f"    arena.open({low}, {high})" for low, high in self.opens.get(node.name, ())]
-            lines += [f"    {line}" for line in self._statement(node)]
-            lines += [f"    arena.close({low}, {high})" for low, high in self.closes.get(node.name, ())]
-            lines += self._delete([self.names.of(done) for done in last.get_done(node) if self._is_local(done)])
+            lines += [(f"    arena.open({low}, {high})", node.name, 0) for low, high in self.opens.get(node.name, ())]
+            lines += [(f"    {line}", node.name, part) for part, line in enumerate(self._statement(node))]
+            lines += [(f"    arena.close({low}, {high})", "", 0) for low, high in self.closes.get(node.name, ())]
+            done = [self.names.of(done) for done in last.get_done(node) if self._is_local(done)]
+            lines += [(line, "", 0) for line in self._delete(done)]
         results = ", ".join("None" if node is None else self._tensor(node) for node in entry.results)
-        lines.append(f"    return ({results},)" if entry.results else "    return ()")
-        return lines
+        return [*lines, (f"    return ({results},)" if entry.results else "    return ()", "", 0)]
 
     def _nodes_of(self, entry: Entry) -> list[fx.Node]:
         """Operators of the entry's phases, and the views of tensors outside the arena that they need here."""

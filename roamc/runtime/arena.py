@@ -118,6 +118,14 @@ class Arena:
         self._views.append(view)
         return tensor
 
+    def planned(self, name: str) -> torch.Tensor:
+        """The planned tensor that the program calls ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return {view.name: view.tensor for view in self._views}[name]
+
     def moved_views(self) -> list[str]:
         """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
         start = self.storage.data_ptr() + self._start

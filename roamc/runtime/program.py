@@ -12,17 +12,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from roamc import compat
+from roamc import compat, ops
+from roamc.codegen.halves import halves_of
 from roamc.codegen.source import Entry, Program, emit, entries_of
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
-from roamc.graph import Phase, TrainGraph, main_device
+from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.memory import build_memory
 from roamc.pipeline import Planned
-from roamc.runtime import blocks
+from roamc.runtime import blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
+OnFailure = Callable[[Exception], None]
 
 
 class Executable:
@@ -32,34 +34,100 @@ class Executable:
         planned: the graph and the plan behind it.
         program: the emitted source.
         pool: arenas in flight and free.
+        broken: the program has failed; steps run by :meth:`run_plain`.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
+    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
         self.planned = planned
         self.program: Program = emit(planned.graph)
         layout = planned.graph.layout
         if layout is None:
             raise VerifyError("the plan has no layout")
-        filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
-        bind = load(self.program, filename)
-        weakref.finalize(self, linecache.cache.pop, filename, None).atexit = False
+        self._filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
+        bind = load(self.program, self._filename)
+        weakref.finalize(self, linecache.cache.pop, self._filename, None).atexit = False
         self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.away)
-        self._dtypes = {entry.name: _dtypes(entry) for entry in entries_of(planned.graph)}
+        self.broken = False
+        self._on_failure = on_failure
+        self._entries = {entry.name: entry for entry in entries_of(planned.graph)}
+        self._dtypes = {name: _dtypes(entry) for name, entry in self._entries.items()}
         self._checked: set[str] = set()
+        self._plain: dict[str, fallback.Boxed] = {}
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
+
+    def arena(self) -> Arena | None:
+        """An arena for a step; None if none can be had, and the step runs without (:meth:`run_plain`)."""
+        try:
+            return self.pool.acquire()
+        except Exception as error:
+            self._give_up(error)
+            return None
 
     def run(self, entry: str, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
         """Run one function of the program over ``arena``; ``args`` is emptied.
+
+        If the program fails, the function ends without it, :attr:`broken` is set, and no result lies in the arena.
 
         Raises:
             StaleError: an input has another dtype than was planned.
         """
         if [getattr(value, "dtype", None) for value in args] != self._dtypes[entry]:
             self._refuse(entry, args)
-        results: tuple[Any, ...] = arena.entry[entry](args)
+        again = list(args) if entry not in self._checked and self._may_start_again(entry) else None
+        try:
+            results: tuple[Any, ...] = arena.entry[entry](args)
+        except Exception as error:
+            return self._finished(entry, arena, error)
         if entry not in self._checked:
-            self._check(entry, arena)
+            moved = arena.moved_views()
+            if moved:
+                return self._started_again(entry, moved[0], again)
+            self._checked.add(entry)
         return results
+
+    def run_plain(self, entry: str, args: list[Any]) -> tuple[Any, ...]:
+        """Run one function of the planned graph operator by operator, with torch's allocator; ``args`` is emptied."""
+        if not self._plain:
+            graph = self.planned.graph
+            halves = halves_of(graph) if graph.boundary else (graph.module,)
+            self._plain = {name: fallback.interpreter(half) for name, half in zip(self._entries, halves, strict=True)}
+        return tuple(self._plain[entry](args))
+
+    def _give_up(self, error: Exception) -> None:
+        """No step uses the program from now on; raises ``error`` if that is not wanted."""
+        if self._on_failure is None:
+            raise error
+        self.broken = True
+        self.pool.free.clear()
+        self._on_failure(error)
+
+    def _finished(self, entry: str, arena: Arena, error: Exception) -> tuple[Any, ...]:
+        """The results of a function that raised ``error`` half-way."""
+        if self._on_failure is None:
+            raise error
+        results = fallback.finish(self.planned.graph, self.program, self._filename, self._entries[entry], arena, error)
+        if results is None:
+            raise error
+        self._give_up(error)
+        return results
+
+    def _may_start_again(self, entry: str) -> bool:
+        """Whether a function that has run may run once more: it reads and changes nothing that it has changed."""
+        phases = self._entries[entry].phases
+        mine = [node for node in operators(self.planned.graph.graph) if self.planned.graph.phase[node.name] in phases]
+        fresh = Phase.FORWARD in phases
+        return fresh and self._on_failure is not None and not any(ops.has_effect(node.target) for node in mine)
+
+    def _started_again(self, entry: str, moved: str, args: list[Any] | None) -> tuple[Any, ...]:
+        """The results of a function whose program gave tensor ``moved`` another shape than was planned."""
+        error = VerifyError(
+            f"{self.planned.graph.name}: torch gave {moved} another shape than was planned; "
+            "please report the operator, and use the aot_eager backend until then"
+        )
+        if args is None:
+            raise error
+        self._give_up(error)
+        return self.run_plain(entry, args)
 
     def _refuse(self, entry: str, args: list[Any]) -> NoReturn:
         """Dynamo before torch 2.13 does not notice that a compiled module was moved to another dtype."""
@@ -70,15 +138,6 @@ class Executable:
             "torch.compiler.reset() after changing the dtype of a compiled module"
         )
 
-    def _check(self, entry: str, arena: Arena) -> None:
-        moved = arena.moved_views()
-        if moved:
-            raise VerifyError(
-                f"{self.planned.graph.name}: torch gave {moved[0]} another shape than was planned; "
-                "please report the operator, and use the aot_eager backend until then"
-            )
-        self._checked.add(entry)
-
 
 class Whole:
     """A graph that runs in one go: a whole training step, or inference.
@@ -86,19 +145,26 @@ class Whole:
     Args:
         planned: the graph and its plan.
         keep: whether an idle arena keeps its memory.
+        on_failure: called with the error when the program has failed and runs without its arena from now on; None lets
+            the error out.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
-        self.executable = Executable(planned, keep=keep)
+    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
+        self.executable = Executable(planned, keep=keep, on_failure=on_failure)
+
+    def prepare(self) -> None:
+        """Make the first arena now: what can fail of it fails before anything has run."""
+        self.executable.pool.release(self.executable.pool.acquire())
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         """Run once over an arena of its own. ``args`` is emptied; tensors of it may be updated in place."""
-        pool = self.executable.pool
-        arena = pool.acquire()
+        arena = None if self.executable.broken else self.executable.arena()
+        if arena is None:
+            return self.executable.run_plain("step", args)
         try:
             return self.executable.run("step", arena, args)
         finally:
-            pool.release(arena)
+            self.executable.pool.release(arena)
 
 
 class Pair:
@@ -111,10 +177,12 @@ class Pair:
     Args:
         planned: the graph and its plan.
         keep: whether an idle arena keeps its memory.
+        on_failure: called with the error when the program has failed and runs without its arena from now on; None lets
+            the error out.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True) -> None:
-        self.executable = Executable(planned, keep=keep)
+    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
+        self.executable = Executable(planned, keep=keep, on_failure=on_failure)
         graph = planned.graph
         by_name = {node.name: node for node in graph.graph.nodes}
         saved = [by_name[name] for name in graph.saved]
@@ -130,7 +198,9 @@ class Pair:
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run forward; returns the user's outputs, then the saved tensors."""
         pool = self.executable.pool
-        arena = pool.acquire()
+        arena = None if self.executable.broken else self.executable.arena()
+        if arena is None:
+            return self.executable.run_plain("forward", args)
         with contextlib.ExitStack() as on_error:
             on_error.callback(pool.release, arena)
             results = list(self.executable.run("forward", arena, args))
@@ -138,7 +208,7 @@ class Pair:
         saved = [self.first_saved + index for index in self.in_arena]
         hooks = compat.saved_tensor_hooks_active()
         self.hooked |= hooks
-        if not saved:
+        if not saved or self.executable.broken:
             pool.release(arena)
         elif hooks:
             # The hooks may keep the tensors in any form: they get tensors of their own.
@@ -162,13 +232,17 @@ class Pair:
             pool.put_back(ticket, arena)
             return self._over_copy(arena, args)
         try:
+            if self.executable.broken:
+                return self.executable.run_plain("backward", args)
             return self.executable.run("backward", arena, args)
         finally:
             pool.release(arena)
 
     def _over_copy(self, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
         pool = self.executable.pool
-        spare = pool.acquire()
+        spare = None if self.executable.broken else self.executable.arena()
+        if spare is None:
+            return self.executable.run_plain("backward", args)
         try:
             spare.copy_from(arena)
             self._spare(args)
@@ -179,16 +253,18 @@ class Pair:
     def _elsewhere(self, args: list[Any], saved: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Saved tensors that hooks have kept outside any arena, or none at all: copied to their places."""
         pool = self.executable.pool
-        arena = pool.acquire()
+        if any(blocks.holds(tensor) for tensor in saved):
+            raise BackwardTwiceError(
+                "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
+            )
+        arena = None if self.executable.broken else self.executable.arena()
+        if arena is None:
+            return self.executable.run_plain("backward", args)
         try:
-            if any(blocks.holds(tensor) for tensor in saved):
-                raise BackwardTwiceError(
-                    "backward ran already and its saved tensors are gone; call the first one with retain_graph=True"
-                )
             arena.have_closed(self.parked)
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
-                _fill(place, tensor)
+                fallback.fill(place, tensor)
             if self.hooked or compat.keeps_graph():
                 self._spare(args)
             return self.executable.run("backward", arena, args)
@@ -206,14 +282,6 @@ class Pair:
 def _kind(argument: object) -> str:
     """What an argument is, as an error names it: a tensor's dtype, else the type."""
     return str(argument.dtype) if isinstance(argument, torch.Tensor) else type(argument).__name__
-
-
-def _fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
-    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
-        if size > 1 and not step:
-            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
-    place.copy_(tensor)
 
 
 def _closed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -192,3 +193,13 @@ def arenas_waiting() -> int:
     from roamc.runtime import arena
 
     return sum(len(pool.waiting) for pool in arena._POOLS)
+
+
+@contextlib.contextmanager
+def warnings_of_roamc() -> Iterator[list[str]]:
+    """While inside, every warning is caught; the list has the texts of roamc's when it is left."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(one.message) for one in caught if "/roamc/" in one.filename or "roamc" in str(one.message)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -307,21 +306,11 @@ def test_plans_of_a_train_step_are_bounded() -> None:
     assert fixed[0] < fixed[1], "the plans used last: one row, then three"
 
 
-def test_dynamic_shapes_are_specialised_with_a_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_shapes_that_torch_or_the_user_makes_dynamic(dynamic: bool | None) -> None:
     model = MLP()
     twin = aot_eager(model)
-    model.compile(backend="roamc", options={"strict": True}, dynamic=True)
-    with caplog.at_level(logging.WARNING, "roamc"):
-        for rows in (4, 2, 5):
-            wanted = run_backward(twin, square, (noise(rows, 8),))
-            assert_same(run_backward(model, square, (noise(rows, 8),)), wanted)
-    assert "specialised" in caplog.text
-
-
-def test_shapes_that_torch_marks_dynamic_by_itself() -> None:
-    model = MLP()
-    twin = aot_eager(model)
-    model.compile(backend="roamc", options={"strict": True})
+    model.compile(backend="roamc", options={"strict": True}, dynamic=dynamic)
     for rows in (4, 2, 5):
         wanted = run_backward(twin, square, (noise(rows, 8),))
         assert_same(run_backward(model, square, (noise(rows, 8),)), wanted)

@@ -51,13 +51,19 @@ def break_name(target: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "normalize decide": break_pass("normalize", "decide"),
+    "checkpoint apply": break_pass("checkpoint", "apply"),
+    "retain apply": break_pass("retain", "apply"),
     "reorder decide": break_pass("reorder", "decide"),
     "reorder apply": break_pass("reorder", "apply"),
+    "donate apply": break_pass("donate", "apply"),
     "layout decide": break_pass("layout", "decide"),
     "layout apply": break_pass("layout", "apply"),
     "emit": break_name("roamc.runtime.program.emit"),
     "capture": break_name("roamc.capture.joint.stitch"),
     "judge": break_name("roamc.verify.check_layout"),
+    "load": break_name("roamc.runtime.program.load"),
+    "halves": break_name("roamc.backend.halves_of"),
 }
 each_break = pytest.mark.parametrize("use", BREAKS.values(), ids=BREAKS)
 
@@ -93,7 +99,7 @@ def test_inference_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = roamc.optimize(SMALL["batch norm"].build().eval())
     x = noise(2, 3, 8, 8)
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="hands it to aot_eager"):
+        with pytest.warns(UserWarning, match="hands it to torch's aot_eager"):
             found = model(x)
         assert_same(found, aot_eager(model)(x))
 

@@ -1,0 +1,221 @@
+"""Graphs whose sizes torch leaves open: each combination of sizes that a call brings gets a program of its own.
+
+Dynamo makes a size symbolic when it changes between calls, or when the user marks it. roamc plans sizes that are
+known, so nothing is planned while dynamo compiles, and no guard is added: the first call with new sizes fixes them in a
+copy of dynamo's graph and compiles that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from roamc import compat
+from roamc.graph import output_values, placeholders
+
+FOLDED = ("_operator", "math", "builtins", "torch")
+"""Modules whose functions of numbers alone (``s0 * 2``, ``math.ceil``, ``torch.sym_max``) are computed at once."""
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One combination of sizes.
+
+    Attributes:
+        call: takes the tensor arguments; returns what the graph returns, but for ``numbers``.
+        drop: forgets the plans behind ``call``.
+        numbers: results of the graph that are numbers, by position among the results.
+        total: how many results the graph has.
+    """
+
+    call: Callable[..., Any]
+    drop: Callable[[], None]
+    numbers: dict[int, Any]
+    total: int
+
+
+class Compiler(Protocol):
+    """Who compiles a graph once its sizes are known."""
+
+    def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """The compiled function of a graph and its fake inputs, and a function that forgets its plans."""
+
+    def say_dropped(self) -> None:
+        """Called when a combination of sizes is dropped to keep the limit."""
+
+    def fall_back(self, error: Exception, who: str) -> None:
+        """Called when the graph cannot be compiled and ``who`` runs it; raises ``error`` if that is not wanted."""
+
+
+def is_open(example_inputs: Sequence[Any]) -> bool:
+    """Whether any size, stride or number among a graph's inputs is symbolic."""
+    return any(isinstance(value, SYMBOLS) or _is_open_tensor(value) for value in example_inputs)
+
+
+UNPLANNED = Compiled(lambda *_: (), lambda: None, {}, 0)
+"""Stands for sizes that could not be compiled: dynamo's graph runs as it is."""
+
+
+class BySize:
+    """A compiled function for open sizes: looks at the sizes of a call and runs the program for them.
+
+    Args:
+        gm: the graph as dynamo captured it.
+        example_inputs: its inputs, fake, some with symbolic sizes.
+        compiler: compiles the graph for known sizes.
+        limit: how many combinations are kept, those used last.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compiler: Compiler,
+        limit: int,
+    ) -> None:
+        self._graph = _owned(gm)
+        nodes = placeholders(self._graph.graph)
+        self._numbers = [i for i, value in enumerate(example_inputs) if _is_number(value, nodes[i])]
+        self._tensors = [i for i in range(len(nodes)) if i not in self._numbers]
+        self._open = [i for i in self._tensors if _is_open_tensor(example_inputs[i])]
+        self._moving = [i for i in self._tensors if _may_alias(example_inputs[i])]
+        self._compiler = compiler
+        self._limit = limit
+        self._programs: OrderedDict[object, Compiled] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program for the sizes of ``args``; compile it now if they are new."""
+        key = self._key(args)
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None:
+                program = self._programs[key] = self._build(args)
+                if len(self._programs) > self._limit:
+                    self._programs.popitem(last=False)[1].drop()
+                    self._compiler.say_dropped()
+            self._programs.move_to_end(key)
+        if program is UNPLANNED:
+            return self._graph(*args)
+        results = iter(program.call(*(args[i] for i in self._tensors)))
+        return tuple(program.numbers[i] if i in program.numbers else next(results) for i in range(program.total))
+
+    def _key(self, args: Sequence[Any]) -> object:
+        """The numbers of a call, the geometry of tensors with open sizes, and which inputs share memory."""
+        memory: dict[int, int] = {}
+        shared = tuple(memory.setdefault(_storage(args[i]), i) for i in self._moving)
+        return tuple(_number(args[i]) for i in self._numbers), tuple(_geometry(args[i]) for i in self._open), shared
+
+    def _build(self, args: Sequence[Any]) -> Compiled:
+        known = {i: _number(args[i]) for i in self._numbers}
+        total = len(output_values(self._graph.graph))
+        try:
+            module, numbers = fixed(self._graph, known)
+            with compat.compilation([args[i] for i in self._tensors]) as fakes:
+                call, drop = self._compiler.compile_fixed(module, fakes)
+        except Exception as error:  # law 8; what planning itself raises has fallen back in there
+            self._compiler.fall_back(error, "eager PyTorch")
+            return UNPLANNED
+        return Compiled(call, drop, numbers, total)
+
+
+def fixed(gm: fx.GraphModule, known: dict[int, Any]) -> tuple[fx.GraphModule, dict[int, Any]]:
+    """A copy of ``gm`` with some inputs replaced by numbers.
+
+    Args:
+        gm: a graph of dynamo's.
+        known: position among its inputs to the number.
+
+    Returns:
+        The copy without these inputs and without results that are numbers, and those by position.
+    """
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    position = 0
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            position += 1
+            if position - 1 in known:
+                made[node] = known[position - 1]
+                continue
+        made[node] = _folded(node, made) if _is_arithmetic(node, made) else _copied(graph, node, made)
+    results = [made[node] if isinstance(node, fx.Node) else node for node in output_values(gm.graph)]
+    graph.output(tuple(result for result in results if isinstance(result, fx.Node)))
+    numbers = {i: result for i, result in enumerate(results) if not isinstance(result, fx.Node)}
+    return compat.dynamo_module(gm, graph), numbers
+
+
+def _owned(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` with a graph of its own: dynamo clears the one that it hands out."""
+    return fixed(gm, {})[0]
+
+
+def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
+    copy = graph.node_copy(node, made.__getitem__)
+    copy.meta.pop("unbacked_bindings", None)  # sizes that depend on data get other symbols
+    compat.keep_source(copy, node)
+    return copy
+
+
+def _is_arithmetic(node: fx.Node, made: dict[fx.Node, Any]) -> bool:
+    """Whether ``node`` computes a number from numbers that are known."""
+    inputs = node.all_input_nodes
+    if not inputs or any(isinstance(made[i], fx.Node) for i in inputs):
+        return False
+    if node.op == "call_method":  # ``item`` of a number that dynamo handed over as a tensor
+        return node.target == "item"
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in FOLDED
+
+
+def _folded(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+    args = fx.map_arg(node.args, made.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+    if node.op == "call_method":
+        return args[0]
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _is_number(value: Any, node: fx.Node) -> bool:
+    """Whether an input stands for a number: a symbol, or a tensor in which dynamo hands over a float that changes."""
+    if isinstance(value, SYMBOLS):
+        return True
+    picked = bool(node.users) and all(user.op == "call_method" and user.target == "item" for user in node.users)
+    return picked and isinstance(value, torch.Tensor) and not value.dim() and value.dtype is torch.float64
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _is_open_tensor(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return any(isinstance(size, torch.SymInt) for size in _geometry(value))
+
+
+def _may_alias(value: Any) -> bool:
+    """Whether an input may share memory with others in some calls; dynamo guards the identity of parameters."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that dynamo may have left open."""
+    if tensor.layout is not torch.strided:
+        return tuple(tensor.shape)
+    return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,60 @@
+"""Warnings that a user should read once: per model and text, however many graphs and sizes of it are compiled."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import warnings
+import weakref
+
+import torch
+
+from roamc.errors import RoamcError
+from roamc.options import Options
+
+log = logging.getLogger(__name__)
+
+_said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def is_new(about: object, text: str) -> bool:
+    """Whether ``text`` is said about ``about``, a model or a function, for the first time."""
+    with _lock:
+        said = _said.setdefault(about, set())
+        if text in said:
+            return False
+        said.add(text)
+        return True
+
+
+def warn(about: object, key: str, message: str, stacklevel: int = 3) -> None:
+    """Warn, unless something with this ``key`` was said about ``about`` before."""
+    if is_new(about, key):
+        warnings.warn(message, stacklevel=stacklevel)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    text = str(error) if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0]
+
+
+def lost_budget(options: Options) -> str:
+    """For a warning about a fallback: that the budget goes with the plan; empty without a budget."""
+    budget = options.memory_budget
+    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT for this graph"
+
+
+def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:
+    """Warn that a program failed while it ran, and what runs from there on."""
+    reason = reason_of(error)
+    more = " and takes more memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else ""
+    warn(
+        about,
+        re.sub(r"\d+", "#", reason),
+        f"roamc's program of {name!r} failed while it ran: {reason}. This step and all later ones go on operator by "
+        f"operator, which gives the same numbers{more}{lost_budget(options)} (options={{'strict': True}} raises)",
+    )
+    log.debug("a program of %s failed", name, exc_info=error)

@@ -1,0 +1,197 @@
+"""What runs when a program of roamc's fails: the same planned operators, one by one, with torch's allocator.
+
+A program that raises in the middle of a step leaves behind, in its arena and in the locals of its frame, every value
+that the operators from there on read: nothing dies before its last reader. So :func:`finish` goes on at the operator
+that raised, every result in memory of its own, and nothing runs twice: no buffer is updated again, no random number
+drawn again. Later steps run the planned graph by :func:`interpreter`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.codegen.source import Entry, Program
+from roamc.forms import FormKind, form_of
+from roamc.graph import TrainGraph
+from roamc.runtime.arena import Arena
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+def interpreter(gm: fx.GraphModule) -> Boxed:
+    """The graph operator by operator, as a function of a list that it empties; an argument goes after its last use."""
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        values = list(args)
+        args.clear()
+        results: Sequence[Any] = fx.Interpreter(gm).boxed_run(values)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def finish(
+    graph: TrainGraph, program: Program, filename: str, entry: Entry, arena: Arena, error: Exception
+) -> tuple[Any, ...] | None:
+    """The results of a function of the program that raised ``error``, from the operator on that raised it.
+
+    Args:
+        graph: the planned graph.
+        program: emitted from it.
+        filename: under which the program was compiled.
+        entry: the function that raised.
+        arena: what the function ran over.
+        error: with its traceback.
+
+    Returns:
+        The results, none of them in the arena; None if the operator may have done half of its work, so that it cannot
+        run again.
+
+    Raises:
+        Exception: ``error`` itself if the operator raises again, as with a mistake of the caller's.
+    """
+    stopped = _stopped(program, filename, error)
+    if stopped is None:
+        return None
+    name, part, values = stopped
+    rest = _Rest(graph, program, arena, values)
+    nodes = [
+        node for node in graph.graph.nodes if node.op == "call_function" and graph.phase[node.name] in entry.phases
+    ]
+    start = next(i for i, node in enumerate(nodes) if node.name == name)
+    if not _may_run_again(graph, nodes[start], part):
+        return None
+    done = {node.name for node in nodes[:start]}
+    for node in nodes[start:]:
+        if node.target is operator.getitem and node.all_input_nodes[0].name in done:
+            continue  # a result of an operator that has run: picked when it is read
+        try:
+            rest.run(node)
+        except Exception as again:
+            raise (error if node.name == name else again) from None
+    return tuple(None if node is None else _outside(rest.value(node), arena) for node in entry.results)
+
+
+def _stopped(program: Program, filename: str, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
+    """The node at which the program stopped, which of its lines, and the values of the locals there."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == filename:
+            found = trace
+        trace = trace.tb_next
+    if found is None or found.tb_lineno not in program.statements:
+        return None
+    return (*program.statements[found.tb_lineno], dict(found.tb_frame.f_locals))
+
+
+def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
+    """Whether the operator that raised has surely left everything that it reads, and the generators, as they were.
+
+    One call of an ATen kernel checks its arguments before it writes or draws; what consists of several calls may have
+    stopped between them.
+    """
+    rule = ops.rule(node.target)
+    if rule.collective or rule.ordered:
+        return False
+    if rule.mutates:
+        return part == 0 and len(ops.mutated_arguments(node)) == 1
+    births = sum(1 for value in _leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
+    ours = form_of(node, births).kind is FormKind.KERNEL
+    if node.name in graph.donated and ours:
+        return False
+    return not rule.random or (part == 0 and (births == 1 or not ours))  # with one result, kernels of ours draw last
+
+
+@dataclass
+class _Rest:
+    """The values of a function that has stopped, and those that are made from there on.
+
+    Attributes:
+        graph: the planned graph.
+        program: emitted from it.
+        arena: where planned values lie.
+        local: the locals of the program's frame.
+        made: node to the value made since.
+    """
+
+    graph: TrainGraph
+    program: Program
+    arena: Arena
+    local: dict[str, Any]
+    made: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def run(self, node: fx.Node) -> None:
+        """Run one operator; its results get memory of their own."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        target: Any = node.target
+        self.made[node] = target(*args, **kwargs)
+
+    def value(self, node: fx.Node) -> Any:
+        """What ``node`` stands for: made since, planned, a local of the program, or a view of one of these."""
+        if node in self.made:
+            return self.made[node]
+        if node.op == "get_attr":
+            return _attribute(self.graph.module, str(node.target))
+        if isinstance(node.meta.get("val"), list | tuple):
+            return [self._result(node, position) for position in range(len(node.meta["val"]))]
+        found = self._planned(node, 0)
+        if found is None:
+            found = self.local.get(self.program.names[node.name])
+        if found is None and node.target is operator.getitem:
+            found = self._result(node.all_input_nodes[0], int(node.args[1]))  # type: ignore[arg-type]
+        if found is None and node.op == "call_function" and ops.is_view(node.target):
+            self.run(node)
+            found = self.made[node]
+        if found is None:
+            raise KeyError(f"{node.name} is gone")
+        return found
+
+    def _planned(self, node: fx.Node, position: int) -> torch.Tensor | None:
+        name = self.program.places.get((node.name, position))
+        return None if name is None else self.arena.planned(name)
+
+    def _result(self, node: fx.Node, position: int) -> Any:
+        """One result of an operator with several."""
+        if node in self.made:
+            return self.made[node][position]
+        planned = self._planned(node, position)
+        local = self.local.get(self.program.names[node.name])
+        return planned if planned is not None or local is None else local[position]
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _outside(value: Any, arena: Arena) -> Any:
+    """The value, in memory of its own if it lies in the arena; of what is expanded, the elements that have bytes."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    if not arena.nbytes or value.untyped_storage().data_ptr() != arena.storage.data_ptr():
+        return value
+    own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    fill(own, value)
+    return own
+
+
+def fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
+    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and not step:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)

@@ -1,0 +1,282 @@
+"""A program that fails while it runs: the step ends with the right numbers, one line says so, later steps go on."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from roamc.codegen.source import Program
+from roamc.runtime import program
+from roamc.runtime.arena import Arena
+from tests.end_to_end.cases import Layers
+from tests.end_to_end.helpers import (
+    adamw,
+    aot_eager,
+    assert_same,
+    eager_step,
+    noise,
+    optimized,
+    run_backward,
+    seeded,
+    sgd,
+    square,
+    state_of,
+    tensors_of,
+    warnings_of_roamc,
+)
+
+
+class Bug(Exception):
+    """What an operator of the program raises."""
+
+
+class Faults:
+    """Counts the calls of operators of every program, and raises at one of them.
+
+    Attributes:
+        calls: how often each operator was called; "" for all of them.
+        at: the operator that raises and its number among the calls, from 1.
+        last: the operator that has raised.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.at = ("", 0)
+        self.last = ""
+
+    def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        operator = name.removesuffix("_out")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.update(("", operator))
+            if self.at in (("", self.calls[""]), (operator, self.calls[operator])):
+                self.last = operator
+                raise Bug("a mistake")
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What programs made in the test call."""
+    found, load = Faults(), program.load
+
+    def watched(emitted: Program, filename: str) -> Callable[[Arena], Any]:
+        operators = {
+            name: found.watch(name, value) if callable(value) and name != "torch" else value
+            for name, value in emitted.constants.items()
+        }
+        return load(dataclasses.replace(emitted, constants=operators), filename)
+
+    monkeypatch.setattr(program, "load", watched)
+    return found
+
+
+def network() -> nn.Module:
+    """Has buffers that forward updates, random numbers, views, in-place reuse and an operator with several results."""
+    return Layers(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 8), nn.Softmax(-1))
+
+
+def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
+    """Compiled once: what a step reads is put back, and the program is declared whole, before each fault.
+
+    Kernels of ours that write over what they read are the only operators that do not run again.
+    """
+    model = network()
+    twin = aot_eager(model)
+    start = copy.deepcopy(model.state_dict())
+    model = roamc.optimize(model)
+    steps = [((noise(4, 8, seed=seed),), seed) for seed in range(2)]
+    wanted = [run_backward(twin, square, batch, seed=seed) for batch, seed in steps]
+    found = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
+    assert_same(found, wanted)
+    executable = roamc.optimize.__globals__["_RECORDS"][model].programs[0].executable
+    warned: list[Exception] = []
+    executable._on_failure = warned.append
+    total = faults.calls[""]
+    assert total > 40
+    raised = []
+    for number in range(1, total + 1):
+        model.load_state_dict(start)
+        model.zero_grad()
+        executable.broken, faults.at = False, ("", faults.calls[""] + number)
+        try:
+            found = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
+        except Bug:
+            raised.append(faults.last)
+            continue
+        assert_same(found, wanted, f"the fault is in {faults.last}, operator {number} of {total}")
+    assert len(warned) == total - len(raised)
+    assert len(raised) < total / 4
+    assert all(name.startswith("run_") for name in raised), raised
+
+
+PLACES = {
+    "first forward": ("aten_addmm", 1),
+    "first backward": ("aten_mm", 1),
+    "second forward": ("aten_addmm", 4),
+    "second backward": ("aten_mm", 5),
+}
+each_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+
+@each_place
+def test_one_warning_that_names_the_fault_and_the_budget(faults: Faults, place: tuple[str, int]) -> None:
+    model = network()
+    twin = aot_eager(model)
+    model = roamc.optimize(model, memory_budget="min" if place[1] == 1 else None)
+    faults.at = place
+    with warnings_of_roamc() as said:
+        for seed in range(3):
+            batch = (noise(4, 8, seed=seed),)
+            found = run_backward(model, square, batch, seed=seed)
+            assert_same(found, run_backward(twin, square, batch, seed=seed))
+    (message,) = said
+    assert "program of 'Layers' failed while it ran: Bug: a mistake" in message
+    assert ("memory_budget='min' IS NOT KEPT" in message) == (place[1] == 1)
+    assert "\n" not in message
+    assert roamc.plans(model) == []
+
+
+def test_strict_raises_what_the_operator_raised(faults: Faults) -> None:
+    model = optimized(network())
+    faults.at = PLACES["first backward"]
+    with pytest.raises(Bug, match="a mistake"):
+        run_backward(model, square, (noise(4, 8),))
+
+
+class NoArena(Exception):
+    """What taking memory may raise."""
+
+
+@pytest.mark.parametrize("kind", [NoArena, MemoryError])
+def test_an_arena_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise kind("no memory")
+
+    model = Layers(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+    monkeypatch.setattr("roamc.runtime.arena.Arena.__init__", fail)
+    with warnings_of_roamc() as said:
+        for seed in range(2):
+            batch = (noise(4, 8, seed=seed),)
+            assert_same(run_backward(model, square, batch), run_backward(twin, square, batch))
+    (message,) = said
+    assert f"{kind.__name__}: no memory" in message
+    assert ("takes more memory" in message) == (kind is MemoryError)
+
+
+def test_a_shape_other_than_planned_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+    monkeypatch.setattr(Arena, "moved_views", lambda arena: ["addmm"])
+    with warnings_of_roamc() as said:
+        assert_same(run_backward(model, square, (noise(4, 8),)), run_backward(twin, square, (noise(4, 8),)))
+    (message,) = said
+    assert "addmm another shape than was planned" in message
+
+
+def test_inference(faults: Faults) -> None:
+    model = network().eval()
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+    faults.at = PLACES["first forward"]
+    with torch.no_grad(), warnings_of_roamc() as said:
+        for seed in range(2):
+            assert_same(model(noise(4, 8, seed=seed)), twin(noise(4, 8, seed=seed)))
+    assert len(said) == 1
+
+
+def test_a_graph_kept_for_a_second_backward_and_two_forwards_in_flight(faults: Faults) -> None:
+    model = network()
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+
+    def run(m: nn.Module) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        first, second = square(m, noise(4, 8)), square(m, noise(4, 8, seed=1))
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        return [p.grad for p in m.parameters()]
+
+    run(model)
+    model.zero_grad()
+    twin.load_state_dict(model.state_dict())
+    faults.at = ("aten_mm", faults.calls["aten_mm"] + 6)
+    with warnings_of_roamc() as said:
+        found = run(model)
+    assert len(said) == 1
+    assert_same(found, run(twin))
+
+
+def test_a_mistake_of_the_callers_is_raised_as_it_is_and_the_program_stays() -> None:
+    model = Layers(nn.Embedding(4, 8), nn.Linear(8, 8))
+    model = roamc.optimize(model)
+    good, bad = torch.tensor([0, 3]), torch.tensor([0, 4])
+    with warnings_of_roamc() as said:
+        square(model, good).backward()
+        with pytest.raises(IndexError, match="out of range"):
+            model(bad)
+        square(model, good).backward()
+    assert said == []
+    assert len(roamc.plans(model)) == 1
+
+
+@each_place
+def test_a_train_step_ends_the_step_that_failed(faults: Faults, place: tuple[str, int]) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer, reference = adamw(model), adamw(twin)
+    step = roamc.train_step(model, square, optimizer)
+    faults.at = place
+    with warnings_of_roamc() as said:
+        for seed in range(3):
+            wanted = seeded(eager_step, twin, square, reference, noise(4, 8, seed=seed), seed=seed)
+            assert_same(seeded(step, noise(4, 8, seed=seed), seed=seed), wanted)
+            assert_same(tensors_of(model), tensors_of(twin))
+            assert_same(state_of(optimizer), state_of(reference))
+    assert len(said) == 1
+
+
+PLANNING = (
+    "roamc.pipeline.Trials.run",
+    "roamc.verify.check_layout",
+    "roamc.runtime.program.emit",
+    "roamc.runtime.program.load",
+    "roamc.runtime.arena.Arena.__init__",
+)
+
+
+@pytest.mark.parametrize("where", PLANNING)
+def test_a_train_step_that_cannot_be_planned_changes_nothing_and_names_the_way_in(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise Bug("a mistake\nin two lines")
+
+    model = network()
+    optimizer = sgd(model)
+    before, random = tensors_of(model), torch.get_rng_state()
+    step = roamc.train_step(model, square, optimizer)
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(
+        roamc.RoamcError, match=r"nothing was changed: Bug: a mistake\. roamc\.optimize\(model\) takes it"
+    ):
+        step(noise(4, 8))
+    assert_same(tensors_of(model), before)
+    assert_same(torch.get_rng_state(), random)
+    assert state_of(optimizer) == {}
+    assert all(p.grad is None for p in model.parameters())
+    assert step.plans == []
