@@ -164,6 +164,21 @@ def test_one_warning_for_all_sizes_of_a_model_and_it_says_that_the_budget_is_not
     assert "memory_budget='min' IS NOT KEPT" in message
 
 
+def test_sizes_that_cannot_be_compiled_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    model = Layers(nn.Linear(8, 8), nn.Tanh())
+    twin = copy.deepcopy(model)
+    model = roamc.optimize(model)
+    monkeypatch.setattr("roamc.compat.compilation", fail)
+    with warnings_of_roamc() as said:
+        for rows in (4, 6, 4):
+            assert_same(square(model, *marked((noise(rows, 8),))), square(twin, noise(rows, 8)))
+    (message,) = said
+    assert "hands it to eager PyTorch: RuntimeError: a mistake" in message
+
+
 def test_the_notice_about_sizes_comes_once_and_in_words(caplog: pytest.LogCaptureFixture) -> None:
     model = compiled(Layers(nn.Linear(8, 8)), strict=True)
     with caplog.at_level(logging.INFO, "roamc.backend"):
