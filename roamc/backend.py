@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from roamc import compat, notices, pipeline
+from roamc import compat, compat_dynamo, notices, pipeline
 from roamc.capture import joint, recurrent
 from roamc.codegen.halves import halves_of
 from roamc.dispatch import BySize, is_open
@@ -87,8 +87,8 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record
 ) -> Callable[..., Any]:
     """One dynamo graph through AOTAutograd with roamc's partition and compilers: a program per combination of sizes."""
-    about = record if record.name else compat.compiled_module() or compat.compiled_code() or record
-    job = _Job(_name(gm, record), options, record, about, compat.graph_break(gm))
+    about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
+    job = _Job(_name(gm, record), options, record, about, compat_dynamo.graph_break(gm))
     job.check_split()
     if not is_open(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
@@ -101,7 +101,7 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
     """The model's class where it is known, numbered from its second graph on; else that of a part."""
     if record.name:
         return record.name if not record.programs else f"{record.name} (graph {len(record.programs) + 1})"
-    module = compat.compiled_module()
+    module = compat_dynamo.compiled_module()
     if module is not None:
         return type(module).__name__
     for node in gm.graph.nodes:

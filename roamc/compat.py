@@ -1,7 +1,7 @@
 """The one door to torch's private interfaces; everything here was checked on torch 2.11 to 2.14.
 
-Nothing else in roamc imports a name from a torch module that starts with an underscore or from
-``torch.fx.experimental``. When a new torch moves something, this file is the only place to mend.
+Nothing else in roamc, but :mod:`roamc.compat_dynamo`, imports a name from a torch module that starts with an underscore
+or from ``torch.fx.experimental``. When a new torch moves something, these files are the only places to mend.
 """
 
 from __future__ import annotations
@@ -533,38 +533,6 @@ def forward_backward(
     return found["halves"], found["outputs"], found["static"]
 
 
-def compiled_module() -> torch.nn.Module | None:
-    """While dynamo compiles: the module whose ``forward`` (or function of a module) it has been called for, if any."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        frame = InstructionTranslator.current_tx().output.root_tx
-        names = ("self", *frame.f_code.co_varnames[:1])
-        found = [frame.f_locals.get(name) for name in names]
-    except AttributeError:  # outside of dynamo
-        return None
-    return next((value for value in found if isinstance(value, torch.nn.Module)), None)
-
-
-def compiled_code() -> object:
-    """While dynamo compiles: the code of the function it has been called for; None outside of dynamo."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return InstructionTranslator.current_tx().output.root_tx.f_code
-    except AttributeError:
-        return None
-
-
-def graph_break(gm: fx.GraphModule) -> str | None:
-    """Where dynamo ended this graph before the model's end, as ``file.py:line (reason)``; None if it did not."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return None
-    frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
-    return f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})"
-
-
 def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:
     """``model.compile`` for fixed shapes; recurrent layers, which dynamo leaves out by default, included."""
     from torch._dynamo import config, external_utils, trace_rules
@@ -589,34 +557,3 @@ def has_open_size(fake: torch.Tensor) -> bool:
     """Whether a size of a fake tensor is a symbol, not a number."""
     sizes: Sequence[object] = fake.shape
     return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """``graph``, rewritten from that of ``gm``, as a module that AOTAutograd takes for one of dynamo's."""
-    module = fx.GraphModule(gm, graph)
-    module.meta = dict(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        module._param_name_to_source = gm._param_name_to_source
-    return module
-
-
-def keep_source(copy: fx.Node, node: fx.Node) -> None:
-    """Where an input comes from, which dynamo notes beside ``meta``: ``copy`` gets it from ``node``."""
-    if hasattr(node, "_dynamo_source"):
-        copy._dynamo_source = node._dynamo_source
-
-
-@contextlib.contextmanager
-def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
-    """A place to compile in after dynamo has ended: fakes of ``args``, all sizes known."""
-    from torch._dynamo import config
-    from torch._guards import TracingContext, tracing
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    shapes = ShapeEnv(
-        allow_scalar_outputs=config.capture_scalar_outputs,
-        allow_dynamic_output_shape_ops=config.capture_dynamic_output_shape_ops,
-    )
-    mode = FakeTensorMode(shape_env=shapes)
-    with tracing(TracingContext(mode)):
-        yield [mode.from_tensor(arg, static_shapes=True) if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from roamc import compat
+from roamc import compat_dynamo
 from roamc.graph import output_values, placeholders
 
 FOLDED = ("_operator", "math", "builtins", "torch")
@@ -119,7 +119,7 @@ class BySize:
         total = len(output_values(self._graph.graph))
         try:
             module, numbers = fixed(self._graph, known)
-            with compat.compilation([args[i] for i in self._tensors]) as fakes:
+            with compat_dynamo.compilation([args[i] for i in self._tensors]) as fakes:
                 call, drop = self._compiler.compile_fixed(module, fakes)
         except Exception as error:  # law 8; what planning itself raises has fallen back in there
             self._compiler.fall_back(error, "eager PyTorch")
@@ -152,7 +152,7 @@ def fixed(gm: fx.GraphModule, known: dict[int, Any]) -> tuple[fx.GraphModule, di
     results = [made[node] if isinstance(node, fx.Node) else node for node in output_values(gm.graph)]
     graph.output(tuple(result for result in results if isinstance(result, fx.Node)))
     numbers = {i: result for i, result in enumerate(results) if not isinstance(result, fx.Node)}
-    return compat.dynamo_module(gm, graph), numbers
+    return compat_dynamo.dynamo_module(gm, graph), numbers
 
 
 def _owned(gm: fx.GraphModule) -> fx.GraphModule:
@@ -163,7 +163,7 @@ def _owned(gm: fx.GraphModule) -> fx.GraphModule:
 def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
     copy = graph.node_copy(node, made.__getitem__)
     copy.meta.pop("unbacked_bindings", None)  # sizes that depend on data get other symbols
-    compat.keep_source(copy, node)
+    compat_dynamo.keep_source(copy, node)
     return copy
 
 

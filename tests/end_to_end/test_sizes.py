@@ -171,7 +171,7 @@ def test_sizes_that_cannot_be_compiled_run_as_they_are(monkeypatch: pytest.Monke
     model = Layers(nn.Linear(8, 8), nn.Tanh())
     twin = copy.deepcopy(model)
     model = roamc.optimize(model)
-    monkeypatch.setattr("roamc.compat.compilation", fail)
+    monkeypatch.setattr("roamc.compat_dynamo.compilation", fail)
     with warnings_of_roamc() as said:
         for rows in (4, 6, 4):
             assert_same(square(model, *marked((noise(rows, 8),))), square(twin, noise(rows, 8)))

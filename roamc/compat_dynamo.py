@@ -1,0 +1,74 @@
+"""What torch keeps private about dynamo, the tracer in front of a backend; the rest is in :mod:`roamc.compat`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def compiled_module() -> torch.nn.Module | None:
+    """While dynamo compiles: the module whose ``forward`` (or function of a module) it has been called for, if any."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+        names = ("self", *frame.f_code.co_varnames[:1])
+        found = [frame.f_locals.get(name) for name in names]
+    except AttributeError:  # outside of dynamo
+        return None
+    return next((value for value in found if isinstance(value, torch.nn.Module)), None)
+
+
+def compiled_code() -> object:
+    """While dynamo compiles: the code of the function it has been called for; None outside of dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.root_tx.f_code
+    except AttributeError:
+        return None
+
+
+def graph_break(gm: fx.GraphModule) -> str | None:
+    """Where dynamo ended this graph before the model's end, as ``file.py:line (reason)``; None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
+    return f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})"
+
+
+def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """``graph``, rewritten from that of ``gm``, as a module that AOTAutograd takes for one of dynamo's."""
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        module._param_name_to_source = gm._param_name_to_source
+    return module
+
+
+def keep_source(copy: fx.Node, node: fx.Node) -> None:
+    """Where an input comes from, which dynamo notes beside ``meta``: ``copy`` gets it from ``node``."""
+    if hasattr(node, "_dynamo_source"):
+        copy._dynamo_source = node._dynamo_source
+
+
+@contextlib.contextmanager
+def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """A place to compile in after dynamo has ended: fakes of ``args``, all sizes known."""
+    from torch._dynamo import config
+    from torch._guards import TracingContext, tracing
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv(
+        allow_scalar_outputs=config.capture_scalar_outputs,
+        allow_dynamic_output_shape_ops=config.capture_dynamic_output_shape_ops,
+    )
+    mode = FakeTensorMode(shape_env=shapes)
+    with tracing(TracingContext(mode)):
+        yield [mode.from_tensor(arg, static_shapes=True) if isinstance(arg, torch.Tensor) else arg for arg in args]
