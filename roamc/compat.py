@@ -61,12 +61,21 @@ class CaptureMode(FakeTensorMode):
 
     torch's own runs an in-place operator between a real tensor and a number for real: a buffer in the closure
     of a loss function would change while it is traced.
+
+    Args:
+        held: parameters and buffers that stand in the trace as fakes, by name; the real ones are refused.
+        kernels: functions that make an operator's results in the place of torch's fake kernel; one that gives
+            NotImplemented leaves them to torch.
     """
 
-    def __init__(self, held: Mapping[str, torch.Tensor] | None = None) -> None:
-        """``held``: parameters and buffers that stand in the trace as fakes, by name; the real ones are refused."""
+    def __init__(
+        self,
+        held: Mapping[str, torch.Tensor] | None = None,
+        kernels: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._held = {_storage(tensor): name for name, tensor in (held or {}).items() if _storage(tensor)}
+        self._kernels = kernels or {}
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Hand writing operators fakes in the place of real tensors; refuse to read held ones past their fakes."""
@@ -74,6 +83,11 @@ class CaptureMode(FakeTensorMode):
         real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
         if self._held and any(real):
             self._check_read([leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real])
+        if func in self._kernels:
+            with self:
+                result = self._kernels[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         if isinstance(func, OpOverload) and func._schema.is_mutable and any(real):
             faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
             args, kwargs = unflatten(faked, spec)

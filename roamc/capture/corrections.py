@@ -16,6 +16,7 @@ from torch import fx
 from roamc import ops
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
+from roamc.graph import tensors_of
 from roamc.rewrite import given, mode_of, value_of
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ def correct(graph: fx.Graph) -> None:
 
 
 def _refuse(node: fx.Node) -> None:
-    """What cannot be replayed from a graph: generators of the user's, operators that read or swap a whole storage."""
+    """What cannot be planned or replayed: generators of the user's, whole storages read or swapped, sparse tensors."""
     if node.kwargs.get("generator") is not None:
         raise CaptureError(
             f"{node.target} draws from a generator of its own; draw outside the step and pass the numbers in the "
@@ -53,6 +54,12 @@ def _refuse(node: fx.Node) -> None:
         first = value_of(node.all_input_nodes[0])
         if node.target is not aten.as_strided_scatter.default or first.storage_offset():
             raise CaptureError(f"{node.target} changes or reads a whole storage; write the model without it")
+    layouts = {str(value.layout): None for _, value in tensors_of(node) if value.layout is not torch.strided}
+    if layouts:
+        raise CaptureError(
+            f"{node.target} makes a tensor of layout {next(iter(layouts))}, and roamc plans dense ones only; "
+            "embeddings need sparse=False"
+        )
 
 
 def _shares(node: fx.Node) -> bool:

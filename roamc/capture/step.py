@@ -19,6 +19,7 @@ from roamc.capture import recurrent, rewinds
 from roamc.capture.closures import Closures, check_origins
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
+from roamc.capture.fakes import FAKES
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
@@ -99,7 +100,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     check_devices(request.leaves, list(parameters.values()))
     check_hooks(parameters)
     trained = _trained(request, parameters)
-    mode = compat.CaptureMode({**parameters, **buffers})
+    mode = compat.CaptureMode({**parameters, **buffers}, FAKES)
     traced = _Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
     return _Assembly(request, rule, mode, module, traced).build()

@@ -242,15 +242,22 @@ def test_sparse_gradients_are_refused_by_train_step() -> None:
         roamc.train_step(model, square, plain_sgd(model))(torch.tensor([[1, 2, 2, 9]]))
 
 
-def test_sparse_gradients_of_an_optimized_module_are_those_of_aot_eager() -> None:
-    model = Layers(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8))
-    twin = aot_eager(model)
-    model = roamc.optimize(model)
+@pytest.mark.parametrize("way", ["optimize", "compile"])
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_fall_back_with_one_line(layer: type[nn.Module], way: str) -> None:
+    model = Layers(layer(10, 8, sparse=True), nn.Linear(8, 8))
     idx = torch.tensor([[1, 2, 2, 9]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the fallback is as good as a plan here
-        square(model, idx).backward()
+    twin = aot_eager(model)
     square(twin, idx).backward()
+    torch._dynamo.reset()
+    model = roamc.optimize(model) if way == "optimize" else model
+    compiled = model if way == "optimize" else torch.compile(model, backend="roamc")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        square(compiled, idx).backward()
+    ours = [str(warning.message) for warning in caught if "roamc" in str(warning.message)]
+    assert len(ours) == 1
+    assert "makes a tensor of layout torch.sparse_coo, and roamc plans dense ones only; embeddings need" in ours[0]
     for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
         assert found.grad.layout == wanted.grad.layout
         assert_same(found.grad.to_dense(), wanted.grad.to_dense())
