@@ -19,8 +19,8 @@ TORCH ?=
 
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
-# "not gpu" where there is no CUDA device, else nothing to leave out.
-MARKS = $(shell $(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')
+# What `make test` runs: what takes minutes stands under `make sweep`; "gpu" needs a CUDA device.
+MARKS = $(shell $(BIN)/python -c 'import torch; print("not sweep" if torch.cuda.is_available() else "not sweep and not gpu")')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test sweep lint bench clean
@@ -34,7 +34,8 @@ demo: $(VENV)/.ready ## train a small model with and without roamc and print wha
 test: $(VENV)/.ready ## run the tests (without those marked gpu where there is no CUDA device)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
 
-sweep: $(VENV)/.ready ## torch's own databases of operators, modules and optimizers against aot_eager; takes hours
+sweep: $(VENV)/.ready ## what is marked sweep, then torch's own databases of operators, modules and optimizers; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m sweep
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 ROAMC_SWEEP=all $(BIN)/pytest -q -n $(WORKERS) tests/end_to_end/test_optimizer_database.py
 

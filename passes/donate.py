@@ -90,7 +90,7 @@ def gifts(memory: MemoryModel, operator: Operator) -> Iterator[Gift]:
     if len(operator.births) != 1 or len(tensors) != 1 or form_of(node, 1).kind is FormKind.ALLOCATE:
         return
     taker = memory.storages[operator.births[0]]
-    for position in ops.rule(node.target).overwrites:
+    for position in ops.may_overwrite(node):
         argument = node.args[position] if position < len(node.args) else None
         if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
             giver = memory.storage_of(argument)

@@ -8,7 +8,8 @@
 | ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
 
 An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
-plain operator and copy, which would hide an allocation. So do those of ``COPYING``, though their kernels are their own.
+plain operator and copy, which would hide an allocation. So do those of ``COPYING``, though their kernels are their own;
+and those of ``ASKING`` give other numbers in an arena.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ ALLOCATE = Form(FormKind.ALLOCATE)
 COPYING = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
 """Operators that with ``out=`` make their result first and copy it."""
 
+ASKING = frozenset({aten.linalg_qr.default})
+"""Operators that with ``out=`` work differently if two results share a storage, as all tensors of an arena do."""
+
 
 def form_of(node: fx.Node, births: int) -> Form:
     """The form of ``node``, which makes ``births`` new storages."""
@@ -77,7 +81,7 @@ def _form(target: OpOverload, device: str) -> Form:
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
     found = out_overload(target)
-    if found is not None and target not in COPYING and has_kernel(found[0].name(), device.upper()):
+    if found is not None and target not in COPYING | ASKING and has_kernel(found[0].name(), device.upper()):
         return Form(FormKind.OUT, *found)
     return ALLOCATE
 

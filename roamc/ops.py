@@ -80,6 +80,8 @@ ROWS: dict[str, Row] = {
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False),
     "aten::upsample_bilinear2d_backward": Row(recomputable=False),
     "aten::grid_sampler_2d_backward": Row(recomputable=False),
+    # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
+    "aten::linalg_lstsq": Row(recomputable=False),
     # Whole rows are read before they are written, and every element of them before its place.
     "aten::_softmax": Row(overwrites=(0,)),
     "aten::_log_softmax": Row(overwrites=(0,)),
@@ -162,6 +164,17 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
         return ()
     arguments = enumerate(target._schema.arguments)
     return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
+
+
+def may_overwrite(node: fx.Node) -> tuple[int, ...]:
+    """Positions of the arguments that ``node`` may write its result over, if both have the same geometry.
+
+    None for complex numbers: compilers multiply and divide them in another order where an argument is written over.
+    """
+    result = node.meta.get("val")
+    if isinstance(result, torch.Tensor) and result.is_complex():
+        return ()
+    return rule(node.target).overwrites
 
 
 def is_view(target: Target) -> bool:

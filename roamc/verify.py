@@ -319,7 +319,7 @@ def _check_donated(graph: TrainGraph, after: str) -> None:
 
 
 def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node) -> None:
-    if graph.donated[node.name] not in ops.rule(node.target).overwrites:
+    if graph.donated[node.name] not in ops.may_overwrite(node):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
     result, gift = node.meta["val"], argument.meta["val"]
     alike = (result.storage_offset(), *_geometry(result)) == (gift.storage_offset(), *_geometry(gift))

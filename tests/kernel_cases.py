@@ -266,6 +266,25 @@ def as_strided_scatter(dtype: torch.dtype) -> list[Call]:
     return [call(x, tensor(dtype, *w[0]), *w) for w in where for x in (tensor(dtype, 3, 5), tensor(dtype, 5, 3).t())]
 
 
+@cases(ALL, aten.as_strided_copy.default)
+def as_strided_copy(dtype: torch.dtype) -> list[Call]:
+    where = [([2, 2], [5, 2]), ([2, 2], [5, 2], 3), ([3], [5], 0), ([], [], 14), ([0, 2], [1, 1]), ([4], [0], 7)]
+    return [call(x, *w) for w in where for x in (tensor(dtype, 3, 5), tensor(dtype, 5, 3).t(), tensor(dtype, 3, 5)[:1])]
+
+
+@cases(FLOATS, aten.binary_cross_entropy.default)
+def binary_cross_entropy(dtype: torch.dtype) -> list[Call]:
+    pairs = [(x.sigmoid(), torch.rand(x.shape).to(dtype)) for x in odd(dtype)]
+    weighted = [call(x, y, torch.rand(x.shape).to(dtype), how) for x, y in pairs for how in (0, 1, 2)]
+    return [*(call(x, y) for x, y in pairs), *weighted]
+
+
+@cases(FLOATS, aten.huber_loss.default)
+def huber_loss(dtype: torch.dtype) -> list[Call]:
+    pairs = [(x, torch.randn(x.shape).to(dtype)) for x in odd(dtype)]
+    return [*(call(x, y) for x, y in pairs), *(call(x, y, how, 0.3) for x, y in pairs for how in (0, 1, 2))]
+
+
 @cases(FLOATS, aten.slice_backward.default)
 def slice_backward(dtype: torch.dtype) -> list[Call]:
     where = [(0, 0, 2, 1), (1, 1, 5, 2), (1, -2, 9223372036854775807, 1), (-1, 0, 99, 3), (0, 2, 1, 1)]

@@ -52,7 +52,7 @@ def _refuse(node: fx.Node) -> None:
         )
     if node.target in WHOLE_STORAGE:
         first = value_of(node.all_input_nodes[0])
-        if node.target is not aten.as_strided_scatter.default or first.storage_offset():
+        if node.target not in WHERE_IT_STARTS or first.storage_offset():
             raise CaptureError(f"{node.target} changes or reads a whole storage; write the model without it")
     layouts = {str(value.layout): None for _, value in tensors_of(node) if value.layout is not torch.strided}
     if layouts:
@@ -119,9 +119,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
 
+WHERE_IT_STARTS = frozenset({aten.as_strided_scatter.default, aten.as_strided_copy.default})
+"""Operators that read a storage by positions in it: those of a tensor that starts its storage can be moved with it."""
+
 WHOLE_STORAGE = frozenset(
     {
-        aten.as_strided_scatter.default,
+        *WHERE_IT_STARTS,
         aten.resize_.default,
         aten.resize_as_.default,
         aten.set_.source_Tensor,

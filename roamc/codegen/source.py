@@ -45,9 +45,10 @@ CLONES_BASE = frozenset(
         torch.ops.aten.select_scatter.default,
         torch.ops.aten.diagonal_scatter.default,
         torch.ops.aten.as_strided_scatter.default,
+        torch.ops.aten.as_strided_copy.default,
     }
 )
-"""Operators that clone the whole storage of their first argument, which here may be the arena: always our kernels."""
+"""Operators that read the whole storage of their first argument, which here may be the arena: always our kernels."""
 
 
 @dataclass(frozen=True)

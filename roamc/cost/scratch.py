@@ -198,6 +198,12 @@ def _half_of_first(call: Call, made: torch.Tensor) -> Bytes:
     return _half(call, tensor_at(call, 0))
 
 
+def _losses(call: Call, made: torch.Tensor) -> Bytes:
+    """The loss of every element, where one number is made of them."""
+    read = tensor_at(call, 0)
+    return _half(call, read) + (read.nbytes if made.numel() < read.numel() else 0)
+
+
 def _across(call: Call, made: torch.Tensor) -> Bytes:
     """Half precision along another dimension than the last is computed in float32, some rows at a time."""
     dim = next((argument for argument in call.args if isinstance(argument, int)), -1)
@@ -261,7 +267,7 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "mse_loss": _compared,
     "smooth_l1_loss": _compared,
     "huber_loss": _compared,
-    "binary_cross_entropy": _half_of_first,
+    "binary_cross_entropy": _losses,
     "binary_cross_entropy_with_logits": _crossed,
     "gather": _half,
     "scatter": _half,
@@ -286,4 +292,9 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     **LOOKUPS,
 }
 
-_EAGER = {**_RULES, "native_dropout_backward": _first_again, "im2col": _first_again}
+_EAGER = {
+    **_RULES,
+    "native_dropout_backward": _first_again,
+    "im2col": _first_again,
+    "binary_cross_entropy": _half_of_first,  # the losses are in the storage of the result
+}

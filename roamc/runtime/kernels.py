@@ -160,6 +160,33 @@ def mean_all(self: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> 
     torch.mean(self, [], dtype=dtype, out=out)
 
 
+@_writes(aten.binary_cross_entropy.default, lean=True)
+def binary_cross_entropy(
+    self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *, out: Tensor
+) -> None:
+    """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the storage of the result,
+    with ``out=`` in the memory behind it."""
+    if reduction == 0:
+        aten.binary_cross_entropy.out(self, target, weight, 0, out=out)
+    else:
+        _reduce(aten.binary_cross_entropy.default(self, target, weight, 0), reduction, out)
+
+
+@_writes(aten.huber_loss.default)
+def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0, *, out: Tensor) -> None:
+    """Loss of each element, then its mean or sum; ATen's own with ``out=`` writes every element's loss into the memory
+    behind it."""
+    if reduction == 0:
+        aten.huber_loss.out(self, target, 0, delta, out=out)
+    else:
+        _reduce(aten.huber_loss.default(self, target, 0, delta), reduction, out)
+
+
+def _reduce(losses: Tensor, reduction: int, out: Tensor) -> None:
+    """Mean (1) or sum (2) of all elements, as ATen numbers them."""
+    (torch.mean if reduction == 1 else torch.sum)(losses, [], out=out)
+
+
 @_writes(aten.stack.default)
 def stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> None:
     """Copy every tensor to its slice."""
@@ -217,6 +244,14 @@ def as_strided_scatter(
     """Copy, then overwrite an ``as_strided`` view; capture makes sure that ``self`` starts its storage."""
     out.copy_(self)
     out.as_strided(size, stride, out.storage_offset() + (storage_offset or 0)).copy_(source)
+
+
+@_writes(aten.as_strided_copy.default)
+def as_strided_copy(
+    self: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None, *, out: Tensor
+) -> None:
+    """Copy of an ``as_strided`` view; capture makes sure that ``self`` starts its storage."""
+    out.copy_(self.as_strided(size, stride, self.storage_offset() + (storage_offset or 0)))
 
 
 @_writes(aten.slice_backward.default)

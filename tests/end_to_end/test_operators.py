@@ -1,0 +1,77 @@
+"""Operators whose ``out=`` form is not what the operator is: compiled, they give the numbers of ``aot_eager``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.end_to_end.helpers import assert_same
+
+
+def both_factors(x: Tensor) -> Tensor:
+    q, r = torch.linalg.qr(x)
+    return q.square().sum() + (r * r).sum()
+
+
+def low_rank(x: Tensor) -> Tensor:
+    u, s, v = torch.svd_lowrank(x, q=3, niter=1)
+    return u.square().sum() + (s * s).sum() + v.abs().sum()
+
+
+def principal_components(x: Tensor) -> Tensor:
+    u, s, v = torch.pca_lowrank(x, q=3, niter=1)
+    return u.square().sum() + (s * s).sum() + v.abs().sum()
+
+
+def binary_cross_entropy(x: Tensor) -> Tensor:
+    shares = (x @ x.mT).sigmoid()
+    later = shares.exp()
+    loss = F.binary_cross_entropy(shares, torch.full_like(shares, 0.25))
+    return loss.exp() * (later * later).mean() + (later.sin() * loss).mean()
+
+
+def huber(x: Tensor) -> Tensor:
+    shares = (x @ x.mT).sigmoid()
+    later = shares.exp()
+    loss = F.huber_loss(shares, torch.full_like(shares, 0.25), reduction="sum")
+    return loss.exp() * (later * later).mean() + (later.sin() * loss).mean()
+
+
+def copy_of_a_strided_view(x: Tensor) -> Tensor:
+    later = x.exp()
+    return (torch.as_strided_copy(later, (2, 3), (3, 1), 1) * later[:2, :3]).sum()
+
+
+def complex_quotient(x: Tensor) -> Tensor:
+    z = torch.complex(x, x.cos())
+    return ((z * 2) / z[0].exp()).abs().sum()
+
+
+CASES = [
+    *((both_factors, shape) for shape in ((5, 5), (9, 4))),
+    *((function, (6, 7)) for function in (low_rank, principal_components, huber, copy_of_a_strided_view)),
+    (binary_cross_entropy, (64, 64)),
+    (complex_quotient, (64, 33)),
+]
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES)
+def test_function_gives_the_bits_of_aot_eager(function: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    wanted = value_and_gradient(function, x, "aot_eager", None)
+    assert_same(value_and_gradient(function, x, "roamc", {"strict": True}), wanted)
+
+
+def value_and_gradient(
+    function: Callable[[Tensor], Tensor], x: Tensor, backend: str, options: dict[str, object] | None
+) -> tuple[Tensor, Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    value = torch.compile(function, backend=backend, options=options, dynamic=False)(x)
+    (gradient,) = torch.autograd.grad(value, x)
+    return value.detach(), gradient
