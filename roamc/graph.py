@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from roamc.layout import Layout
+from roamc.ops import Need
 from roamc.units import Bytes
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -59,6 +60,27 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """A smaller form in which a storage waits for some of its readers.
+
+    Attributes:
+        storage: its name.
+        codec: name of the codec.
+        error: the most by which an element may differ after decoding; 0 for exact.
+        keeps: what of the value is the same after decoding.
+        encode: operators from the value, the only placeholder, to its code, the only output.
+        decode: operators from the code to a tensor with the value's shape and strides.
+    """
+
+    storage: str
+    codec: str
+    error: float
+    keeps: Need
+    encode: fx.Graph = field(repr=False)
+    decode: fx.Graph = field(repr=False)
+
+
+@dataclass(frozen=True)
 class TrainGraph:
     """One training step, or the forward and backward of one module, as ATen operators.
 
@@ -76,6 +98,7 @@ class TrainGraph:
         eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
         donated: operator to the position of the argument whose memory its result takes over; both have one storage.
         layout: where every tensor lies, once the layout pass has run.
+        encodings: the storages that some readers read from a smaller form.
     """
 
     name: str
@@ -91,6 +114,7 @@ class TrainGraph:
     eager_bytes: Bytes | None = None
     donated: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
+    encodings: tuple[Encoding, ...] = field(default=(), repr=False)
 
     @property
     def graph(self) -> fx.Graph:

@@ -6,8 +6,10 @@ Most of it is in the operator's schema and tags. ``ROWS`` holds what a schema do
 
 from __future__ import annotations
 
+import enum
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +37,9 @@ class OpRule:
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
+        shape_of: positions of the arguments of which the operator reads the shape and no element.
+        compares: (position of a tensor, position of a number): of the tensor's elements the operator reads only whether
+            they are above the number.
     """
 
     view_of: tuple[int, ...] = ()
@@ -45,6 +50,8 @@ class OpRule:
     ordered: bool = False
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
+    shape_of: tuple[int, ...] = ()
+    compares: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Row:
     random: bool | None = None
     recomputable: bool | None = None
     overwrites: tuple[int, ...] | None = None
+    shape_of: tuple[int, ...] = ()
+    compares: tuple[int, int] | None = None
 
 
 ROWS: dict[str, Row] = {
@@ -77,7 +86,7 @@ ROWS: dict[str, Row] = {
     "aten::scatter_add": Row(recomputable=False, overwrites=(0,)),
     "aten::index_add": Row(recomputable=False, overwrites=(0,)),
     "aten::embedding_dense_backward": Row(recomputable=False),
-    "aten::max_pool2d_with_indices_backward": Row(recomputable=False),
+    "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::upsample_bilinear2d_backward": Row(recomputable=False),
     "aten::grid_sampler_2d_backward": Row(recomputable=False),
     # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
@@ -105,6 +114,14 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
     # Work in place: our kernels copy their argument into the result first, unless it lies there.
     **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
+    # Read less of an argument than its elements.
+    "aten::max_pool3d_with_indices_backward": Row(shape_of=(1,)),
+    "aten::adaptive_max_pool2d_backward": Row(shape_of=(1,)),
+    "aten::adaptive_max_pool3d_backward": Row(shape_of=(1,)),
+    "aten::avg_pool2d_backward": Row(shape_of=(1,)),
+    "aten::avg_pool3d_backward": Row(shape_of=(1,)),
+    "aten::_adaptive_avg_pool2d_backward": Row(shape_of=(1,)),
+    "aten::threshold_backward": Row(compares=(1, 2)),
 }
 
 COLLECTIVE_NAMESPACES = frozenset(
@@ -155,6 +172,8 @@ def _from_schema(target: OpOverload) -> OpRule:
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
+        shape_of=row.shape_of,
+        compares=row.compares,
     )
 
 
@@ -181,6 +200,28 @@ def is_view(target: Target) -> bool:
     """Whether a call of ``target`` only makes another view (or picks one result of several)."""
     found = rule(target)
     return bool(found.view_of) and not found.mutates
+
+
+class Need(enum.Enum):
+    """What an operator needs of an argument."""
+
+    ELEMENTS = "elements"
+    SIGN = "sign"  # whether each element is above zero
+    SHAPE = "shape"
+
+
+def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
+    """What ``target``, called with ``args``, needs of the tensors at these positions; of all others the elements."""
+    found = rule(target)
+    if not found.shape_of and found.compares is None:
+        return {}
+    known = dict.fromkeys(found.shape_of, Need.SHAPE)
+    if found.compares is not None:
+        tensor, number = found.compares
+        against = args[number] if number < len(args) else None
+        if isinstance(against, int | float) and against == 0:
+            known[tensor] = Need.SIGN
+    return known
 
 
 def has_effect(target: Target) -> bool:

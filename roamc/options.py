@@ -33,6 +33,7 @@ class Options:
             lowers what a loop holds while other code runs, such as the optimizer, and costs time at every step.
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
+        codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
         profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
@@ -45,6 +46,7 @@ class Options:
     idle_arena: str = "keep"
     strict: bool = False
     max_plans: int = 8
+    codecs: tuple[str, ...] = ()
     profile: str | None = None
 
     @property
@@ -75,8 +77,9 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             raise OptionError(_unknown(name, known))
     if "memory_budget" in given:
         given["memory_budget"] = parse_budget(given["memory_budget"])
-    if "disable" in given:
-        given["disable"] = _names(given["disable"])
+    for name, kind in (("disable", "pass"), ("codecs", "codec")):
+        if name in given:
+            given[name] = _names(name, kind, given[name])
     options = Options(**given)
     _check_ranges(options)
     return options
@@ -88,12 +91,12 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"unknown option {name!r}{hint} Valid options: {', '.join(known)}"
 
 
-def _names(value: object) -> tuple[str, ...]:
+def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         return tuple(value)
-    raise OptionError(f"disable takes pass names, not {value!r}")
+    raise OptionError(f"{option} takes {kind} names, not {value!r}")
 
 
 def _check_ranges(options: Options) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from roamc import budget, cost, news, typed, verify
+from roamc import budget, cost, news, typed, value_flow, verify
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
 from roamc.memory import (
@@ -34,10 +34,12 @@ from roamc.memory import (
 )
 from roamc.options import Options
 from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
+from roamc.passes.retain.codecs import check_lossy
 from roamc.plan import Plan
 from roamc.regions import is_kept
 from roamc.solvers.retain import WALKS
 from roamc.units import Bytes, Seconds, format_bytes
+from roamc.value_flow import Flow
 from roamc.version import __version__
 
 log = logging.getLogger(__name__)
@@ -92,11 +94,13 @@ class Stop:
         graph: what the last pass left.
         decisions: by pass.
         seconds: wall time by pass.
+        flow: the values of the graph, for the next pass to keep.
     """
 
     graph: TrainGraph
     decisions: Mapping[str, Any]
     seconds: Mapping[str, float]
+    flow: Flow
 
 
 def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False) -> Planned:
@@ -116,7 +120,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
     if plan is None:
         return Trials(graph, options, deep=deep).run()
     begun = time.perf_counter()
-    _check_disabled(options)
+    _check_names(options)
     mark = fingerprint(graph)
     _check_plan(plan, graph, mark)
     road, clean = _set_out(graph, options, plan, deep, mark)
@@ -144,7 +148,7 @@ class Trials:
             VerifyError: a pass left an invalid graph.
         """
         self._begun = time.perf_counter()
-        _check_disabled(options)
+        _check_names(options)
         self._road, self._clean = _set_out(graph, options, None, deep, fingerprint(graph))
         self.options, self.found, self._many = self._road.options, list[Plan](), many
 
@@ -269,7 +273,8 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     allowed = "light" if options.memory_budget == budget.LIGHT else "all"
     limit = _in_bytes(graph, options.memory_budget, needs)
     road = _Road(dataclasses.replace(options, memory_budget=limit), plan, deep, mark, allowed, needs)
-    return road, road.travel(Stop(graph, {}, {}), PIPELINE[:SHARED])
+    flow = value_flow.read(graph, value_flow.Numbers())
+    return road, road.travel(Stop(graph, {}, {}, flow), PIPELINE[:SHARED])
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
@@ -347,7 +352,7 @@ class _Road:
             joint.put_back(end.graph, donated)
             bare, anew = end.graph, (layout.NAME,)
         seconds = {**end.seconds, joint.NAME: time.perf_counter() - begun}
-        stop = Stop(bare, {**end.decisions, reorder.NAME: found.ordered}, seconds)
+        stop = Stop(bare, {**end.decisions, reorder.NAME: found.ordered}, seconds, end.flow)
         return self.travel(stop, [step for step in PIPELINE if step.name in anew], known)
 
     def travel(self, start: Stop, passes: Sequence[Pass], known: Mapping[str, Any] | None = None) -> Stop:
@@ -367,8 +372,11 @@ class _Road:
             decision = _decision(step, stop.graph, self.options, self.plan)
         graph = step.apply(stop.graph, decision)
         verify.check_graph(graph, step.name, kept, deep=self.deep)
+        flow = stop.flow
+        if graph is not stop.graph:
+            flow = value_flow.check(graph, flow, step.name, self.options.codecs)
         seconds = stop.seconds.get(step.name, 0.0) + time.perf_counter() - begun
-        return Stop(graph, {**stop.decisions, step.name: decision}, {**stop.seconds, step.name: seconds})
+        return Stop(graph, {**stop.decisions, step.name: decision}, {**stop.seconds, step.name: seconds}, flow)
 
 
 @dataclass(frozen=True)
@@ -423,11 +431,12 @@ def fingerprint(graph: TrainGraph) -> str:
     return digest.hexdigest()
 
 
-def _check_disabled(options: Options) -> None:
+def _check_names(options: Options) -> None:
     known = [step.name for step in PIPELINE if step.name not in REQUIRED]
     for name in options.disable:
         if name not in known:
             raise PlanError(f"cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
+    check_lossy(options.codecs)
 
 
 def _plan(end: Stop, mark: str, limit: Bytes | None, alone: Seconds) -> Plan:

@@ -44,6 +44,8 @@ MUST_NOT_IMPORT = {
     "roamc.capture": ABOVE,
     "roamc.graph": ABOVE,
     "roamc.memory": ABOVE,
+    "roamc.verify": ("roamc.passes", "roamc.solvers"),  # judges share nothing with what they judge
+    "roamc.value_flow": ("roamc.passes", "roamc.solvers"),
     "roamc": ("passes", "solvers"),  # names of folders; in Python they are roamc.passes and roamc.solvers
 }
 # The modules that may name what torch keeps to itself.

@@ -196,7 +196,8 @@ class Choice:
     def candidates(self) -> tuple[Candidate, ...]:
         """What can be kept smaller, in the graph's order."""
         least = sum(storage.nbytes for storage in self.memory.saved) // WORTH
-        fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value)) is not None]
+        lossy = self.options.codecs
+        fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value, lossy)) is not None]
         large = [(value, best) for value, best in fitting if value.storage.nbytes > least]
         return tuple(
             Candidate(

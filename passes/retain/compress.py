@@ -15,7 +15,7 @@ then for the solver to say: ``encode`` and ``decode`` are operators like others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,10 +23,10 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_node, tensors_of
+from roamc.graph import Encoding, Phase, TrainGraph, operators, output_node, tensors_of
 from roamc.memory import MemoryModel, Place, Storage
 from roamc.passes.normalize import SAME
-from roamc.passes.retain.codecs import CODECS, Coding, Saved, codec_of, shapes
+from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
 from roamc.passes.retain.codecs.codec import Read, fills_storage
 from roamc.passes.retain.versions import Versions
 from roamc.regions import is_kept
@@ -118,27 +118,31 @@ def _unaliased(node: fx.Node) -> fx.Node:
     return node
 
 
-def coding_of(value: Value, codec: str) -> Coding | None:
-    """How ``codec`` keeps ``value``; None for :data:`shapes.NAME`, which keeps nothing.
+def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
+    """The codec of this name, and how it keeps ``value``; None for :data:`shapes.NAME`, which keeps nothing.
 
     Raises:
         PlanError: it cannot.
     """
-    if codec == shapes.NAME:
+    if name == shapes.NAME:
         if not value.saved.late:
             return None
         raise PlanError(f"retain: {value.saved.late[0].reader.name} reads elements of {value.storage.name}")
-    coding = codec_of(codec).fit(value.saved)
+    codec = codec_of(name)
+    coding = codec.fit(value.saved)
     if coding is None:
-        raise PlanError(f"retain: codec {codec!r} does not fit {value.storage.name}")
-    return coding
+        raise PlanError(f"retain: codec {name!r} does not fit {value.storage.name}")
+    return codec, coding
 
 
-def best_codec(value: Value) -> tuple[str, Coding | None] | None:
-    """The codec with the fewest bytes, the first of equals, and its coding; None where none makes ``value`` smaller."""
+def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding | None] | None:
+    """The codec with the fewest bytes, the first of equals, and its coding; None where none makes ``value`` smaller.
+
+    Codecs with an error count only if their names are in ``lossy``.
+    """
     if not value.saved.late:
         return shapes.NAME, None
-    fitting = [(codec.name, coding) for codec in CODECS if (coding := codec.fit(value.saved)) is not None]
+    fitting = [(codec.name, coding) for codec in usable(lossy) if (coding := codec.fit(value.saved)) is not None]
     best = min(fitting, key=lambda pair: pair[1].nbytes, default=None)
     return best if best is not None and best[1].nbytes < value.storage.nbytes else None
 
@@ -167,15 +171,15 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
             raise PlanError(f"retain: this graph has no storage {code.storage!r} that could be kept smaller")
         writer.add(known[code.storage], coding_of(known[code.storage], code.codec))
     writer.write()
-    return writer.finished()
+    return writer.finished().replace(encodings=(*graph.encodings, *writer.encodings))
 
 
 class _Writer(Versions):
     """Walks the graph once and writes what was added.
 
     Attributes:
-        encodings: last reader in forward, or maker, to (value, coding) that are encoded behind it.
-        decodings: first reader behind forward to (value, coding) that are decoded in front of it.
+        encodings: one for every value that has a code.
+        decodings: first reader behind forward to the values that are decoded in front of it.
         shapes: reader to positions of arguments that it is given a stand-in for, and the value.
         codes: value's node to the node of its code.
     """
@@ -183,29 +187,31 @@ class _Writer(Versions):
     def __init__(self, graph: TrainGraph) -> None:
         super().__init__(graph)
         self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
-        self.decodings: dict[fx.Node, list[tuple[Value, Coding]]] = {}
+        self.encodings: list[Encoding] = []
+        self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph]]] = {}
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
         self.codes: dict[fx.Node, fx.Node] = {}
 
-    def add(self, value: Value, coding: Coding | None) -> None:
-        """Keep ``value`` as ``coding``, or not at all."""
+    def add(self, value: Value, kept: tuple[Codec, Coding] | None) -> None:
+        """Keep ``value`` in the coding of a codec, or not at all."""
         for read in value.shapes:
             self.shapes.setdefault(read.reader, []).append((read.position, value))
-        if coding is None:
+        if kept is None:
             return
+        codec, coding = kept
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
-        mark = self._mark(value, "encode")
-        self.codes[node] = self._insert(
-            _recorded(coding, "encode", *_geometry(node)), node, node, last.next, last, mark
-        )
-        self.decodings.setdefault(late[0].reader, []).append((value, coding))
+        encode = _recorded(coding, "encode", *_geometry(node))
+        code = self.codes[node] = self._insert(encode, node, node, last.next, last, self._mark(value, "encode"))
+        decode = _recorded(coding, "decode", *_geometry(code))
+        self.decodings.setdefault(late[0].reader, []).append((value, decode))
+        self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode))
 
     def write(self) -> None:
         """Decode where due, and let everybody read what is theirs."""
         for node in list(self.makers.values()):
-            for value, coding in self.decodings.get(node, ()):
-                self._decode(value, coding, node)
+            for value, decode in self.decodings.get(node, ()):
+                self._decode(value, decode, node)
             for position, value in self.shapes.get(node, ()):
                 self._stand_in(node, position, value)
             self.redirect(node)
@@ -214,11 +220,9 @@ class _Writer(Versions):
         maker = self.memory.operators[value.storage.producer].node
         return Mark(value.storage.name, role, str(maker.target))
 
-    def _decode(self, value: Value, coding: Coding, at: fx.Node) -> None:
+    def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
         node = value.saved.node
-        code = self.codes[node]
-        mark = self._mark(value, "decode")
-        made = self._insert(_recorded(coding, "decode", *_geometry(code)), code, node, at, at, mark)
+        made = self._insert(decode, self.codes[node], node, at, at, self._mark(value, "decode"))
         names = [node]
         for name in names:
             self.renew(name, made)

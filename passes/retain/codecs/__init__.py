@@ -6,18 +6,40 @@ Read ``codec.py`` for the interface. A new codec is a file with a function that 
 
 from __future__ import annotations
 
-from roamc.errors import PlanError
+from collections.abc import Collection, Iterable
+
+from roamc.errors import OptionError, PlanError
+from roamc.ops import Need
 from roamc.passes.retain.codecs import bits, integers, signs
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 
-__all__ = ["CODECS", "Codec", "Coding", "Saved", "codec_of"]
+__all__ = ["CODECS", "Codec", "Coding", "Saved", "check_lossy", "codec_of", "usable"]
 
 CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
-    Codec("signs", 0.0, signs.fit),
+    Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
 )
-"""All of them; each gives back exactly what it was given, as far as its readers look."""
+"""All of them. An exact one gives back what it was given, as far as its readers look; one with an error is used only
+where ``options.codecs`` names it."""
+
+
+def usable(lossy: Collection[str] = ()) -> tuple[Codec, ...]:
+    """The codecs that a plan may use: all exact ones, and those with an error whose names are in ``lossy``."""
+    return tuple(codec for codec in CODECS if not codec.error or codec.name in lossy)
+
+
+def check_lossy(names: Iterable[str]) -> None:
+    """Check the names of codecs with an error that the user allows.
+
+    Raises:
+        OptionError: there is no such codec, or it is exact.
+    """
+    lossy = [codec.name for codec in CODECS if codec.error]
+    for name in names:
+        if name not in lossy:
+            there = f"there are {', '.join(lossy)}" if lossy else "this roamc has none, all its codecs are exact"
+            raise OptionError(f"codecs: {name!r} is not a codec with an error; {there}")
 
 
 def codec_of(name: str) -> Codec:

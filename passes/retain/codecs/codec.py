@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
+from roamc.ops import Need
 from roamc.units import Bytes
 
 
@@ -84,11 +85,13 @@ class Codec:
         name: in plans and reports.
         error: the most by which what is read off an element may change; 0 for exact.
         fit: the coding of a value; None where this codec does not apply.
+        keeps: what of the value is the same after decoding; operators that need more must not read it.
     """
 
     name: str
     error: float
     fit: Callable[[Saved], Coding | None]
+    keeps: Need = Need.ELEMENTS
 
 
 def fills_storage(tensor: Tensor) -> bool:

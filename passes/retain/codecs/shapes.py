@@ -5,11 +5,14 @@ They are given one element, expanded to that shape. The value need not be kept f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import OpOverload
+from roamc import ops
 from roamc.graph import tensors_of
+from roamc.ops import Need
 from roamc.passes.retain.codecs.codec import Read
 from roamc.rewrite import given
 
@@ -17,17 +20,6 @@ aten = torch.ops.aten
 
 NAME = "shapes"
 """In the place of a codec, for a value that nobody behind forward needs the elements of."""
-
-READERS: dict[OpOverload, int] = {
-    aten.max_pool2d_with_indices_backward.default: 1,
-    aten.max_pool3d_with_indices_backward.default: 1,
-    aten.adaptive_max_pool2d_backward.default: 1,
-    aten.adaptive_max_pool3d_backward.default: 1,
-    aten.avg_pool2d_backward.default: 1,
-    aten.avg_pool3d_backward.default: 1,
-    aten._adaptive_avg_pool2d_backward.default: 1,
-}
-"""Operator to the position of the argument of which it reads the shape, and where that lies in memory."""
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,7 +35,8 @@ def reads_shape(read: Read, value: fx.Node) -> bool:
     On a GPU these operators make a contiguous copy of that argument first: a stand-in would be copied to full size.
     """
     reader = read.reader
-    if not isinstance(reader.target, OpOverload) or READERS.get(reader.target) != read.position:
+    target: Any = reader.target
+    if ops.needs(target, reader.args).get(read.position) is not Need.SHAPE:
         return False
     tensor = value.meta["val"]
     if read.argument is not value or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -51,6 +44,6 @@ def reads_shape(read: Read, value: fx.Node) -> bool:
     args, keywords = given(reader)
     with tensor.fake_mode:
         other = stand_in(tuple(tensor.shape), tensor.dtype, tensor.device)
-        fresh = reader.target(*args[: read.position], other, *args[read.position + 1 :], **keywords)
+        fresh = target(*args[: read.position], other, *args[read.position + 1 :], **keywords)
     (_, made) = next(tensors_of(reader))
     return bool(fresh.stride() == made.stride() and fresh.dtype == made.dtype)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from roamc import ops
+from roamc.ops import Need
 from roamc.passes.retain.codecs.bits import Bits, bits_of
 from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage
 from roamc.units import Bytes
@@ -56,6 +58,4 @@ def fit(saved: Saved) -> Signs | None:
 
 def _reads_sign(read: Read, value: fx.Node) -> bool:
     """Whether the reader only compares with zero."""
-    reader = read.reader
-    compares = reader.target is aten.threshold_backward.default and read.position == 1
-    return compares and read.argument is value and bool(reader.args[2] == 0)
+    return read.argument is value and ops.needs(read.reader.target, read.reader.args).get(read.position) is Need.SIGN

@@ -1,0 +1,93 @@
+"""A codec with an error is used only where the options name it, whoever made the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from roamc import pipeline
+from roamc.errors import OptionError, VerifyError
+from roamc.options import Options, parse_options
+from roamc.passes.retain import codecs
+from roamc.passes.retain.codecs import Codec, Saved
+from roamc.plan import Plan
+from tests.graphs import aten, captured_step
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Keeps a float32 as a bfloat16."""
+
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.count
+
+    def encode(self, value: Tensor) -> Tensor:
+        return aten._to_copy.default(value, dtype=torch.bfloat16)
+
+    def decode(self, code: Tensor) -> Tensor:
+        return aten._to_copy.default(code, dtype=torch.float32)
+
+
+def fit(saved: Saved) -> Halves | None:
+    tensor = saved.tensor
+    return Halves(tensor.numel()) if tensor.dtype is torch.float32 and tensor.is_contiguous() else None
+
+
+@pytest.fixture(autouse=True)
+def _halves_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, Codec("halves", 2.0**-8, fit)))
+
+
+def graph() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.Tanh())))
+    return captured_step(model, (torch.randn(256, 64),), lambda m, x: m(x).square().mean(), torch.optim.SGD).graph
+
+
+def used(plan: Plan) -> set[str]:
+    return {code[1] for code in plan.decisions["retain"]["codes"]}
+
+
+def test_unnamed_it_is_in_no_plan() -> None:
+    assert "halves" not in used(pipeline.run(graph(), parse_options({"memory_budget": "min"})).plan)
+
+
+def test_named_it_is_used_and_the_plan_is_refused_without_the_name() -> None:
+    options = parse_options({"memory_budget": "light", "codecs": "halves"})
+    plan = pipeline.run(graph(), options).plan
+    assert used(plan) == {"halves"}
+    kept = Plan.from_json(plan.to_json())
+    assert pipeline.run(graph(), options, kept).plan.decisions == plan.decisions
+    with pytest.raises(VerifyError, match=r"is kept by codec 'halves', which errs by up to 0.0039.*: allow it with"):
+        pipeline.run(graph(), Options(), kept)
+
+
+def test_way_in_takes_the_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    step = roamc.train_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters()), codecs=("halves",)
+    )
+    assert math.isfinite(step(torch.randn(4, 8)).item())
+
+
+@pytest.mark.parametrize("name", ["bits", "nonsense"])
+def test_name_that_is_no_codec_with_an_error_is_refused(name: str) -> None:
+    says = f"codecs: '{name}' is not a codec with an error; there are halves"
+    with pytest.raises(OptionError, match=says):
+        pipeline.run(graph(), parse_options({"codecs": name}))
+
+
+def test_without_any_in_the_table_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "CODECS", tuple(dataclasses.replace(codec, error=0.0) for codec in codecs.CODECS))
+    with pytest.raises(OptionError, match="this roamc has none, all its codecs are exact"):
+        pipeline.run(graph(), Options(codecs=("halves",)))
