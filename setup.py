@@ -61,6 +61,8 @@ setup(
             "pytest-timeout",  # a solver that does not end fails its test instead of the whole run
             "pytest-xdist",  # one worker per core
             "hypothesis",  # random problems for solvers, random graphs for passes
+            "accelerate",  # the README's lines for training libraries are run; Apache-2.0, 0.4 MB. Trainer needs it
+            "lightning",  # the same; Apache-2.0, with torchmetrics and aiohttp 15 MB
             "expecttest",  # torch's own databases of operators, modules and optimizers import it
             TRANSFORMERS,
         ],

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,11 @@ from roamc.options import Options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-SHARED, *EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHARED, *ALL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LIBRARIES = ("transformers", "accelerate", "lightning", "torch.distributed")
+EXAMPLES = [
+    example for example in ALL if not re.search(rf"^(from|import) ({'|'.join(LIBRARIES)})\b", example, re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[re.sub(r"\W+", " ", example)[:20] for example in EXAMPLES])
@@ -26,6 +34,37 @@ def test_example_runs(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(SHARED, "shared example", "exec"), scope)
     exec(compile(example, "example", "exec"), scope)
     assert "plan of" in capsys.readouterr().out
+
+
+RUN_ALL = """
+import json, sys
+import torch
+
+shared, *examples = json.load(sys.stdin)
+for example in examples:
+    torch.compiler.reset()
+    if torch.distributed.is_initialized():  # accelerate leaves its group
+        torch.distributed.destroy_process_group()
+    scope = {"__name__": "readme"}
+    exec(compile(shared, "shared example", "exec"), scope)
+    exec(compile(example, "example", "exec"), scope)
+    print("=" * 8)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_examples_of_libraries_run(tmp_path: Path) -> None:
+    examples = [example for example in ALL if example not in EXAMPLES]
+    assert len(examples) == len(LIBRARIES)
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input=json.dumps([SHARED, *examples]), cwd=tmp_path, text=True,
+        env={**os.environ, **one_rank, "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed = done.stdout.split("=" * 8)[:-1]
+    assert [text.count("plan of") >= 1 for text in printed] == [True] * len(examples)
+    assert "aot_eager" not in done.stderr, "roamc fell back"
 
 
 def test_every_option_is_in_the_table_with_its_default() -> None:
