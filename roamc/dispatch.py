@@ -19,8 +19,8 @@ from torch import fx
 from roamc import compat_dynamo
 from roamc.graph import output_values, placeholders
 
-FOLDED = ("_operator", "math", "builtins", "torch")
-"""Modules whose functions of numbers alone (``s0 * 2``, ``math.ceil``, ``torch.sym_max``) are computed at once."""
+FOLDED = ("_operator", "math", "builtins")
+"""Modules whose functions of numbers (``s0 * 2``, ``math.ceil``) give numbers; so do torch's called ``sym_...``."""
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -174,7 +174,10 @@ def _is_arithmetic(node: fx.Node, made: dict[fx.Node, Any]) -> bool:
         return False
     if node.op == "call_method":  # ``item`` of a number that dynamo handed over as a tensor
         return node.target == "item"
-    return node.op == "call_function" and getattr(node.target, "__module__", "") in FOLDED
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    return getattr(node.target, "__module__", "") in FOLDED or name.startswith("sym_")
 
 
 def _folded(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
