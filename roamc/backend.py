@@ -1,7 +1,8 @@
 """The torch.compile backend: ``torch.compile(model, backend="roamc", options={...})``.
 
 Found through the entry point group ``torch_dynamo_backends``: no import is needed. If roamc cannot plan
-or run a graph, training goes on with torch's own aot_eager at full save, after one warning.
+a graph, training goes on with torch's own aot_eager at full save, after one warning; if a program fails while it runs,
+the rest of the step and all later steps run operator by operator, with the same numbers.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ drawn again. Later steps run the planned graph by :func:`interpreter`.
 
 from __future__ import annotations
 
+import dis
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from roamc.codegen.source import Entry, Program
 from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph
 from roamc.runtime.arena import Arena
+from roamc.runtime.kernels import KERNELS
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -105,10 +107,15 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
     if rule.mutates:
         return part == 0 and len(ops.mutated_arguments(node)) == 1
     births = sum(1 for value in _leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
-    ours = form_of(node, births).kind is FormKind.KERNEL
-    if node.name in graph.donated and ours:
-        return False
-    return not rule.random or (part == 0 and (births == 1 or not ours))  # with one result, kernels of ours draw last
+    kernel = form_of(node, births).kind is FormKind.KERNEL and KERNELS[node.target].function  # type: ignore[index]
+    if kernel and not _is_one_call(kernel):
+        return node.name not in graph.donated and not rule.random
+    return part == 0 or not rule.random
+
+
+def _is_one_call(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel of ours is a single call, of ATen's."""
+    return sum(line.opname.startswith("CALL") for line in dis.get_instructions(kernel)) == 1
 
 
 @dataclass

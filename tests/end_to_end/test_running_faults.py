@@ -89,7 +89,7 @@ def network() -> nn.Module:
 def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
     """Compiled once: what a step reads is put back, and the program is declared whole, before each fault.
 
-    Kernels of ours that write over what they read are the only operators that do not run again.
+    The only operators that do not run again are kernels of ours of several calls that write over what they read.
     """
     model = network()
     twin = aot_eager(model)
@@ -116,8 +116,7 @@ def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
             continue
         assert_same(found, wanted, f"the fault is in {faults.last}, operator {number} of {total}")
     assert len(warned) == total - len(raised)
-    assert len(raised) < total / 4
-    assert all(name.startswith("run_") for name in raised), raised
+    assert set(raised) <= {"run_native_dropout_backward"}
 
 
 PLACES = {
