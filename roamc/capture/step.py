@@ -427,15 +427,19 @@ def _trace_back(graph: fx.Graph, phase: Mapping[str, Phase]) -> None:
             node.meta["stack_trace"] = lines[number]
 
 
+_DETACHED = (aten.detach.default, aten.alias.default)
+"""What tracing makes of ``loss.detach()``: the first up to torch 2.13, the second from 2.14 on."""
+
+
 def _phases(graph: fx.Graph, loss: fx.Node) -> dict[str, Phase]:
     """FORWARD up to the loss in trace order, BACKWARD behind it."""
     nodes = operators(graph)
-    last = loss if loss.op == "call_function" else None
-    if last is not None and last.target is aten.detach.default:
-        last = last.args[0] if isinstance(last.args[0], fx.Node) else last
+    last = loss.all_input_nodes[0] if loss.target in _DETACHED else loss
     phase, current = {}, Phase.FORWARD
     for node in nodes:
         phase[node.name] = current
         if node is last:
             current = Phase.BACKWARD
+    if last.op == "call_function" and current is Phase.FORWARD:
+        raise CaptureError(f"torch traced no backward behind the loss ({last.target}); please report this model")
     return phase
