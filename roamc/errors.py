@@ -14,7 +14,7 @@ class CaptureError(RoamcError):
 
 
 class VerifyError(RoamcError):
-    """A graph or a plan broke a rule; the message shows the neighbourhood of the fault."""
+    """A graph or a plan broke a rule; at debug level the log ``roamc.verify`` shows the neighbourhood of the fault."""
 
 
 class BudgetError(RoamcError):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat
+from roamc import compat_hooks
 from roamc.capture.hooks import name_of
 from roamc.errors import CaptureError
 
@@ -71,7 +71,9 @@ def run_before(
                     f"step hook {name_of(hook)} hands the optimizer's step other arguments ({arguments[0][1:]}, "
                     f"{arguments[1]}); train_step has none to hand on"
                 )
-        absent = [name for name, tensor in parameters.items() if not isinstance(tensor.grad, compat.AbsentGradient)]
+        absent = [
+            name for name, tensor in parameters.items() if not isinstance(tensor.grad, compat_hooks.AbsentGradient)
+        ]
     if absent:
         raise CaptureError(
             f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))}) sets .grad of {absent[0]!r}, and "
@@ -103,12 +105,12 @@ def _gradients_absent(parameters: Parameters) -> Iterator[None]:
     before = {name: parameter.grad for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.grad = None
-        parameter.grad = compat.AbsentGradient(parameter, name)
+        parameter.grad = compat_hooks.AbsentGradient(parameter, name)
     try:
         yield
     finally:
         for name, parameter in parameters.items():
-            if isinstance(parameter.grad, compat.AbsentGradient):
+            if isinstance(parameter.grad, compat_hooks.AbsentGradient):
                 parameter.grad = before[name]
 
 

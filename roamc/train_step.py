@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, notices, optimizer_hooks, pipeline
+from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
@@ -80,7 +80,7 @@ class TrainStep:
         self._check_surroundings()
         with self._lock:
             bound, cohorts = self._bound(leaves, nest)
-            before, after = compat.optimizer_step_hooks(self.optimizer)
+            before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
             if before:
                 optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
                 bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups

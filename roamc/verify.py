@@ -1,11 +1,12 @@
 """The judge of graphs and of plans. Every graph a pass leaves, and every plan, is checked here before it runs.
 
-The checks are dull on purpose and share nothing with the solvers. A fault is shown with the ten nodes
-around it, the pass that ran last, and how to leave that pass out.
+The checks are dull on purpose and share nothing with the solvers. An error is one line: the fault, the pass that ran
+last, and how to leave that pass out. The ten nodes around the fault go to the log, at debug level.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import Counter
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from roamc.rewrite import mode_of, value_of
 Life = tuple[int, int, int]
 """Born, dead (half-open, in positions of the graph's node list), bytes."""
 
+log = logging.getLogger(__name__)
+
 NEIGHBOURS = 5
-"""Nodes shown on each side of a fault."""
+"""Nodes logged on each side of a fault."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,13 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
         deep: also derive shape, dtype and strides of every node again from its operator.
 
     Raises:
-        VerifyError: names the fault, shows its neighbourhood and the pass.
+        VerifyError: names the fault and the pass; the log has the neighbourhood.
     """
     try:
         graph.graph.lint()
     except (RuntimeError, AssertionError) as error:
         what = str(error).splitlines()[0]
-        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}\n{_leave_out(after)}") from None
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {_leave_out(after)}") from None
     _check_ports(graph, after)
     _check_phases(graph, after)
     _check_finished(graph, after)
@@ -230,7 +233,9 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
     for other in nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]:
         mark = ">" if other is node else " "
         shown.append(f"  {mark} {other.format_node()}")
-    raise VerifyError("\n".join([f"after pass {after!r}: {what}", *shown, _leave_out(after)]))
+    log.debug("after pass %r: %s\n%s", after, what, "\n".join(shown))
+    hint = "" if after == "capture" else f"{_leave_out(after)}; "
+    raise VerifyError(f'after pass {after!r}: {what}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
 
 
 def _leave_out(after: str) -> str:
@@ -279,7 +284,7 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
     for name in kept.effects:
         if name not in position:
             raise VerifyError(
-                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone\n{_leave_out(after)}"
+                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone; {_leave_out(after)}"
             )
     for before, behind in kept.order:
         if before in position and behind in position and position[before] > position[behind]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,15 +35,40 @@ def planned(name: str, route: str) -> TrainGraph:
 
 
 def refused(check: Callable[[], None], says: str, shows: str | None = None) -> None:
-    """``check`` raises; the text has ``says`` and the pass, and marks node ``shows`` among its neighbours."""
-    with pytest.raises(VerifyError, match=says) as caught:
+    """``check`` raises one line that has ``says`` and the pass; the log marks node ``shows`` among its neighbours."""
+    logged = Logged()
+    with logged, pytest.raises(VerifyError, match=says) as caught:
         check()
-    text = str(caught.value)
-    assert "after pass 'broken'" in text
+    line = str(caught.value)
+    assert "after pass 'broken'" in line
+    assert "\n" not in line
     if shows is not None:
+        assert "leave the pass out with options={'disable': 'broken'}" in line
+        assert line.endswith('TORCH_LOGS="+roamc" shows the graph around it')
+        (text,) = logged.texts
         assert re.search(rf"^  > %{re.escape(shows)} :", text, re.MULTILINE), text
-        assert 2 <= sum(line.startswith("    %") for line in text.splitlines()) <= 10, text
-        assert "leave the pass out with options={'disable': 'broken'}" in text
+        assert 2 <= sum(shown.startswith("    %") for shown in text.splitlines()) <= 10, text
+
+
+class Logged(logging.Handler):
+    """What ``roamc.verify`` logs at debug level while inside."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.texts: list[str] = []
+        self.logger = logging.getLogger("roamc.verify")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self.level_before = self.logger.level
+        self.logger.setLevel(logging.DEBUG)
+        self.logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.setLevel(self.level_before)
+        self.logger.removeHandler(self)
 
 
 def judge(graph: TrainGraph, kept: Constraints | None = None, *, deep: bool = False) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat
+from roamc import compat_hooks
 from roamc.errors import CaptureError
 
 
@@ -53,7 +53,7 @@ def check_origins(loss: torch.Tensor, held: Mapping[int, str]) -> None:
     Raises:
         CaptureError: a tensor that was computed from a parameter before the step is used in it; names the parameter.
     """
-    for variable in compat.leaves_behind(loss):
+    for variable in compat_hooks.leaves_behind(loss):
         if id(variable) in held:
             raise CaptureError(
                 f"the step uses a tensor that was computed from parameter {held[id(variable)]!r} before it began; "

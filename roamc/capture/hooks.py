@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat, ops
+from roamc import compat, compat_hooks, ops
 from roamc.capture.closures import Closures
 from roamc.errors import CaptureError
 
@@ -39,7 +39,7 @@ def hooks_key(model: nn.Module) -> tuple[object, ...]:
         for number, parameter in enumerate(model.parameters())
         if parameter._backward_hooks or _late(parameter)
     )
-    return (of_modules, of_parameters, compat.global_module_hooks())
+    return (of_modules, of_parameters, compat_hooks.global_module_hooks())
 
 
 def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -57,7 +57,7 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} has a post-accumulate-grad hook ({name_of(next(iter(late.values())))}), and "
                 "train_step keeps no .grad for it to read; change the gradient by register_hook, or use roamc.optimize"
             )
-        if compat.has_gradient_node_hooks(parameter):
+        if compat_hooks.has_gradient_node_hooks(parameter):
             raise CaptureError(
                 f"parameter {name!r} has a hook on the autograd node that accumulates its .grad, and train_step keeps "
                 "no .grad; change the gradient by parameter.register_hook, or use roamc.optimize"

@@ -1,0 +1,81 @@
+"""The second door to torch's private interfaces: hooks, and the autograd graph that they hang on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from roamc.compat import flatten
+from roamc.errors import CaptureError
+
+
+def leaves_behind(result: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the autograd graph that ``result`` ends, each once."""
+    waiting, seen = [result.grad_fn], {result.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        fresh = [before for before, _ in node.next_functions if before not in seen]
+        seen.update(fresh)
+        waiting.extend(fresh)
+
+
+def has_gradient_node_hooks(parameter: torch.Tensor) -> bool:
+    """Whether Python has registered hooks on the autograd node that accumulates ``parameter.grad``."""
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)  # torch shows a node's hooks to nobody but a new one's handle
+        beside = len(handle.hooks_dict_ref()) - 1
+        handle.remove()
+        if beside:
+            return True
+    return False
+
+
+def global_module_hooks() -> tuple[object, ...]:
+    """Identities of the hooks that run for every module of the process."""
+    from torch.nn.modules import module
+
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(tuple(hooks) for hooks in kinds)
+
+
+def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Hooks before and after ``optimizer.step()``, those of all optimizers too, in torch's order."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    return before, [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+
+
+class AbsentGradient(torch.Tensor):
+    """Has the geometry of a parameter's gradient and no values: every operator on it is refused."""
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:
+        """``name``: of the parameter, for the message."""
+        made: AbsentGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.parameter_name = name
+        return made
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse."""
+        leaves, _ = flatten((args, kwargs))
+        name = next(leaf.parameter_name for leaf in leaves if isinstance(leaf, cls))
+        raise CaptureError(
+            f"a step hook of the optimizer uses .grad of {name!r}, and train_step keeps no gradients; clip by "
+            "clip_grad_norm=, change gradients by Tensor.register_hook on the parameter, or use roamc.optimize"
+        )
