@@ -45,6 +45,9 @@ ALIGNED = 1000
 BYTES = 1 << 20
 """From here on a whole number that is written as a float, such as 6e9, is taken for bytes."""
 
+KINDS = 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
+"""What a budget may be, for messages."""
+
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
@@ -64,7 +67,8 @@ def parse_budget(given: object) -> Budget | None:
         if not count:
             raise OptionError(f"{given!r} is no room at all")
     except OptionError as error:
-        raise OptionError(f"memory_budget: {error}; or 80% of what eager holds, min, light, or device") from None
+        what = str(error).partition(";")[0]  # behind it stands what a size may be, which is not all that a budget may
+        raise OptionError(f"memory_budget: {what}; {KINDS}") from None
     return given if share else count  # type: ignore[return-value]
 
 
@@ -76,7 +80,7 @@ def _bytes(given: object) -> Bytes:
         return parse_bytes(given)  # type: ignore[arg-type]
     if given.is_integer() and given >= BYTES:
         return int(given)
-    raise OptionError(f'{given!r} is not a number of bytes; a share is written "80%"')
+    raise OptionError(f"{given!r} is not a number of bytes")
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
@@ -99,7 +103,9 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         return max(1, int((_free(device) - state) * MARGIN))
     count = int(baseline * float(budget.rstrip(" %")) / 100)
     if baseline and not count:
-        raise OptionError(f"memory_budget: {budget} of the {baseline} bytes that eager holds is no room at all")
+        raise OptionError(
+            f"memory_budget: {budget} of the {baseline} bytes that eager holds is no room at all; {KINDS}"
+        )
     return count
 
 

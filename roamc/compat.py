@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
     """
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _checkpoints_followed():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _checkpoints_followed(), _quiet_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 
@@ -198,14 +199,42 @@ def _checkpoints_marked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _quiet_meta() -> Iterator[None]:
+    """While inside, torch does not log the traceback of an operator whose shapes do not fit: it raises it, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def original(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` has wrapped; any other as it is."""
+    from torch._dynamo import OptimizedModule
+
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+@contextlib.contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, ``model`` and its parts run as plain modules although ``compile`` was called on them."""
+    """While inside, ``model`` and its parts run as plain modules although ``compile`` was called on them.
+
+    So does, while FX traces, everything that ``torch.compile`` has made, functions included.
+    """
+    from torch._dynamo import config
+
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     held = [module._compiled_call_impl for module in compiled]
     for module in compiled:
         module._compiled_call_impl = None
     try:
-        yield
+        with config.patch(error_on_nested_fx_trace=False):
+            yield
     finally:
         for module, implementation in zip(compiled, held, strict=True):
             module._compiled_call_impl = implementation
@@ -468,6 +497,7 @@ def forward_backward(
         mode,
         uncompiled(model),
         _checkpoints_followed(),
+        _quiet_meta(),
         _checkpoints_marked(),
         mock.patch.object(graph_capture, "make_fx", traced),
     ):

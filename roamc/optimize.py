@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, pipeline
+from roamc.arguments import check_module, check_not_compiled
 from roamc.backend import LATEST, Record, compile_graph
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
@@ -31,8 +32,11 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     model is a plain module: call ``optimize`` on it again.
 
     Raises:
+        CaptureError: ``model`` is no module, or torch.compile has given it to a backend already.
         OptionError: an option is unknown or out of range.
     """
+    check_module(model, "optimize")
+    check_not_compiled(model, "optimize")
     parsed = parse_options(options)
     record = Record(type(model).__name__)
 
@@ -109,6 +113,7 @@ def plan(
         OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
         BudgetError: the plan does not fit ``memory_budget``.
     """
+    check_module(model, "plan")
     if (loss_fn is None) != (optimizer is None):
         raise RoamcError("plan takes loss_fn and optimizer together, or neither")
     if loss_fn is not None and optimizer is not None:

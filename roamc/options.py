@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roamc.budget import Budget, parse_budget
+from roamc.cost import load_profile
 from roamc.errors import OptionError
 from roamc.solvers.layout import NODE_LIMIT
 from roamc.units import Bytes
@@ -69,6 +70,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
     Raises:
         OptionError: names the nearest valid option, or the range that was left.
+        ProfileError: there is no such profile, or the file is none.
     """
     given = dict(given or {})
     known = [field.name for field in dataclasses.fields(Options)]
@@ -114,6 +116,8 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"order must be the name of an ordering algorithm or 'best', not {options.order!r}")
     if options.profile is not None and not (isinstance(options.profile, str) and options.profile):
         raise OptionError(f"profile must be a file or the name of a shipped profile, not {options.profile!r}")
+    if options.profile is not None:
+        load_profile(profile=options.profile)
 
 
 def _is_int(value: object) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
+from roamc.arguments import check_clip, check_loss_function, check_module, check_optimizer
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
@@ -30,7 +31,7 @@ from roamc.capture.step import (
     cohort_of,
     optimizer_key,
 )
-from roamc.errors import CaptureError, OptionError, RoamcError, VerifyError
+from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.options import Options
 from roamc.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
@@ -57,8 +58,10 @@ class TrainStep:
         options: Options,
         clip_grad_norm: float | None = None,
     ) -> None:
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise OptionError(f"clip_grad_norm must be a positive number, not {clip_grad_norm!r}")
+        check_module(model, "train_step")
+        check_loss_function(loss_fn)
+        check_optimizer(optimizer)
+        check_clip(clip_grad_norm)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -95,6 +98,7 @@ class TrainStep:
         Keyword arguments are the batch's, as they are for the step itself.
         """
         leaves, nest = take_apart((batch, named))
+        self._key(leaves, nest)  # refuses what no plan is made for
         captured, seconds = self._capture(leaves, nest)
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +45,22 @@ def test_budget_is_read(given: object, read: object) -> None:
 
 @pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5, "٨٠%", "٨٠", float("nan")])
 def test_budget_without_sense_says_what_is_possible(given: object) -> None:
-    with pytest.raises(OptionError, match="80% of what eager holds, min, light, or device"):
+    with pytest.raises(OptionError, match=re.escape(budget.KINDS)):
         budget.parse_budget(given)
 
 
 @pytest.mark.parametrize("given", [0, "0", "0 B", "0%", " 0.00 %", "0.1B"])
 def test_budget_of_nothing_is_an_error(given: object) -> None:
-    with pytest.raises(OptionError, match="is no room at all; or 80% of what eager holds"):
+    with pytest.raises(
+        OptionError,
+        match=re.escape(f"is no room at all; {budget.KINDS}"),
+    ):
         budget.parse_budget(given)
 
 
 @pytest.mark.parametrize("given", [0.8, 1.5, 1.0, 100.0, 2e6 + 0.5, "0.8", "1.5", float("inf")])
 def test_fraction_that_may_be_meant_as_a_share_is_an_error(given: object) -> None:
-    with pytest.raises(OptionError, match='is not a number of bytes; a share is written "80%"'):
+    with pytest.raises(OptionError, match=re.escape(f"is not a number of bytes; {budget.KINDS}")):
         budget.parse_budget(given)
 
 

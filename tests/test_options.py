@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roamc.errors import OptionError
+from roamc.errors import OptionError, ProfileError
 from roamc.options import Options, parse_options
 
 
@@ -100,6 +100,23 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
 def test_value_out_of_range_is_refused_by_name(name: str, value: object, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         parse_options({name: value})
+
+
+def test_unknown_profile_is_refused_without_a_budget_too() -> None:
+    with pytest.raises(ProfileError, match=r"'rtx4090' is neither a file nor a shipped profile \(a100, cpu, h100\)"):
+        parse_options({"profile": "rtx4090"})
+    assert parse_options({"profile": "h100"}).profile == "h100"
+
+
+@pytest.mark.parametrize("given", ["0%", "lots", "-5%", -5, True, "", "0.5", "Min", [1]])
+def test_every_error_about_a_budget_says_what_one_is(given: object) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_options({"memory_budget": given})
+    what, _, advice = str(caught.value).partition("; ")
+    assert what.startswith("memory_budget: ")
+    assert (
+        advice == 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
+    )
 
 
 def test_error_is_a_value_error_too() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import logging
+import random
 import re
 from collections.abc import Callable
 from typing import Any

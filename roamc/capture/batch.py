@@ -110,7 +110,17 @@ def describe(leaf: Any) -> object:
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Shape, strides, dtype, device, and whether it wants a gradient."""
+    """Shape, strides, dtype, device, and whether it wants a gradient.
+
+    Raises:
+        CaptureError: the tensor is nested, sparse, or laid out by a library.
+    """
+    if tensor.is_nested:
+        raise CaptureError(
+            "train_step cannot plan a nested (jagged) tensor; pad it, by torch.nested.to_padded_tensor, and pass a mask"
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"train_step cannot plan a tensor of layout {tensor.layout}; pass its .to_dense()")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 

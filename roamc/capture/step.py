@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
-from roamc.capture import recurrent, rewinds
+from roamc.capture import recurrent, rewinds, user_line
 from roamc.capture.closures import Closures, check_origins
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
@@ -31,6 +31,9 @@ from roamc.units import format_bytes
 
 LossFunction = Callable[..., torch.Tensor]
 aten = torch.ops.aten
+
+_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
+"""In torch's errors: an operator whose arguments are functions."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class _Trace:
         fakes = [compat.fake_parameter(mode, tensor, device) for tensor in held]
         fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
         try:
-            with compat.uncompiled(self.request.model), recurrent.decomposed():
+            with compat.uncompiled(self.request.model), recurrent.decomposed(), user_line.noted():
                 module = compat.trace(self._step, fakes, mode)
             as_views(module.graph)
             rewinds.replay_marked(module.graph)
@@ -174,7 +177,15 @@ class _Trace:
                 f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
                 "use a mask instead of an index, or torch.compile"
             ) from None
-        except NotImplementedError as error:  # torch up to 2.12 has no place for a generator in a graph
+        except NotImplementedError as error:
+            operator = _HIGHER_ORDER.search(str(error))
+            if operator is not None:
+                name = operator[1].removesuffix("_stack_output")
+                raise CaptureError(
+                    f"train_step cannot plan torch's {name}, whose branches are graphs of their own; use torch.where, "
+                    "or torch.compile or roamc.optimize, which take it"
+                ) from None
+            # torch up to 2.12 has no place for a generator in a graph.
             raise CaptureError(
                 f"the step hands an operator what no graph can hold ({error}); draw from a generator of your own "
                 "outside the step and pass the numbers in the batch, or use the default generator"
@@ -283,7 +294,7 @@ class _Assembly:
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
         captured = TrainGraph(
-            name=type(self.request.model).__name__,
+            name=type(compat.original(self.request.model)).__name__,
             module=self.module,
             inputs=tuple(self.ports),
             outputs=(Port("loss", Role.LOSS),),

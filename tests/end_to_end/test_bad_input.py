@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 from torch.utils.checkpoint import checkpoint
 
 import roamc
-from tests.end_to_end.helpers import assert_backward_equal, assert_same, noise, sgd, square, state_of, tensors_of
+from tests.end_to_end.helpers import (
+    assert_backward_equal,
+    assert_same,
+    eager_step,
+    noise,
+    sgd,
+    square,
+    state_of,
+    tensors_of,
+)
 
 X = noise(4, 8)
 Body = Callable[[nn.Module, Tensor], Any]
@@ -251,12 +261,132 @@ def test_names_of_algorithms_and_passes_are_checked(name: str) -> None:
     refused(lambda: roamc.plan(net(), X, **options), roamc.RoamcError, *parts)
 
 
-@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), "a", True, [1.0]])
 def test_clip_grad_norm_out_of_range(limit: float) -> None:
     model = net()
     refused(
         lambda: roamc.train_step(model, square, sgd(model), clip_grad_norm=limit), roamc.OptionError, "clip_grad_norm"
     )
+
+
+@pytest.mark.parametrize("way", ["train_step", "optimize", "plan"])
+def test_model_that_is_no_module(way: str) -> None:
+    def run(model: Any) -> Callable[[], Any]:
+        if way == "train_step":
+            return lambda: roamc.train_step(model, square, sgd(net()))
+        return lambda: roamc.plan(model, X) if way == "plan" else roamc.optimize(model)
+
+    torch_compile = "torch.compile(function, backend='roamc')"
+    refused(run(square), roamc.CaptureError, f"roamc.{way} takes a torch.nn.Module", "not a function", torch_compile)
+    refused(run(None), roamc.CaptureError, f"roamc.{way} takes a torch.nn.Module as its model, not NoneType")
+    refused(run(nn.Linear), roamc.CaptureError, "not its class; write Linear(...)")
+
+
+def test_optimizer_that_is_none() -> None:
+    model = net()
+
+    def run(optimizer: Any) -> Callable[[], Any]:
+        return lambda: roamc.train_step(model, square, optimizer)
+
+    refused(run(torch.optim.AdamW), roamc.CaptureError, "not its class: torch.optim.AdamW(model.parameters(), lr=...)")
+    refused(
+        run(None), roamc.CaptureError, "takes an optimizer, such as torch.optim.AdamW(model.parameters()), not None"
+    )
+    refused(run("adam"), roamc.CaptureError, "takes an optimizer", "not 'adam'")
+    schedule = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    refused(run(schedule), roamc.CaptureError, "takes an optimizer", "not StepLR")
+
+
+def test_loss_function_that_is_none() -> None:
+    model = net()
+    wanted = "loss_fn must be a function of (model, *batch) that returns the loss, not"
+    refused(lambda: roamc.train_step(model, None, sgd(model)), roamc.CaptureError, wanted, "NoneType")  # type: ignore[arg-type]
+    refused(lambda: roamc.train_step(model, sgd(model), square), roamc.CaptureError, wanted, "SGD")  # type: ignore[arg-type]
+
+
+class Branches(nn.Module):
+    """torch.cond, or a while loop."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        self.linear, self.loop = nn.Linear(8, 8), loop
+
+    def forward(self, x: Tensor) -> Any:
+        if self.loop:
+            count = torch.zeros((), dtype=torch.int64)
+            return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (count, self.linear(x)))[1]
+        return torch.cond(x.sum() > 0, lambda y: self.linear(y), lambda y: -self.linear(y), (x,))
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_branches_that_are_graphs(loop: bool) -> None:
+    model = Branches(loop)
+    name = "while_loop" if loop else "cond"
+    parts = (f"cannot plan torch's {name},", "torch.where", "torch.compile or roamc.optimize")
+    refused(lambda: roamc.train_step(model, square, sgd(model))(X), roamc.CaptureError, *parts)
+
+
+def test_tensors_that_are_not_dense() -> None:
+    model = net()
+    step = roamc.train_step(model, lambda m, x: m(x).sum(), sgd(model))
+    nested = torch.nested.nested_tensor([noise(3, 8), noise(2, 8)], layout=torch.jagged)
+    for run in (step, step.plan):
+        refused(lambda run=run: run(nested), roamc.CaptureError, "nested (jagged)", "to_padded_tensor", "mask")
+    refused(lambda: step(torch.eye(8).to_sparse()), roamc.CaptureError, "layout torch.sparse_coo", ".to_dense()")
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    refused(lambda: step(X), roamc.CaptureError, "layout torch.sparse_coo", ".to_dense()")
+
+
+def twice(y: Tensor) -> Tensor:
+    return y.sin() * 2
+
+
+@pytest.mark.parametrize("where", ["whole", "part", "part in place", "function"])
+def test_what_torch_compile_has_wrapped_is_traced_as_plain(where: str) -> None:
+    model, twin = net(), net()
+    twin.load_state_dict(model.state_dict())
+    function: Callable[[Tensor], Tensor] = twice
+    wrapped: Any = model
+    if where == "whole":
+        wrapped = torch.compile(model, backend="aot_eager")
+    elif where == "part":
+        model[0] = torch.compile(model[0], backend="aot_eager")
+    elif where == "part in place":
+        model[0].compile(backend="aot_eager")
+    else:
+        function = torch.compile(twice, backend="aot_eager")
+    step = roamc.train_step(wrapped, lambda m, x: function(m(x)).mean(), sgd(model), strict=True)
+    reference = sgd(twin)
+    for _ in range(2):
+        assert_same(step(X), eager_step(twin, lambda m, x: twice(m(x)).mean(), reference, X))
+    assert_same(list(tensors_of(model).values()), list(tensors_of(twin).values()))
+    assert "OptimizedModule" not in str(step.plans[0])
+
+
+def test_optimize_of_what_torch_compile_has_wrapped() -> None:
+    wrapped = torch.compile(net(), backend="aot_eager")
+    refused(lambda: roamc.optimize(wrapped), roamc.CaptureError, "before torch.compile", "backend='roamc'")
+
+
+class Misfit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # misfit
+
+
+def test_wrong_shape_is_the_operators_error_with_the_models_line_and_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Misfit()
+    step = roamc.train_step(model, square, sgd(model))
+    for run in (step, step.plan, lambda x: roamc.plan(model, x)):
+        with pytest.raises(RuntimeError, match=r"4, 9.*8, 8|4x9 and 8x8") as caught:
+            run(noise(4, 9))
+        (note,) = caught.value.__notes__
+        assert "test_bad_input.py:" in note
+        assert note.endswith("in forward: return self.linear(x)  # misfit")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_mode_of_torch_compile() -> None:

@@ -1,0 +1,82 @@
+"""What the ways in are handed: checked once, before anything is made of it, and refused in one line."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from roamc import compat
+from roamc.errors import CaptureError, OptionError
+
+
+def check_module(model: object, way: str) -> None:
+    """Refuse what is no module, by the name of the way in.
+
+    Raises:
+        CaptureError: says what would do.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise CaptureError(f"roamc.{way} takes a module, not its class; write {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        kind = "a function" if callable(model) else f"{type(model).__name__}"
+        advice = "; for a function use torch.compile(function, backend='roamc')" if callable(model) else ""
+        raise CaptureError(f"roamc.{way} takes a torch.nn.Module as its model, not {kind}{advice}")
+
+
+def check_not_compiled(model: nn.Module, way: str) -> None:
+    """Refuse a model that torch.compile has wrapped: another backend has it already.
+
+    Raises:
+        CaptureError: says what would do.
+    """
+    if compat.original(model) is not model:
+        raise CaptureError(
+            f"this model was made by torch.compile, which has given it to a backend already; call roamc.{way} on the "
+            "model before torch.compile, or write torch.compile(model, backend='roamc')"
+        )
+
+
+def check_loss_function(loss_fn: object) -> None:
+    """Refuse what cannot be called, and an optimizer in its place.
+
+    Raises:
+        CaptureError: says what it is called with.
+    """
+    if isinstance(loss_fn, torch.optim.Optimizer) or not callable(loss_fn):
+        raise CaptureError(
+            f"loss_fn must be a function of (model, *batch) that returns the loss, not {type(loss_fn).__name__}"
+        )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer; an optimizer's class by name.
+
+    Raises:
+        CaptureError: says what would do.
+    """
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        raise CaptureError(
+            f"give train_step an optimizer, not its class: torch.optim.{optimizer.__name__}(model.parameters(), lr=...)"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(
+            f"train_step takes an optimizer, such as torch.optim.AdamW(model.parameters()), not {_shown(optimizer)}"
+        )
+
+
+def check_clip(limit: object) -> None:
+    """Refuse a clipping limit that is no positive number.
+
+    Raises:
+        OptionError: shows it.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit) or limit <= 0:
+        raise OptionError(f"clip_grad_norm must be a positive number, not {limit!r}")
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, str) else type(value).__name__
