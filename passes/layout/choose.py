@@ -1,7 +1,8 @@
 """Lay some splits between arena and allocator out, give back what that is worth, and take the cheapest.
 
 What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
-the arena that are given back and come again. A budget comes first.
+the arena that are given back and come again. A budget comes first, and then that no peak is above eager's: where the
+arena loses so much to its alignment or to fragmentation that all others are, the allocator gets everything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from roamc.cost import objects
 from roamc.errors import VerifyError
 from roamc.memory import Int64s, most_alive
 from roamc.options import Options
-from roamc.passes.layout.held import LITTLE, Split, Table, arena_live, cost, outside_live, outsides, peak, splits
+from roamc.passes.layout.held import (
+    LITTLE,
+    Split,
+    Table,
+    arena_live,
+    cost,
+    is_above,
+    outside_live,
+    outsides,
+    peak,
+    splits,
+)
 from roamc.passes.layout.holes import LARGE, LEAST, Punched, Room, away, punch
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
@@ -33,6 +45,10 @@ WORTH = 64
 
 WORSE = 256
 """A choice with less effort may be above the one without holes by this part."""
+
+
+Rank = tuple[bool, bool, bool, Bytes]
+"""Above the budget; within it but above eager's peak; higher than without holes; price, or bytes above the budget."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +89,19 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     # Holes may bring any of these under the budget; these need none.
     within = [split for split in plain if limit is not None and split.peak_bytes <= limit][:LAYOUTS]
     lowest = min(plain, key=lambda split: split.peak_bytes)
-    found: list[tuple[bool, bool, Bytes, Laid]] = []
-    for split in (plain[0], *cheapest, *within, lowest):
-        if found and min(found, key=_rank)[:3] <= (False, False, estimate[id(split)]):
+    without_arena = next(split for split in plain if (split.held | table.foreign).all())
+    found: list[tuple[Rank, Laid]] = []
+    for split in (plain[0], *cheapest, *within, lowest, without_arena):
+        if found and min(rank for rank, _ in found) <= (False, False, False, estimate[id(split)]):
             continue
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no holes: no other is to be much above it.
-            highest = found[0][3].peak_bytes if found else laid.peak_bytes
-            above = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
+            highest = found[0][1].peak_bytes if found else laid.peak_bytes
+            higher = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = limit is None or laid.needed_bytes <= limit
-            found.append((not fits, above, laid.cost if fits else laid.needed_bytes, laid))
-    return min(found, key=_rank)[3]
-
-
-def _rank(item: tuple[bool, bool, Bytes, Laid]) -> tuple[bool, bool, Bytes]:
-    return item[:3]
+            above = fits and is_above(laid.peak_bytes, eager_bytes)
+            found.append(((not fits, above, higher, laid.cost if fits else laid.needed_bytes), laid))
+    return min(found, key=lambda item: item[0])[1]
 
 
 def _estimated(table: Table, ranked: Sequence[Split], *, shrinks: bool) -> Iterator[tuple[Bytes, Split]]:
