@@ -202,9 +202,10 @@ class _Unit:
         self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
 
     def forget(self) -> None:
-        """Drop the plan from the record, so that its arenas go when the last backward has run."""
+        """Drop the plan from the record, and its free arenas; those in flight go when the last backward has run."""
         if self.program is not None:
             self.job.record.remove(self.program)
+            self.program.executable.pool.free.clear()
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The compiled function of a graph whose sizes are known."""

@@ -157,7 +157,13 @@ class TrainStep:
 
     def _capture(self, leaves: Sequence[Any], nest: Nest) -> tuple[CapturedStep, float]:
         start = time.perf_counter()
-        captured = capture_step(self._request(leaves, nest))
+        try:
+            captured = capture_step(self._request(leaves, nest))
+        except Exception as error:
+            error.add_note(
+                "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"
+            )
+            raise
         return captured, time.perf_counter() - start
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> object:

@@ -249,6 +249,23 @@ def test_a_train_step_ends_the_step_that_failed(faults: Faults, place: tuple[str
     assert len(said) == 1
 
 
+def test_a_train_step_that_cannot_be_captured_changes_nothing_and_names_the_way_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise Bug("a mistake")
+
+    model = network()
+    before, random = tensors_of(model), torch.get_rng_state()
+    step = roamc.train_step(model, square, sgd(model))
+    monkeypatch.setattr("roamc.capture.step._Assembly.build", fail)
+    with pytest.raises(Bug, match="a mistake") as caught:
+        step(noise(4, 8))
+    assert "roamc.optimize(model) takes it" in caught.value.__notes__[-1]
+    assert_same(tensors_of(model), before)
+    assert_same(torch.get_rng_state(), random)
+
+
 PLANNING = (
     "roamc.pipeline.Trials.run",
     "roamc.verify.check_layout",
