@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from roamc.layout import Layout
 from roamc.ops import Need
 from roamc.units import Bytes
 
+_CAPTURE = os.path.join(os.path.dirname(__file__), "capture", "")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -170,8 +172,9 @@ def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def source_line(node: fx.Node) -> str:
-    """The line of the user's model that made ``node``, as ``file.py:line``; the innermost one outside torch."""
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    """The user's line that made ``node``, as ``file.py:line``: the innermost one outside torch and roamc's capture."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    found = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
     own = [frame for frame in found if "/torch/" not in frame[0]] or found
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 

@@ -21,6 +21,7 @@ from roamc.arguments import check_clip, check_loss_function, check_module, check
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
+from roamc.capture.replicas import agreed, check_around, check_whole
 from roamc.capture.step import (
     CapturedStep,
     Cohort,
@@ -67,8 +68,10 @@ class TrainStep:
         self.optimizer = optimizer
         self.options = options
         self.clip_grad_norm = clip_grad_norm
+        check_whole(model)
         self._rule = rule_for(optimizer)
         self._steps: OrderedDict[object, _BoundStep] = OrderedDict()
+        self._reduced: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
@@ -134,11 +137,13 @@ class TrainStep:
         self.__dict__.update(state)
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
+        self._reduced = ()
         self._lock = threading.Lock()
 
     def _check_surroundings(self) -> None:
         """Refuse what is around this call and would have no effect on the step."""
         optimizer_hooks.check_step_method(self.optimizer)
+        check_around(self.model)
         if compat.saved_tensor_hooks_active():
             raise CaptureError(
                 "saved_tensors_hooks, such as save_on_cpu, are around a train_step, which plans by itself what it "
@@ -153,7 +158,9 @@ class TrainStep:
         def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
             return self.loss_fn(model, *batch, **named)
 
-        return StepRequest(self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm)
+        return StepRequest(
+            self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced
+        )
 
     def _capture(self, leaves: Sequence[Any], nest: Nest) -> tuple[CapturedStep, float]:
         start = time.perf_counter()
@@ -202,6 +209,9 @@ class TrainStep:
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
             )
+        if not self._reduced:
+            agreed(captured.replicas, captured.reduced)
+            self._reduced = captured.reduced
         known = self._known(captured)
         if known is not None:  # forward has set an attribute to what it keeps from now on
             return known

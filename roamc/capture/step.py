@@ -23,6 +23,7 @@ from roamc.capture.fakes import FAKES
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
+from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
 from roamc.regions import keep_saved
@@ -70,16 +71,23 @@ class CapturedStep:
         graph: inputs in the order of ``sources``; its output is the loss.
         sources: one per input.
         cohorts: parameter name to its cohort at capture, for all that the optimizer updates.
+        replicas: the DistributedDataParallel modules of the model.
+        reduced: names of the parameters whose gradients they average, in the order of the collectives.
     """
 
     graph: TrainGraph
     sources: tuple[Source, ...]
     cohorts: dict[str, Cohort]
+    replicas: tuple[Replica, ...] = ()
+    reduced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What to capture. ``leaves`` are the flat batch, ``rebuild`` makes the batch of them again."""
+    """What to capture. ``leaves`` are the flat batch, ``rebuild`` makes the batch of them again.
+
+    ``reduced`` is :attr:`CapturedStep.reduced` of an earlier capture, whose order the collectives keep.
+    """
 
     model: nn.Module
     loss_fn: LossFunction
@@ -88,6 +96,7 @@ class StepRequest:
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]]
     clip_grad_norm: float | None = None
     device: torch.device | None = None
+    reduced: tuple[str, ...] = ()
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
@@ -154,6 +163,7 @@ class _Trace:
         self.trained = trained
         self.tensor_leaves = [i for i, leaf in enumerate(request.leaves) if isinstance(leaf, torch.Tensor)]
         self.updated: list[str] = []
+        self.replicas = replicas_of(request.model)
 
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
         device = self.request.device or torch.device("cpu")
@@ -208,7 +218,10 @@ class _Trace:
         for index, fake in zip(self.tensor_leaves, flat[count + len(self.buffers) :], strict=True):
             batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
         model = self.request.model
-        with torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed(), closures:
+        with (
+            torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed(), closures,
+            followed(self.replicas) as called,
+        ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
             check_loss(loss)
@@ -218,6 +231,7 @@ class _Trace:
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         check_gradients(wanted, found)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
+        check_called(self.replicas, called, self.updated)
         return [loss.detach(), *(grad for grad in found if grad is not None)]
 
     def _write_back(self, held: dict[str, torch.Tensor]) -> None:
@@ -283,9 +297,11 @@ class _Assembly:
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
         grads = dict(zip(self.traced.updated, gradients, strict=True))
         feeds = self._add_inputs(graph, inputs[-1], groups)
-        writer = Writer(graph, self.mode, Phase.UPDATE)
+        writer = Writer(graph, self.mode, Phase.BACKWARD)
         waits: dict[str, str] = {}
         with graph.inserting_before(end):
+            grads, reduced = average(writer, grads, self.traced.replicas, self.request.reduced)
+            writer.current = Phase.UPDATE
             for name, grad in self._clip(writer, grads).items():
                 known = set(writer.phase)
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
@@ -299,11 +315,11 @@ class _Assembly:
             inputs=tuple(self.ports),
             outputs=(Port("loss", Role.LOSS),),
             phase={**phase, **writer.phase},
-            gradients=tuple(dict.fromkeys(node.name for node in gradients)),
+            gradients=tuple(dict.fromkeys(node.name for node in grads.values())),
             waits=waits,
-            notes=self._notes(gradients),
+            notes=self._notes([*grads.values()]),
         )
-        return CapturedStep(captured, tuple(self.sources), self.cohorts)
+        return CapturedStep(captured, tuple(self.sources), self.cohorts, tuple(self.traced.replicas), reduced)
 
     def _describe_inputs(self, inputs: list[fx.Node]) -> None:
         for name in self.traced.parameters:

@@ -1,0 +1,250 @@
+"""DistributedDataParallel in a training step: what its reducer does outside of the graph, as operators of the graph.
+
+    forward of the module     buffers: cat, broadcast from the first rank, copy back
+    loss, backward            as without it, on this rank's part of the batch
+    each gradient             mul(gradient, 1 / ranks), all_reduce: the mean over the ranks
+    clipping, update          read the mean
+
+The gradients are reduced in the order in which backward makes them, which :func:`agreed` has compared on all ranks.
+What shards parameters (DTensor, fully_shard) has no place in a step yet and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from roamc.errors import CaptureError
+from roamc.rewrite import Writer
+
+aten = torch.ops.aten
+OTHERS = 'use torch.compile(model, backend="roamc") or roamc.optimize(model), with an optimizer of torch.optim'
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One DistributedDataParallel module of a model.
+
+    Attributes:
+        module: itself.
+        parameters: names, in the whole model, of the parameters whose gradients it averages.
+    """
+
+    module: DistributedDataParallel
+    parameters: frozenset[str]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold it."""
+        return int(self.module.process_group.size())
+
+    @property
+    def group(self) -> str:
+        """The name of their process group."""
+        return str(self.module.process_group.group_name)
+
+
+def replicas_of(model: nn.Module) -> list[Replica]:
+    """Every DistributedDataParallel in ``model``.
+
+    Raises:
+        CaptureError: the model shards parameters, or a setting of a module needs its own reducer; says which.
+    """
+    check_whole(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            check_settings(module)
+            own = [parameter for name, parameter in module.module.named_parameters() if _averaged(module, name)]
+            found.append(Replica(module, frozenset(names[id(parameter)] for parameter in own)))
+    if sum(len(replica.parameters) for replica in found) > len({name for r in found for name in r.parameters}):
+        raise CaptureError("a parameter is in two DistributedDataParallel modules; wrap it once")
+    return found
+
+
+def _averaged(module: DistributedDataParallel, name: str) -> bool:
+    return name not in module.parameters_to_ignore
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model of which a rank has only parts.
+
+    Raises:
+        CaptureError: names the module or the parameter, and the ways in that take it.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if any(isinstance(module, kinds) for module in model.modules()):
+        raise CaptureError(f"train_step does not take a model that is sharded by FSDP yet: {OTHERS}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if dtensor is not None and isinstance(tensor, dtensor.DTensor):
+            raise CaptureError(f"train_step does not take DTensors yet, and {name!r} is one: {OTHERS}")
+
+
+SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("is inside no_sync()", lambda ddp: not ddp.require_backward_grad_sync),
+    ("is used with join()", lambda ddp: ddp._join_config.enable),
+    ("has a communication hook", lambda ddp: bool(ddp._comm_hooks) or _has_builtin_hook(ddp)),
+    ("has a hook for its buffers", lambda ddp: hasattr(ddp, "buffer_hook")),
+    ("has mixed_precision set", lambda ddp: ddp.mixed_precision is not None),
+    ("has delay_all_reduce_named_params set", lambda ddp: bool(ddp._delay_all_reduce_params)),
+    ("spreads its parameters over several devices", lambda ddp: ddp.is_multi_device_module),
+)
+"""What only DistributedDataParallel's own reducer can do: how to say it, and how to see it."""
+
+
+def _has_builtin_hook(module: Any) -> bool:
+    return bool(module._get_ddp_logging_data().get("comm_hook"))
+
+
+def check_around(model: nn.Module) -> None:
+    """Refuse a step of ``model`` as its DistributedDataParallel modules are set now.
+
+    Raises:
+        CaptureError: names the setting.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            check_settings(module)
+
+
+def check_settings(module: DistributedDataParallel) -> None:
+    """Refuse what a step cannot do.
+
+    Raises:
+        CaptureError: names the setting.
+    """
+    for said, holds in SETTINGS:
+        if holds(module):
+            raise CaptureError(
+                f"the DistributedDataParallel module {said}, which train_step does not support: leave that out, or "
+                "use roamc.optimize(model) before it is wrapped"
+            )
+
+
+@contextlib.contextmanager
+def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
+    """While tracing: calls of the modules reach no reducer; gives those that were called where gradients are wanted."""
+    called: list[Replica] = []
+
+    def forward_of(replica: Replica) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and replica not in called:
+                called.append(replica)
+            if replica.module.will_sync_module_buffers():
+                _take_over_buffers(replica)
+            return replica.module.module(*args, **kwargs)
+
+        return forward
+
+    with contextlib.ExitStack() as stack:
+        for replica in replicas:
+            stack.enter_context(mock.patch.object(replica.module, "forward", forward_of(replica)))
+        yield called
+
+
+def _take_over_buffers(replica: Replica) -> None:
+    """Give the buffers of every rank the values of the first, in one broadcast for each dtype and device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for name, buffer in replica.module.module.named_buffers():
+        if _averaged(replica.module, name):
+            alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad():
+        for buffers in alike.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            sent = torch.ops.roamc_collective.broadcast(flat, 0, replica.group)
+            for buffer, part in zip(buffers, sent.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+
+def check_called(replicas: Iterable[Replica], called: Sequence[Replica], updated: Sequence[str]) -> None:
+    """Refuse a step that goes past a module: torch would not average its gradients either.
+
+    Raises:
+        CaptureError: no call was seen, but its parameters have gradients.
+    """
+    for replica in replicas:
+        if replica not in called and not replica.parameters.isdisjoint(updated):
+            raise CaptureError(
+                "loss_fn does not call the DistributedDataParallel module, so its gradients would stay those of one "
+                "rank: call the module itself, not its .module"
+            )
+
+
+def average(
+    w: Writer, gradients: Mapping[str, fx.Node], replicas: Sequence[Replica], order: Sequence[str]
+) -> tuple[dict[str, fx.Node], tuple[str, ...]]:
+    """Append the mean over all ranks of every gradient that a module averages.
+
+    Args:
+        w: writes into the graph, behind backward.
+        gradients: parameter name to its gradient on this rank.
+        replicas: the modules.
+        order: names in the order of earlier captures; empty for the first.
+
+    Returns:
+        Parameter name to its gradient or mean, and the names in the order in which they are reduced.
+
+    Raises:
+        CaptureError: other parameters have gradients than in earlier captures.
+    """
+    owner = {name: replica for replica in replicas for name in replica.parameters if name in gradients}
+    position = {node: index for index, node in enumerate(w.graph.nodes)}
+    names = tuple(sorted(owner, key=lambda name: position[gradients[name]]))
+    if order and set(order) != set(names):
+        odd = min(set(order).symmetric_difference(names))
+        raise CaptureError(
+            f"this batch gives gradients to other parameters than the first one did ({odd}); ranks would wait for "
+            "each other: let every step of a DistributedDataParallel module use the same parameters"
+        )
+    means: dict[tuple[fx.Node, str], fx.Node] = {}
+    found = dict(gradients)
+    for name in order or names:
+        key = (gradients[name], owner[name].group)
+        if key not in means:
+            means[key] = _mean(w, gradients[name], owner[name])
+        found[name] = means[key]
+    return found, tuple(order or names)
+
+
+def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
+    """Divided before it is summed, as torch's reducer does; in the gradient's own order of elements in memory."""
+    part = w.call(aten.mul.Tensor, gradient, 1.0 / replica.ranks)
+    value = part.meta["val"]
+    dims = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    turned = not value.is_contiguous() and value.permute(dims).is_contiguous()
+    if turned:
+        part = w.call(aten.permute.default, part, dims)
+    whole = w.call(torch.ops.roamc_collective.all_reduce.default, part, "sum", replica.group)
+    return w.call(aten.permute.default, whole, [dims.index(dim) for dim in range(len(dims))]) if turned else whole
+
+
+def agreed(replicas: Sequence[Replica], order: Sequence[str]) -> None:
+    """Compare the order in which gradients are reduced with the other ranks; all ranks must call this together.
+
+    Raises:
+        CaptureError: on every rank, if two of them differ; names the first difference.
+    """
+    for replica in replicas:
+        mine = [name for name in order if name in replica.parameters]
+        orders: list[Any] = [None] * replica.ranks
+        torch.distributed.all_gather_object(orders, mine, group=replica.module.process_group)
+        for rank, other in enumerate(orders):
+            if other != orders[0]:
+                first, second = next(
+                    (a, b) for a, b in zip((*orders[0], "none"), (*other, "none"), strict=False) if a != b
+                )
+                raise CaptureError(
+                    f"the ranks of the DistributedDataParallel module do not reduce the same gradients in the same "
+                    f"order: the first rank {first!r}, rank {rank} {second!r}; let all take the same way through it"
+                )
