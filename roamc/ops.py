@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
+from roamc.compat import HigherOrderOperator, OpOverload
 from roamc.runtime.collectives import FINISHED, NAMESPACE
 from roamc.runtime.random import replay, save_rng_state
 
@@ -194,6 +194,21 @@ def may_overwrite(node: fx.Node) -> tuple[int, ...]:
     if isinstance(result, torch.Tensor) and result.is_complex():
         return ()
     return rule(node.target).overwrites
+
+
+def name_of(target: Target) -> str:
+    """The qualified name of an operator or a function, the same in every process; of another object that of its type.
+
+    ``aten.mul.Tensor``, ``_operator.getitem``, ``roamc.runtime.random.replay``.
+    """
+    if isinstance(target, OpOverload):
+        return str(target)
+    if isinstance(target, HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    if isinstance(target, functools.partial):
+        return f"partial({name_of(target.func)}, {len(target.args)}, {sorted(target.keywords)})"
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def is_view(target: Target) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,8 @@ import torch
 
 from roamc import budget, cost, news, typed, value_flow, verify
 from roamc.errors import BudgetError, PlanError
-from roamc.graph import Role, TrainGraph, copied, main_device, operators, tensors_of
+from roamc.fingerprint import fingerprint
+from roamc.graph import Role, TrainGraph, copied, main_device
 from roamc.memory import (
     build_memory,
     eager_lifetimes,
@@ -36,7 +36,6 @@ from roamc.options import Options
 from roamc.passes import checkpoint, donate, joint, layout, normalize, reorder, retain
 from roamc.passes.retain.codecs import check_lossy
 from roamc.plan import Plan
-from roamc.regions import is_kept
 from roamc.solvers.retain import WALKS
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.value_flow import Flow
@@ -416,19 +415,6 @@ def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
     missing = REQUIRED.difference(plan.decisions)
     if missing:
         raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
-
-
-def fingerprint(graph: TrainGraph) -> str:
-    """A hash of operators, arguments, shapes and roles; the same in every process."""
-    digest = hashlib.sha256()
-    for node in graph.graph.nodes:
-        geometry = [(tuple(map(int, t.shape)), tuple(map(int, t.stride())), str(t.dtype)) for _, t in tensors_of(node)]
-        kept = "|kept" if is_kept(node) else ""
-        digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{geometry}{kept}\n".encode())
-    digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
-    phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
-    digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
-    return digest.hexdigest()
 
 
 def _check_names(options: Options) -> None:

@@ -33,6 +33,7 @@ from roamc.capture.step import (
     optimizer_key,
 )
 from roamc.errors import CaptureError, RoamcError, VerifyError
+from roamc.fingerprint import fingerprint
 from roamc.options import Options
 from roamc.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
@@ -237,7 +238,7 @@ class TrainStep:
         constants = any(node.op == "get_attr" for node in captured.graph.graph.nodes)
         if constants or not self._steps:  # the fingerprint does not see their values
             return None
-        mark = pipeline.fingerprint(captured.graph)
+        mark = fingerprint(captured.graph)
         return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
 
 

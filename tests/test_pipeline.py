@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,46 +143,6 @@ def test_budget_at_the_peak_changes_nothing() -> None:
     kept = pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=free.needed_bytes)).plan
     assert kept.peak_bytes == free.peak_bytes
     assert kept.added_seconds == 0
-
-
-def test_fingerprint_and_plan_are_the_same_in_another_process() -> None:
-    code = "from tests.test_pipeline import fingerprints_and_plans\nprint(fingerprints_and_plans(), end='')"
-    env = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert there.stdout == fingerprints_and_plans()
-
-
-def fingerprints_and_plans() -> str:
-    texts = []
-    for route in ("step", "joint"):
-        graph, _ = model_graph("nanogpt-dropout", route)
-        texts += [pipeline.fingerprint(graph), pipeline.run(graph, Options()).plan.to_json()]
-    return "\n".join(texts)
-
-
-def marks(*functions: Any) -> set[str]:
-    return {pipeline.fingerprint(traced(function, X)) for function in functions}
-
-
-def test_fingerprint_tells_graphs_apart() -> None:
-    assert (
-        len(marks(lambda x: x.sin(), lambda x: x.cos(), lambda x: x.sin().t(), lambda x: x + 1, lambda x: x + 2)) == 5
-    )
-    shapes = {pipeline.fingerprint(traced(lambda x: x.sin(), t)) for t in (X, X[:2], X.t()[:3], X.double())}
-    assert len(shapes) == 4
-    split = traced(lambda x: x.sin(), X)
-    assert pipeline.fingerprint(split.replace(boundary=True)) != pipeline.fingerprint(split)
-
-
-def test_fingerprint_tells_apart_what_the_memory_model_reads() -> None:
-    """Phases, gradients and waits change orders and baselines: a plan for one is not a plan for another."""
-    graph = traced(lambda x: ((y := x.sin()), y.cos())[1], X, phases="FB")
-    other = [
-        graph.replace(phase={"sin": graph.phase["cos"], "cos": graph.phase["cos"]}),
-        graph.replace(gradients=("sin",)),
-        graph.replace(waits={"cos": "sin"}),
-    ]
-    assert len({pipeline.fingerprint(one) for one in (graph, *other)}) == 4
 
 
 def test_fault_of_a_pass_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

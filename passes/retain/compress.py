@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from roamc import ops
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
 from roamc.graph import Encoding, Phase, TrainGraph, operators, output_node, tensors_of
@@ -218,7 +219,7 @@ class _Writer(Versions):
 
     def _mark(self, value: Value, role: str) -> Mark:
         maker = self.memory.operators[value.storage.producer].node
-        return Mark(value.storage.name, role, str(maker.target))
+        return Mark(value.storage.name, role, ops.name_of(maker.target))
 
     def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
         node = value.saved.node

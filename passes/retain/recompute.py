@@ -93,7 +93,7 @@ class _Writer(Versions):
         if ops.rule(first.target).random:
             target, args = replay, (self._state(first), first.target, *args)
         fresh = self.call(target, args, kwargs, first, at)
-        fresh.meta["again"], fresh.meta["again_target"] = first.name, str(first.target)  # for reports
+        fresh.meta["again"], fresh.meta["again_target"] = first.name, ops.name_of(first.target)  # for reports
         moved = self.moved(first, {})
         fresh.meta["val"] = moved if isinstance(moved, torch.Tensor) else moved[:count]
         renewed = [node for node in self.results(first) if self.memory.storage_of(node).name in again.renews]

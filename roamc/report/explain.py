@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from roamc import ops
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, TrainGraph
 from roamc.layout import Layout
@@ -216,7 +217,7 @@ def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = Fa
         step=step,
         steps=len(memory.operators),
         name=operator.node.name,
-        operator=str(operator.node.target),
+        operator=ops.name_of(operator.node.target),
         phase=operator.phase.name,
         source=origin(operator.node, operator.phase, parameter_names(graph)),
         live_bytes=int(live[step]),
@@ -247,7 +248,7 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
         made = [storage for storage in births if storage.place is Place.TEMPORARY]
         if not made or form_of(operator.node, len(births)).kind is not FormKind.ALLOCATE:
             continue
-        name = str(operator.node.target)
+        name = ops.name_of(operator.node.target)
         before = found.get(name, Allocating(name, 0, 0, 0))
         kept = sum(storage.nbytes for storage in made if storage.name in held)
         copied = sum(storage.nbytes for storage in made) - kept
@@ -267,7 +268,7 @@ def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s,
             nbytes=storage.nbytes,
             kind=_kind(storage, storage.index in saved),
             place=_place(storage, graph.layout),
-            operator=str(maker.node.target) if maker else "",
+            operator=ops.name_of(maker.node.target) if maker else "",
             phase=maker.phase.name if maker else Phase.BACKWARD.name,
             source=origin(maker.node, maker.phase, names) if maker else "",
             born=int(born[row]),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roamc import ops
 from roamc.graph import TrainGraph
 from roamc.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
@@ -146,7 +147,7 @@ def _voids(graph: TrainGraph, course: Course) -> tuple[Void, ...]:
 def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
     names = parameter_names(graph)
     return tuple(
-        Work(op.node.name, str(op.node.target), op.phase.name, origin(op.node, op.phase, names))
+        Work(op.node.name, ops.name_of(op.node.target), op.phase.name, origin(op.node, op.phase, names))
         for op in memory.operators
     )
 
