@@ -175,8 +175,9 @@ class TrainStep:
         return captured, time.perf_counter() - start
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
-        plain = tuple(map(_plain_values, self.model.modules()))
-        held = tuple(map(geometry, (*self.model.parameters(), *self.model.buffers())))
+        modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
+        plain = tuple(map(_plain_values, modules))
+        held = tuple(map(geometry, (*parameters, *self.model.buffers())))
         casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         )
@@ -187,7 +188,7 @@ class TrainStep:
             held,
             casts,
             optimizer_key(self.optimizer, self._rule),
-            hooks_key(self.model),
+            hooks_key(modules, parameters),
         )
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:

@@ -302,7 +302,8 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         if node.target is operator.getitem and not all(shared):
             _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
         if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.donated):
-            _fail(graph, after, node, f"{node.name} shares storage with an input; the operator table has no row for it")
+            what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
+            _fail(graph, after, node, what)
 
 
 def _check_donated(graph: TrainGraph, after: str) -> None:

@@ -239,6 +239,18 @@ def test_saved_node_is_gone(name: str, route: str) -> None:
     refused(judge(graph.replace(saved=(*graph.saved, "ghost"))), "saved node ghost is gone")
 
 
+def test_operator_without_a_row_is_one_line_that_names_it() -> None:
+    graph = traced(lambda x: x.sin().view(-1), X)
+    node = next(node for node in operators(graph.graph) if node.name == "view")
+    node.target = torch.ops.aten.cos.default
+    with pytest.raises(VerifyError) as caught:
+        check_graph(graph, "capture")
+    assert str(caught.value) == (
+        "after pass 'capture': view shares storage with an input; the operator table has no row for aten.cos.default; "
+        'TORCH_LOGS="+roamc" shows the graph around it'
+    )
+
+
 @pytest.mark.parametrize("name", ["add_", "rand_like", "_assert_async"])
 def test_effect_is_gone(name: str) -> None:
     def function(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ parameters do: the trace puts other tensors in the parameters' place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +26,18 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
-def hooks_key(model: nn.Module) -> tuple[object, ...]:
-    """Identities of all hooks that a captured step of ``model`` contains; another key needs another capture."""
+def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Identities of all hooks that a captured step of these contains; another key needs another capture."""
     of_modules = tuple(
         (number, name, *hooks)
-        for number, module in enumerate(model.modules())
+        for number, own in enumerate(map(vars, modules))
         for name in MODULE_HOOKS
-        if (hooks := vars(module).get(name))
+        if (hooks := own.get(name))
     )
     of_parameters = tuple(
         (number, *(parameter._backward_hooks or ()), "late", *_late(parameter))
-        for number, parameter in enumerate(model.parameters())
-        if parameter._backward_hooks or _late(parameter)
+        for number, parameter in enumerate(parameters)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     )
     return (of_modules, of_parameters, compat_hooks.global_module_hooks())
 
