@@ -65,7 +65,9 @@ class CaptureMode(FakeTensorMode):
     of a loss function would change while it is traced.
 
     Args:
-        held: parameters and buffers that stand in the trace as fakes, by name; the real ones are refused.
+        held: tensors that stand in the trace as fakes and that the step writes, by name: their memory is refused.
+        watched: such that the step may write: their memory is refused to operators that write; names of those that
+            others read are kept in ``read_past``.
         kernels: functions that make an operator's results in the place of torch's fake kernel; one that gives
             NotImplemented leaves them to torch.
     """
@@ -74,17 +76,21 @@ class CaptureMode(FakeTensorMode):
         self,
         held: Mapping[str, torch.Tensor] | None = None,
         kernels: Mapping[OpOverload, Callable[..., Any]] | None = None,
+        watched: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._held = {_storage(tensor): name for name, tensor in (held or {}).items() if _storage(tensor)}
+        self._held = _by_storage(held or {})
+        self._watched = _by_storage(watched or {})
+        self.read_past: dict[str, None] = {}
         self._kernels = kernels or {}
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Hand writing operators fakes in the place of real tensors; refuse to read held ones past their fakes."""
         leaves, spec = flatten((tuple(args), kwargs or {}))
         real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
-        if self._held and any(real):
-            self._check_read([leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real])
+        if any(real):
+            writes = isinstance(func, OpOverload) and func._schema.is_mutable
+            self._check_read([leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real], writes)
         if func in self._kernels:
             with self:
                 result = self._kernels[func](*args, **(kwargs or {}))
@@ -95,13 +101,26 @@ class CaptureMode(FakeTensorMode):
             args, kwargs = unflatten(faked, spec)
         return super().dispatch(func, types, args, kwargs)
 
-    def _check_read(self, tensors: Sequence[torch.Tensor]) -> None:
-        name = next((self._held[key] for key in map(_storage, tensors) if key in self._held), None)
-        if name is not None:
-            raise CaptureError(
-                f"the step reads the memory of {name!r} through a tensor that was made before it began, such as .data, "
-                ".detach() or a view; make it inside the step, or clone it"
-            )
+    def _check_read(self, tensors: Sequence[torch.Tensor], writes: bool) -> None:
+        for key in map(_storage, tensors):
+            name = self._held.get(key) or (self._watched.get(key) if writes else None)
+            if name is not None:
+                raise CaptureError(read_past(name))
+            if key in self._watched:
+                self.read_past[self._watched[key]] = None
+
+
+def read_past(name: str) -> str:
+    """What is said of a parameter or buffer that the step reads past its fake, and writes."""
+    return (
+        f"the step reads or writes the memory of {name!r} through a tensor that was made before it began, such as "
+        ".data, .detach() or a view; make it inside the step, or clone it"
+    )
+
+
+def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Identities of storages to the names of their tensors."""
+    return {_storage(tensor): name for name, tensor in tensors.items() if _storage(tensor)}
 
 
 def _storage(tensor: torch.Tensor) -> int:

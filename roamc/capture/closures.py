@@ -9,14 +9,17 @@ gradient would be lost, and the graph would not know that it reads what the upda
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat_hooks
+from roamc import compat, compat_hooks, ops
 from roamc.errors import CaptureError
+from roamc.graph import operators, placeholders, tensors_of
+from roamc.memory import identity
 
 
 class Closures(TorchFunctionMode):
@@ -59,3 +62,29 @@ def check_origins(loss: torch.Tensor, held: Mapping[int, str]) -> None:
                 f"the step uses a tensor that was computed from parameter {held[id(variable)]!r} before it began; "
                 "compute it inside loss_fn, or detach and clone it"
             )
+
+
+def check_written(graph: fx.Graph, names: Sequence[str], read_past: Collection[str]) -> None:
+    """Refuse a step that writes to a buffer and reads its memory through a tensor that the graph does not know for it.
+
+    Args:
+        graph: of the step, without the update.
+        names: of parameters and buffers, in the order of the graph's first inputs.
+        read_past: names of buffers whose memory is read so.
+
+    Raises:
+        CaptureError: names the buffer.
+    """
+    if not read_past:
+        return
+    owner = {
+        identity(tensor): name
+        for node, name in zip(placeholders(graph), names, strict=False)
+        for _, tensor in tensors_of(node)
+    }
+    for node in operators(graph):
+        for written in ops.mutated_arguments(node):
+            for _, tensor in tensors_of(written):
+                name = owner.get(identity(tensor))
+                if name in read_past:
+                    raise CaptureError(compat.read_past(str(name)))

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from roamc import compat
 from roamc.capture import recurrent, rewinds, user_line
-from roamc.capture.closures import Closures, check_origins
+from roamc.capture.closures import Closures, check_origins, check_written
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.fakes import FAKES
@@ -112,9 +112,10 @@ def capture_step(request: StepRequest) -> CapturedStep:
     check_devices(request.leaves, list(parameters.values()))
     check_hooks(parameters)
     trained = _trained(request, parameters)
-    mode = compat.CaptureMode({**parameters, **buffers}, FAKES)
+    mode = compat.CaptureMode({name: parameters[name] for name in trained}, FAKES, buffers)
     traced = _Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
+    check_written(module.graph, [*parameters, *buffers], mode.read_past)
     return _Assembly(request, rule, mode, module, traced).build()
 
 

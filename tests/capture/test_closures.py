@@ -83,6 +83,38 @@ def test_tensor_made_of_a_parameter_before_the_step_is_refused(make: Callable[[A
     assert_same(tensors_of(model), before)
 
 
+class Views(nn.Module):
+    """Reads a view of its buffer that was made when it was."""
+
+    def __init__(self, moves: str = "") -> None:
+        super().__init__()
+        self.linear, self.moves = nn.Linear(8, 8), moves
+        self.register_buffer("table", noise(4, 8, seed=5))
+        self.rows = self.table[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves == "buffer":
+            self.table.mul_(0.5)
+        elif self.moves == "view":
+            self.rows.mul_(0.5)
+        return self.linear(x) * self.rows.sum(0)
+
+
+def test_view_of_a_buffer_that_nobody_writes_is_read() -> None:
+    model, twin = Views(), Views()
+    twin.load_state_dict(model.state_dict())
+    assert_same(roamc.train_step(model, square, sgd(model))(X), eager_step(twin, square, sgd(twin), X))
+
+
+@pytest.mark.parametrize("moves", ["buffer", "view"])
+def test_view_of_a_buffer_that_is_written_is_refused(moves: str) -> None:
+    model = Views(moves)
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError, match="the memory of 'table' through a tensor that was made before"):
+        roamc.train_step(model, square, sgd(model))(X)
+    assert_same(tensors_of(model), before)
+
+
 def test_frozen_teacher_in_a_closure_is_a_constant() -> None:
     model, teacher = net(), net().eval()
     step = roamc.train_step(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean(), sgd(model))
