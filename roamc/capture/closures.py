@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat, compat_hooks, ops
+from roamc import compat, compat_hooks, notices, ops
 from roamc.errors import CaptureError
 from roamc.graph import operators, placeholders, tensors_of
 from roamc.memory import identity
@@ -46,10 +46,11 @@ class Closures(TorchFunctionMode):
         return value
 
 
-def check_origins(loss: torch.Tensor, held: Mapping[int, str]) -> None:
-    """Refuse a loss whose gradient flows to a model's parameter past the trace.
+def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str]) -> None:
+    """Refuse a loss whose gradient flows to a parameter of the model past the trace; warn of one that flows elsewhere.
 
     Args:
+        model: warned about once.
         loss: traced.
         held: identity of each parameter to its name.
 
@@ -61,6 +62,15 @@ def check_origins(loss: torch.Tensor, held: Mapping[int, str]) -> None:
             raise CaptureError(
                 f"the step uses a tensor that was computed from parameter {held[id(variable)]!r} before it began; "
                 "compute it inside loss_fn, or detach and clone it"
+            )
+        if compat.fake_mode_of(variable) is None:
+            notices.warn(
+                model,
+                "gradient elsewhere",
+                f"the loss depends on a tensor of shape {tuple(variable.shape)} that requires grad and is no parameter "
+                "of the model: train_step computes no gradient for it. Put it into the model if it is to be trained; "
+                "else call its requires_grad_(False), or use it under torch.no_grad()",
+                stacklevel=2,
             )
 
 

@@ -226,7 +226,7 @@ class _Trace:
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
             check_loss(loss)
-            check_origins(loss, {id(real): name for name, real in self.parameters.items()})
+            check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)

@@ -120,3 +120,13 @@ def test_frozen_teacher_in_a_closure_is_a_constant() -> None:
     step = roamc.train_step(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean(), sgd(model))
     step(X)
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_gradient_of_a_tensor_outside_the_model_is_warned_of_once() -> None:
+    model, criterion = net(), nn.Linear(8, 1)
+    step = roamc.train_step(model, lambda m, x: criterion(m(x)).square().mean(), sgd(model))
+    with pytest.warns(UserWarning, match=r"of shape \(.*no parameter of the model: .* no gradient for it") as said:
+        step(X)
+    assert len(said) == 1
+    step(X[:3])
+    assert criterion.weight.grad is None
