@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -280,6 +281,12 @@ def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -
     with mode:
         fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=target)
     return with_bits(fresh, conj=like.is_conj(), neg=like.is_neg()).requires_grad_(like.requires_grad)
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """What ATen's ``suggest_memory_format`` says of a tensor: channels last, or rows."""
+    found: torch.memory_format = suggest_memory_format(tensor)
+    return found
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:

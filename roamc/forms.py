@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, has_kernel
+from roamc.compat import OpOverload, has_kernel, suggested_format
 from roamc.graph import tensors_of
 from roamc.runtime.kernels import KERNELS
 
@@ -60,6 +60,16 @@ COPYING = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c
 ASKING = frozenset({aten.linalg_qr.default})
 """Operators that with ``out=`` work differently if two results share a storage, as all tensors of an arena do."""
 
+IN_ROWS = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
+    }
+)
+"""Operators that with ``out=`` give wrong numbers for a first argument that lies neither in rows nor channels last."""
+
 
 def form_of(node: fx.Node, births: int) -> Form:
     """The form of ``node``, which makes ``births`` new storages."""
@@ -72,7 +82,17 @@ def form_of(node: fx.Node, births: int) -> Form:
     count = len(results) if isinstance(results, list | tuple) else 1
     if not isinstance(target, OpOverload) or len(devices) != 1 or not births == len(tensors) == count:
         return ALLOCATE
+    if target in IN_ROWS and not _in_rows(node.args[0]):
+        return ALLOCATE
     return _form(target, devices.pop())
+
+
+def _in_rows(argument: object) -> bool:
+    """Whether a node's tensor is contiguous, or has its channels last."""
+    if not isinstance(argument, fx.Node):
+        return False
+    tensor = argument.meta["val"]
+    return bool(tensor.is_contiguous(memory_format=suggested_format(tensor)))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.compat import FakeTensorMode, OpOverload
+from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.rewrite import given, mode_of, value_of
@@ -29,6 +29,7 @@ def correct(graph: fx.Graph) -> None:
     if mode is None:
         return
     changed: set[fx.Node] = set()
+    moved: set[fx.Node] = set()  # what lies in memory otherwise than torch noted, and so does what is made of it
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -36,7 +37,14 @@ def correct(graph: fx.Graph) -> None:
         if node.target in FIXES:
             fixed = FIXES[node.target](node, mode)
             if fixed is not None:
+                moved.update([node] if _geometry(fixed) != _geometry(node.meta["val"]) else [])
                 node.meta["val"] = fixed
+                changed.add(node)
+        elif not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
+            fresh = _derive(node, mode)
+            moved.update([node] if _geometry(fresh) != _geometry(node.meta["val"]) else [])
+            if node in moved or _shares(node):
+                node.meta["val"] = fresh
                 changed.add(node)
         elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
             node.meta["val"] = _derive(node, mode)
@@ -71,16 +79,59 @@ def _derive(node: fx.Node, mode: FakeTensorMode) -> Any:
     arguments, keywords = given(node)
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]
+    try:
+        with mode:
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
+    except (RuntimeError, ValueError) as error:
+        if node.target is not aten.view.default:
+            raise
+        raise CaptureError(
+            "torch traced a view that the memory of the real tensor does not allow, and aot_eager fails there too: "
+            "call .contiguous() in front of the batch norm, or use roamc.train_step"
+        ) from error
+
+
+def _derivable(node: fx.Node) -> bool:
+    known = "val" in node.meta  # operators that give nothing have none
+    return known and (node.target is operator.getitem or isinstance(node.target, OpOverload))
+
+
+def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
+    """Shape and strides of every tensor of a result."""
+    return [
+        (item.shape, item.stride()) if isinstance(item, torch.Tensor) else None
+        for item in (value if isinstance(value, list | tuple) else (value,))
+    ]
+
+
+def _batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU's kernels give rows or channels last; torch notes the strides of the input."""
+    return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
+
+
+def _batch_norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The same; torch notes the strides of the gradient that comes in."""
+    masked = _masked(node, mode)
+    return _laid_out(masked or node.meta["val"], value_of(node.args[1]), mode) or masked  # type: ignore[arg-type]
+
+
+def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
+    """The results with the first in the memory format of ``read``; None where it is."""
+    first, *rest = told
+    if first is None or read.device.type != "cpu":
+        return None
     with mode:
-        return node.target(*arguments, **keywords)  # type: ignore[operator]
+        result = torch.empty_like(first, memory_format=suggested_format(read))
+    return None if result.stride() == first.stride() else (result, *rest)
 
 
 def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
-    told = list(node.meta["val"])
+    laid_out = _batch_norm(node, mode)
+    told = list(laid_out or node.meta["val"])
     before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
     if len(before) != 2 or all(told[3 + i].dtype == old.dtype for i, old in enumerate(before)):
-        return None
+        return laid_out
     with mode:
         told[3:5] = [torch.empty_like(old) for old in before]
     return tuple(told)
@@ -134,11 +185,14 @@ WHOLE_STORAGE = frozenset(
 
 FIXES: dict[OpOverload, Fix] = {
     aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten.copy.default: _functional_copy,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,
-    aten.native_batch_norm_backward.default: _masked,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm_backward.default: _masked,
     aten.native_group_norm_backward.default: _masked,
     aten.convolution_backward.default: _masked,

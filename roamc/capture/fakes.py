@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roamc.compat import OpOverload
+from roamc.compat import OpOverload, suggested_format
 
 aten = torch.ops.aten
 
@@ -34,5 +34,45 @@ def _grouped_mm(
     return torch.empty_strided(size, stride, dtype=dtype, device=a.device)
 
 
-FAKES: dict[OpOverload, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
+    """torch's notes the strides of the input for the result; the CPU's kernels give rows or channels last."""
+
+    def fake(x: Tensor, *others: Any, **keywords: Any) -> Any:
+        if x.device.type != "cpu":
+            return NotImplemented
+        told = overload(*(_on_meta(value) for value in (x, *others)), **keywords)
+        result, *statistics = (torch.empty(value.shape, dtype=value.dtype, device=x.device) for value in told)
+        return (torch.empty_like(result, memory_format=suggested_format(x)), *statistics)
+
+    return fake
+
+
+def _batch_norm_backward(grad: Tensor, x: Tensor, *others: Any) -> Any:
+    """torch's notes the strides of the gradient that comes in; the CPU's kernel gives rows or channels last."""
+    if x.device.type != "cpu":
+        return NotImplemented
+    told = aten.native_batch_norm_backward.default(*(_on_meta(value) for value in (grad, x, *others)))
+    first, *rest = (v if v is None else torch.empty(v.shape, dtype=v.dtype, device=x.device) for v in told)
+    return (first if first is None else torch.empty_like(first, memory_format=suggested_format(x)), *rest)
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+BATCH_NORMS: tuple[OpOverload, ...] = (
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+"""What ``nn.BatchNorm1d`` to ``3d`` become: the result first, then statistics."""
+
+FAKES: dict[OpOverload, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    **{overload: _batch_norm(overload) for overload in BATCH_NORMS},
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
 """Operator to a function that makes its result from fake tensors, or gives NotImplemented: torch's is used then."""
