@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,8 @@ def _given(worker: _Worker, waiting: list[tuple[Job, int]]) -> bool:
 
 def _serve(work: Work, pipe: Connection) -> None:
     """The loop of a worker: a job in, its rows out, then None."""
-    while (order := pipe.recv()) is not None:
-        for row in work(*order):
-            pipe.send(row)
-        pipe.send(None)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # whoever gave the jobs is gone
+        while (order := pipe.recv()) is not None:
+            for row in work(*order):
+                pipe.send(row)
+            pipe.send(None)

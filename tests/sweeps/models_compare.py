@@ -1,0 +1,184 @@
+"""Train a random model by every route and budget, and compare with aot_eager, or for a whole step with eager."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.helpers import eager_step
+from tests.sweeps.compare import OutOfTime, Verdict, different, time_limit
+from tests.sweeps.random_models import Example, example
+
+ROUTES = ("compile", "optimize", "step")
+BUDGETS = (None, "60%")
+Results = dict[str, Tensor | None]
+Plans = list[roamc.Plan]
+
+
+def loss_of(model: nn.Module, *batch: Any) -> Tensor:
+    """One number."""
+    return model(*batch).float().square().sum()
+
+
+def optimizer_of(source: Example, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum or AdamW."""
+    if source.adam:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def trained(source: Example, wrap: Callable[[nn.Module], nn.Module]) -> Results:
+    """Losses, gradients and tensors of one forward and backward per batch; gradients add up."""
+    torch._dynamo.reset()
+    model = source.make()
+    compiled = wrap(model)
+    found: Results = {}
+    for number, batch in enumerate(source.batches):
+        torch.manual_seed(number)
+        loss = loss_of(compiled, *copy.deepcopy(batch))
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
+        _note(found, model, number)
+    return found
+
+
+def _note(found: Results, model: nn.Module, number: int) -> None:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        found[f"{name} after {number}"] = tensor.detach().clone()
+        found[f"gradient of {name} after {number}"] = None if tensor.grad is None else tensor.grad.clone()
+
+
+def stepped(source: Example, make: Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Tensor]]) -> Results:
+    """Losses and tensors of one whole step per batch."""
+    torch._dynamo.reset()
+    model = source.make()
+    step = make(model, optimizer_of(source, model))
+    found: Results = {}
+    for number, batch in enumerate(source.batches):
+        torch.manual_seed(number)
+        found[f"loss {number}"] = step(*copy.deepcopy(batch)).detach()
+        _note(found, model, number)
+    return found
+
+
+def aot_eager(model: nn.Module) -> nn.Module:
+    """The reference of what torch.compile runs."""
+    return torch.compile(model, backend="aot_eager", dynamic=False)
+
+
+def eager(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    """The reference of whole steps."""
+    return lambda *batch: eager_step(model, loss_of, optimizer, *batch)
+
+
+def by_aot_eager(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    """The other one: autocast and recurrent layers have other bits in eager than as ATen operators."""
+    compiled = aot_eager(model)
+
+    def step(*batch: Any) -> Tensor:
+        loss = loss_of(compiled, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, Plans]:
+    """What roamc gives by a route under a budget, and its plans."""
+    if route == "step":
+        steps: list[roamc.TrainStep] = []
+
+        def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> roamc.TrainStep:
+            steps.append(roamc.train_step(model, loss_of, optimizer, memory_budget=budget))
+            return steps[0]
+
+        found = stepped(source, make)
+        return found, steps[0].plans
+    models: list[nn.Module] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        if route == "optimize":
+            models.append(roamc.optimize(model, memory_budget=budget))
+            return models[0]
+        return torch.compile(model, backend="roamc", dynamic=False, options={"memory_budget": budget})
+
+    roamc.backend.LATEST.clear()
+    found = trained(source, wrap)
+    return found, roamc.plans(models[0]) if models else roamc.plans()
+
+
+def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verdict:
+    """The verdict; "refused" is an error in one line, "falls back" a warning and the right bits.
+
+    A budget that cannot be met is tried again as "min".
+    """
+    at = "reference"
+    try:
+        with time_limit(seconds), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            wanted = reference(seed, "eager step" if route == "step" else "aot_eager")
+            at = route
+            found, plans = _planned_or_smallest(example(seed), route, budget)
+            wrong = different(found, wanted)
+            if wrong and route == "step" and not different(found, reference(seed, "aot_eager step")):
+                wrong = ""
+    except OutOfTime:
+        return Verdict("left out" if at == "reference" else "time", f"{at}: over {seconds} s")
+    except Exception as error:  # whatever fails is a line of the log
+        return _refusal(error, at)
+    return Verdict("differs", wrong) if wrong else _planned(plans, [str(one.message) for one in said], budget)
+
+
+@functools.lru_cache(maxsize=3)
+def reference(seed: int, kind: str) -> Results:
+    """What torch gives for a model: by "aot_eager", an "eager step" or an "aot_eager step"."""
+    if kind == "aot_eager":
+        return trained(example(seed), aot_eager)
+    return stepped(example(seed), eager if kind == "eager step" else by_aot_eager)
+
+
+def _planned_or_smallest(model: Example, route: str, budget: str | None) -> tuple[Results, Plans]:
+    try:
+        return by_roamc(model, route, budget)
+    except Exception as error:  # only a budget that is too small has another way
+        if not isinstance(_cause(error), roamc.BudgetError):
+            raise
+    return by_roamc(model, route, "min")
+
+
+def _cause(error: Exception) -> Exception:
+    """What a backend raised, without what dynamo wraps it in."""
+    inner: Exception = getattr(error, "inner_exception", error)
+    return inner
+
+
+def _refusal(error: Exception, at: str) -> Verdict:
+    cause = _cause(error)
+    text = f"{type(cause).__name__}: {cause}"
+    if at == "reference":
+        return Verdict("left out", text.splitlines()[0][:200])
+    clear = isinstance(cause, roamc.RoamcError) and "\n" not in str(cause)
+    return Verdict("refused" if clear else "raises", text[:400])
+
+
+def _planned(plans: Plans, said: list[str], budget: str | None) -> Verdict:
+    fallbacks = [text for text in said if "hands it to aot_eager" in text]
+    if fallbacks:
+        return Verdict("falls back", fallbacks[0][:300])
+    if not plans:
+        return Verdict("silent", "nothing was planned, and no warning says so")
+    above = [plan for plan in plans if budget is None and plan.peak_bytes > plan.baseline_bytes]
+    if above:
+        worst = max(plan.peak_bytes / max(plan.baseline_bytes, 1) for plan in above)
+        return Verdict("above", f"a peak {worst:.3f} of eager's")
+    return Verdict("same")

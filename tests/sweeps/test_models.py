@@ -1,0 +1,65 @@
+"""A few random models, each by one route and budget; `make sweep` runs 500 by all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import roamc
+from tests.sweeps import models_compare
+from tests.sweeps.models_compare import BUDGETS, ROUTES, judge
+from tests.sweeps.random_models import Attention, Averaged, Cast, Checkpointed, Recurrent, Scaled, example
+
+CASES = list(zip(range(12), itertools.cycle(itertools.product(ROUTES, BUDGETS)), strict=False))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled here is left behind."""
+    yield
+    torch._dynamo.reset()
+    models_compare.reference.cache_clear()
+
+
+@pytest.mark.parametrize(("seed", "way"), CASES, ids=str)
+def test_bits_of_torch_or_one_clear_refusal(seed: int, way: tuple[str, str | None]) -> None:
+    verdict = judge(seed, *way)
+    assert verdict.outcome in ("same", "refused", "falls back", "left out", "above"), verdict
+
+
+def test_numbers_give_all_kinds_of_models() -> None:
+    kinds: set[type] = set()
+    dtypes, batches, frozen, shared = set(), set(), 0, 0
+    for seed in range(80):
+        case = example(seed)
+        model = case.make()
+        modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+        kinds |= {type(module) for module in modules}
+        shared += len(modules) > len(set(modules))
+        frozen += not all(parameter.requires_grad for parameter in model.parameters())
+        dtypes |= {parameter.dtype for parameter in model.parameters()}
+        batches |= {(len(batch), type(batch[0])) for batch in case.batches}
+    norms = {nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d, nn.GroupNorm, nn.InstanceNorm1d}
+    assert norms | {nn.Conv1d, nn.Conv2d, nn.Dropout} <= kinds
+    assert {Attention, Averaged, Cast, Checkpointed, Recurrent, Scaled} <= kinds
+    assert dtypes == {torch.float32, torch.bfloat16, torch.float64}
+    assert len(batches) == 3
+    assert min(frozen, shared) > 5
+
+
+def test_number_gives_the_same_model_twice() -> None:
+    torch.manual_seed(5)
+    first, second = example(3).make(), example(3).make()
+    assert str(first) == str(second)
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = roamc.TrainStep.__call__
+    monkeypatch.setattr(roamc.TrainStep, "__call__", lambda step, *batch: once(step, *batch) * 2)
+    assert judge(3, "step", None).outcome == "differs"
