@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, HEADS, VOCAB = 32, 4, 48
+WIDTH, HEADS, VOCAB = 32, 8, 48
 COLUMNS, ROWS = ("q", "k", "v", "up", "gate"), ("o", "down")
 """Names of the linear layers that are cut along their outputs, and of those that are cut along their inputs."""
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.size = kind, WIDTH // HEADS
         llama = kind == "llama"
-        keys = (2 if llama else HEADS) * self.size if HEADS > 2 else WIDTH
+        keys = WIDTH // 2 if llama else WIDTH  # two queries share a key
         norm = nn.RMSNorm if llama else nn.LayerNorm
         self.norm1, self.norm2 = norm(WIDTH), norm(WIDTH)
         self.q, self.o = nn.Linear(WIDTH, WIDTH, bias=not llama), nn.Linear(WIDTH, WIDTH, bias=not llama)

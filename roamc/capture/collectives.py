@@ -126,7 +126,10 @@ def _refuse(module: fx.GraphModule) -> None:
                     f"the graph waits for a collective that was started outside of it ({node.name}); wait for it "
                     "before the compiled function is called"
                 )
-            raise CaptureError(f"{node.target} communicates in a way that roamc does not know")
+            raise CaptureError(
+                f"roamc does not know when {node.target} is finished; train_step takes no calls of torch.distributed "
+                "(roamc.optimize does)"
+            )
         if node.op == "get_attr":
             _refuse_inside(module, str(node.target))
 

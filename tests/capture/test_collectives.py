@@ -118,8 +118,14 @@ def test_result_is_noted_as_its_kernel_makes_it() -> None:
         (lambda x: functional.all_reduce(x, "sum", "0"), "all_reduce.default is never waited for"),
         (lambda x: functional.all_reduce_coalesced([x], "sum", "0")[0] + 1, "is never waited for in the graph"),
         (lambda x: functional.wait_tensor(x), "waits for a collective that was started outside of it"),
-        (lambda x: functional.isend(x, 1, 0, "0"), "isend.default communicates in a way that roamc does not know"),
-        (lambda x: functional.all_reduce_(x, "sum", "0"), "all_reduce_.default communicates in a way"),
+        (
+            lambda x: functional.isend(x, 1, 0, "0"),
+            r"roamc does not know when _c10d_functional\.isend\.default is finished",
+        ),
+        (
+            lambda x: functional.all_reduce_(x, "sum", "0"),
+            r"roamc does not know when _c10d_functional\.all_reduce_\.default is finished",
+        ),
     ],
 )
 def test_what_is_not_known_to_be_finished_is_refused(function: Any, said: str) -> None:
@@ -143,6 +149,15 @@ def test_judge_refuses_a_start_that_is_not_finished() -> None:
     graph = traced(lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", "0")) * 2, X)
     with pytest.raises(VerifyError, match="all_reduce may not be finished when it returns"):
         verify.check_graph(graph, "capture")
+
+
+def test_fallback_for_what_is_refused_is_one_warning_and_right() -> None:
+    group = alone()
+    compiled = torch.compile(lambda x: functional.all_reduce(x * 2, "sum", group), backend="roamc", dynamic=False)
+    with pytest.warns(UserWarning, match=r"all_reduce\.default is never waited for") as said:
+        result = functional.wait_tensor(compiled(X))
+    assert torch.equal(result, X * 2)
+    assert len(said) == 1
 
 
 def test_planned_collective_gives_the_numbers_of_start_and_wait() -> None:

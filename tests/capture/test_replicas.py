@@ -89,6 +89,18 @@ def test_step_that_goes_past_the_module_is_refused() -> None:
         step(X)
 
 
+def test_call_of_torch_distributed_in_a_step_is_refused() -> None:
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        dist.all_reduce(y.detach())
+        return y.sum()
+
+    alone()
+    model = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=r"when c10d\.allreduce_\.default is finished; train_step takes no calls of"):
+        roamc.train_step(model, loss, sgd(model))(X)
+
+
 def test_parameters_that_only_a_later_batch_uses_are_refused() -> None:
     class Fork(nn.Module):
         def __init__(self) -> None:
