@@ -5,6 +5,12 @@ The passes decide one after the other, so what ``retain`` is asked for is not qu
 
     asked of retain    430        418         421
     peak of the plan   441  too   416  fits   429.6  fits: taken
+
+There is one smallest budget: what the plan of ``"min"`` needs. That plan is looked for without a budget, and then by
+asking for budgets a little below the lowest so far until some are refused. It is made before a budget is refused, and
+before one is kept for which ``retain`` did not reach what it was asked for (only budgets near the smallest are such). A
+budget that it fits is kept, by that plan if by no other; for one below it the error names what it needs, even if the
+search for that budget has happened on a lower plan: there is one answer, however it is asked for.
 """
 
 from __future__ import annotations
@@ -36,8 +42,14 @@ ROUNDS = 6
 CLOSE = 0.01
 """Nothing is asked again for so small a share of the budget."""
 
+DESCENTS, DESCENT = 8, 0.005
+"""For ``"min"``, at most so many budgets are asked for, each by this share below the lowest plan so far,"""
+
+REFUSED = 2
+"""until so many in a row are refused, the next one twice as far below."""
+
 NEARLY = 1.1
-"""Where no plan is under the budget, but one within this of it, the lowest peak is looked for as well."""
+"""A quick search does not refuse a budget before that of ``"min"`` if a plan is within this of it."""
 
 ALIGNED = 1000
 """One part in so many is left for what the alignment of tensors rounds up."""
@@ -135,6 +147,10 @@ class Tried(Made, Protocol):
     def asked_bytes(self) -> Bytes:
         """The peak of live bytes that ``retain`` foresaw."""
 
+    @property
+    def strained(self) -> bool:
+        """Whether that is above what it was asked for."""
+
 
 M = TypeVar("M", bound=Made)
 T = TypeVar("T", bound=Tried)
@@ -165,33 +181,67 @@ class _Search:
         return wanted if 0 < wanted < self.failed else None
 
 
-def fit(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes) -> T:
-    """The plan that keeps ``budget`` at the least added time; the lowest one found if none does.
+def fit(ask: Callable[[Bytes], Sequence[T]], lowest: Callable[[], T], budget: Bytes, *, quick: bool = False) -> T:
+    """The plan that keeps ``budget`` at the least added time; that of ``"min"`` if none does.
 
     Args:
-        first: plans with nothing dropped; only called where that may be the answer.
-        least: bytes that such a plan needs at least.
-        attempt: plans with this many live bytes asked of ``retain``; for 0 it looks for the lowest peak, at more work.
-        budget: bytes; 0 for the lowest peak.
+        ask: plans made in search of one for a budget, as :func:`search` returns them.
+        lowest: the plan of ``"min"``, as :func:`lower` returns it; only called where that may be the answer.
+        budget: bytes; 0 for ``"min"``.
+        quick: refuse a budget far below all plans made for it at once: the answer is then the lowest of these.
     """
-    found = []
+    if not budget:
+        return lowest()
+    tried = ask(budget)
+    found = best(tried, budget)
+    kept = found.needed_bytes <= budget
+    if kept and not any(one.strained for one in tried):
+        return found
+    if quick and found.needed_bytes > budget * NEARLY:
+        return found
+    smallest = lowest()
+    return best([found, smallest], budget) if kept and smallest.needed_bytes <= budget else smallest
+
+
+def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes) -> list[T]:
+    """The plans that were made in search of the one that keeps ``budget`` at the least added time; at least one.
+
+    Args:
+        first: plans with nothing dropped; only called where that may be the answer, and then it is the only one.
+        least: bytes that such a plan needs at least.
+        attempt: plans with this many live bytes asked of ``retain``.
+        budget: bytes.
+    """
+    found = list[T]()
     if least <= budget:
         found.append(first())
         if found[0].needed_bytes <= budget:
-            return found[0]
-    search, target = _Search(budget), budget - budget // ALIGNED - objects(budget)
-    for _ in range(ROUNDS if budget else 1):
-        now = attempt(target)
-        found.append(now)
-        wanted = search.next(target, now)
+            return found
+    known, target = _Search(budget), max(1, budget - budget // ALIGNED - objects(budget))
+    for _ in range(ROUNDS):
+        found.append(attempt(target))
+        wanted = known.next(target, found[-1])
         if wanted is None:
             break
         target = wanted
-    if budget < min(one.needed_bytes for one in found) <= budget * NEARLY and target > 0:
-        found.append(attempt(0))
-    if least > budget and min(one.needed_bytes for one in found) > max(least, budget):
-        found.append(first())
-    return best(found, budget)
+    return found
+
+
+def lower(found: Sequence[M], ask: Callable[[Bytes], Sequence[M]]) -> M:
+    """The plan of ``"min"``: the lowest of those for budgets below that of ``found``, until some are refused.
+
+    Args:
+        found: plans with as few bytes as were found without a budget to aim at.
+        ask: plans made in search of one for a budget.
+    """
+    lowest, refused = min(found, key=_bytes_then_time), 0
+    for _ in range(DESCENTS):
+        wanted = lowest.needed_bytes - max(1, int(lowest.needed_bytes * DESCENT * (refused + 1)))
+        lowest = min([lowest, *ask(wanted)], key=_bytes_then_time)
+        refused = refused + 1 if lowest.needed_bytes > wanted else 0
+        if refused == REFUSED:
+            break
+    return lowest
 
 
 def best(found: Sequence[M], budget: Bytes) -> M:
@@ -202,4 +252,8 @@ def best(found: Sequence[M], budget: Bytes) -> M:
     fitting = [one for one in found if one.needed_bytes <= budget]
     if fitting:
         return min(fitting, key=lambda one: (one.added_seconds, one.needed_bytes))
-    return min(found, key=lambda one: (one.needed_bytes, one.added_seconds))
+    return min(found, key=_bytes_then_time)
+
+
+def _bytes_then_time(one: Made) -> tuple[Bytes, Seconds]:
+    return one.needed_bytes, one.added_seconds

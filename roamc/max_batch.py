@@ -68,7 +68,8 @@ def max_batch(
     def plan_of(size: int) -> Plan:
         with torch.device("meta"):
             returned = make(size)
-        return pipeline.run(_captured(returned, forward_backward), parsed).plan
+        quick = size > smallest  # the error for the smallest size says what it needs; of others none is shown
+        return pipeline.run(_captured(returned, forward_backward), parsed, quick=quick).plan
 
     try:
         first = plan_of(smallest)

@@ -102,7 +102,9 @@ class Stop:
     flow: Flow
 
 
-def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False) -> Planned:
+def run(
+    graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False, quick: bool = False
+) -> Planned:
     """Decide, apply and verify every pass in turn; under a budget the later ones again until it is kept.
 
     Args:
@@ -110,6 +112,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         options: what the user set.
         plan: decisions to use instead of deciding; every apply and every check still runs.
         deep: also derive all metadata again after every pass (slow; for tests).
+        quick: refuse a budget that is far out of reach without looking for the smallest that is not.
 
     Raises:
         PlanError: ``plan`` was made for another graph.
@@ -117,7 +120,7 @@ def run(graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: 
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
     if plan is None:
-        return Trials(graph, options, deep=deep).run()
+        return Trials(graph, options, deep=deep).run(quick=quick)
     begun = time.perf_counter()
     _check_names(options)
     mark = fingerprint(graph)
@@ -150,6 +153,7 @@ class Trials:
         _check_names(options)
         self._road, self._clean = _set_out(graph, options, None, deep, fingerprint(graph))
         self.options, self.found, self._many = self._road.options, list[Plan](), many
+        self._minimum: dict[bool, Planned] = {}
 
     def limit(self, asked: budget.Budget) -> Bytes:
         """A budget in bytes, 0 for the lowest peak."""
@@ -160,37 +164,57 @@ class Trials:
         """Whether anything may run again."""
         return retain.NAME not in self.options.disable
 
-    def run(self) -> Planned:
-        """The plan for the budget of the options.
+    def run(self, *, quick: bool = False) -> Planned:
+        """The plan for the budget of the options; ``quick`` as for :func:`run`.
 
         Raises:
             VerifyError: a pass left an invalid graph.
             BudgetError: no plan was found that keeps the budget.
         """
         limit = self.options.limit_bytes
-        return _finished(self.fit(limit), limit, self._begun)
+        return _finished(self.fit(limit, quick=quick), limit, self._begun)
 
-    def fit(self, limit: Bytes | None, *, together: bool = False) -> Planned:
-        """A plan within the limit at the least added time, 0 for the lowest peak; the lowest found if none is.
+    def fit(self, limit: Bytes | None, *, together: bool = False, quick: bool = False) -> Planned:
+        """A plan within the limit at the least added time, 0 for the lowest peak; that of the lowest if none is.
 
         Args:
             limit: bytes; None to run nothing again, whatever the peak.
             together: as for :meth:`attempt`.
+            quick: as for :func:`roamc.budget.fit`.
         """
         if limit is None or not self.has_reruns:
             if not self._many:
                 return self._noted(self._road.arrive(self._clean))
             return dataclasses.replace(self.first, plan=dataclasses.replace(self.first.plan, step_seconds=0.0))
+        if self._many:  # that it is among those found, for the budgets to come
+            self.first  # noqa: B018 - is made when it is asked for
+
+        def lowest() -> _Attempt:
+            return _Attempt(self.minimum(together=together))
+
+        ask = functools.partial(self._search, together=together)
+        return budget.fit(ask, lowest, limit, quick=quick).planned
+
+    def minimum(self, *, together: bool = False) -> Planned:
+        """The plan of the smallest budget, as :mod:`roamc.budget` defines it; made once. ``together`` as above."""
+        if together not in self._minimum:
+            found = [self.lowest(together=together)]
+            if found[0].plan.needed_bytes > self._least:
+                found.append(self.first)
+            ask = functools.partial(self._search, together=together)
+            self._minimum[together] = budget.lower([_Attempt(planned) for planned in found], ask).planned
+        return self._minimum[together]
+
+    def _search(self, limit: Bytes, *, together: bool) -> list[_Attempt]:
+        """The plans made in search of one within ``limit``, which is not 0."""
 
         def first() -> _Attempt:
             return _Attempt(self.first)
 
         def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.attempt(target, together=together) if target > 0 else self.lowest(together=together))
+            return _Attempt(self.attempt(target, together=together), target)
 
-        if self._many:  # that it is among those found, for the budgets to come
-            first()
-        return budget.fit(first, self._least, attempt, limit).planned
+        return budget.search(first, self._least, attempt, limit)
 
     def attempt(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Planned:
         """A plan with ``target`` live bytes asked of ``retain``.
@@ -380,9 +404,10 @@ class _Road:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A finished plan, as the search for a budget sees it."""
+    """A finished plan, as the search for a budget sees it: made with ``target`` live bytes asked of retain, if any."""
 
     planned: Planned
+    target: Bytes | None = None
 
     @property
     def needed_bytes(self) -> Bytes:
@@ -396,6 +421,10 @@ class _Attempt:
     def asked_bytes(self) -> Bytes:
         decision = self.planned.plan.decisions[retain.NAME]
         return int(decision["peak_bytes"])
+
+    @property
+    def strained(self) -> bool:
+        return self.target is not None and self.asked_bytes > self.target
 
 
 def _fresh(stop: Stop) -> Stop:
