@@ -89,7 +89,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown option {name!r}{hint} Valid options: {', '.join(known)}"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from roamc import compat
 from roamc.errors import CaptureError
@@ -113,8 +114,13 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """Shape, strides, dtype, device, and whether it wants a gradient.
 
     Raises:
-        CaptureError: the tensor is nested, sparse, or laid out by a library.
+        CaptureError: the tensor has no shape yet, is nested, sparse, or laid out by a library.
     """
+    if is_lazy(tensor):
+        raise CaptureError(
+            "the model has lazy parameters, whose shapes are not known yet; call it once on a batch, under "
+            "torch.no_grad(), before the first step"
+        )
     if tensor.is_nested:
         raise CaptureError(
             "train_step cannot plan a nested (jagged) tensor; pad it, by torch.nested.to_padded_tensor, and pass a mask"

@@ -363,6 +363,28 @@ def test_what_torch_compile_has_wrapped_is_traced_as_plain(where: str) -> None:
     assert "OptimizedModule" not in str(step.plans[0])
 
 
+def test_refusal_has_a_note_with_the_users_line() -> None:
+    model = net()
+    with pytest.raises(roamc.CaptureError) as caught:
+        roamc.train_step(model, branch_on_data, sgd(model))(X)
+    assert "in branch_on_data: return y.sum() if y.sum() > 0 else y.mean()" in caught.value.__notes__[0]
+
+
+def test_lazy_parameters() -> None:
+    model = nn.LazyLinear(8)
+    step = roamc.train_step(model, square, sgd(model))
+    refused(lambda: step(X), roamc.CaptureError, "lazy parameters", "call it once", "torch.no_grad()")
+    with torch.no_grad():
+        model(X)
+    step(X)
+
+
+def test_step_that_goes_through_numpy() -> None:
+    model = net()
+    step = roamc.train_step(model, lambda m, x: m(torch.from_numpy(x.numpy())).sum(), sgd(model))
+    refused(lambda: step(X), roamc.CaptureError, "numpy", "torch's operators", "roamc.optimize")
+
+
 def test_optimize_of_what_torch_compile_has_wrapped() -> None:
     wrapped = torch.compile(net(), backend="aot_eager")
     refused(lambda: roamc.optimize(wrapped), roamc.CaptureError, "before torch.compile", "backend='roamc'")
@@ -383,7 +405,7 @@ def test_wrong_shape_is_the_operators_error_with_the_models_line_and_no_log(capf
     for run in (step, step.plan, lambda x: roamc.plan(model, x)):
         with pytest.raises(RuntimeError, match=r"4, 9.*8, 8|4x9 and 8x8") as caught:
             run(noise(4, 9))
-        (note,) = caught.value.__notes__
+        note = caught.value.__notes__[0]
         assert "test_bad_input.py:" in note
         assert note.endswith("in forward: return self.linear(x)  # misfit")
     assert capfd.readouterr() == ("", "")
