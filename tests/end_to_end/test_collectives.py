@@ -20,13 +20,37 @@ CASES = (
     ("fully_shard", "optimize", "min"),
 )
 SCRIPT = """
-from tests.end_to_end.test_collectives import CASES, gradients
+from tests.end_to_end.test_collectives import CASES, compare_kernels, gradients
+compare_kernels(rank)
 for number, case in enumerate(CASES):
     torch._dynamo.reset()
     found = gradients(*case)
     if rank == 0:
         torch.save(found, f"{folder}/{number}.pt")
 """
+
+
+def compare_kernels(rank: int) -> None:
+    """In each of the ranks: what kernels write into given memory is what torch's collectives give."""
+    from roamc.runtime.collectives import KERNELS
+
+    arguments = {
+        "all_reduce": lambda x: (x, "sum", "0"),
+        "all_reduce_coalesced": lambda x: ([x, x * 2], "max", "0"),
+        "all_gather_into_tensor": lambda x: (x, 2, "0"),
+        "reduce_scatter_tensor": lambda x: (x, "sum", 2, "0"),
+        "broadcast": lambda x: (x, 1, "0"),
+    }
+    torch.manual_seed(rank)
+    for operator, kernel in KERNELS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            x = (torch.randn(6, 8) * 5).to(dtype).t()
+            made = arguments[kernel.__name__](x)
+            wanted = operator(*made)
+            many = isinstance(wanted, list)
+            results = [torch.empty_like(item) for item in (wanted if many else [wanted])]
+            kernel(*made, out=tuple(results) if many else results[0])
+            assert_same(results, wanted if many else [wanted], f"{operator} of {dtype}")
 
 
 def gradients(split: str, way: str, budget: str | None) -> list[dict[str, torch.Tensor]]:
