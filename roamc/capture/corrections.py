@@ -188,6 +188,7 @@ FIXES: dict[OpOverload, Fix] = {
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.copy.default: _functional_copy,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,

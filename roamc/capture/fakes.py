@@ -67,6 +67,7 @@ BATCH_NORMS: tuple[OpOverload, ...] = (
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
 )
 """What ``nn.BatchNorm1d`` to ``3d`` become: the result first, then statistics."""
 

@@ -41,9 +41,10 @@ def test_train_step_equals_eager(dims: int, viewed: bool, dtype: torch.dtype) ->
     assert_steps_equal(Transposed(dims, viewed).to(dtype), square, sgd, batches)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "not training"])
 @pytest.mark.parametrize("dims", [3, 4])
-def test_optimize_equals_aot_eager(dims: int) -> None:
-    model = Scaled(dims)
+def test_optimize_equals_aot_eager(dims: int, training: bool) -> None:
+    model = Scaled(dims).train(training)
 
     def summed(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sin().sum()
