@@ -97,9 +97,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         PlanError: the graph has no such nodes.
     """
     by_name = {node.name: node for node in graph.graph.nodes}
-    unknown = [name for name in (*decision.aliases, *decision.dead, *decision.dropouts) if name not in by_name]
-    loose = [name for name in decision.aliases if name in by_name and not by_name[name].all_input_nodes]
-    whole = [name for name in decision.dropouts if name in by_name and not _comes_apart(by_name[name])]
+    inner = {node.name for node in graph.graph.nodes if node.op in ("call_function", "get_attr")}
+    unknown = [name for name in (*decision.aliases, *decision.dead, *decision.dropouts) if name not in inner]
+    loose = [name for name in decision.aliases if name in inner and not by_name[name].all_input_nodes]
+    whole = [name for name in decision.dropouts if name in inner and not _comes_apart(by_name[name])]
     if unknown or loose or whole:
         odd = (unknown + loose + whole)[0]
         raise PlanError(f"normalize: the plan names {odd!r}, which this graph does not have as such")

@@ -119,6 +119,11 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
                 )
         if nbytes:
             alive.append((dead, low, high, name))
+    end = max((low + lives[name][2] for name, low in layout.offset.items()), default=0)
+    if layout.arena_bytes >= end + layout.alignment:
+        raise VerifyError(
+            f"after pass 'layout': the arena has {layout.arena_bytes} bytes and its last tensor ends at {end}"
+        )
 
 
 def _closed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:

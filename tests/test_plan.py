@@ -290,6 +290,8 @@ def test_decision_with_a_field_missing_or_too_many_is_refused() -> None:
         ("normalize", {"dead": 3}),
         ("normalize", {"aliases": ["arg0_1"]}),
         ("normalize", {"aliases": [1]}),
+        ("normalize", {"dead": ["output"]}),
+        ("layout", {"arena_bytes": 10**30}),
         ("layout", {"offset": []}),
         ("layout", {"offset": {"x": 0}}),
         ("layout", {"arena_bytes": "big"}),

@@ -1,0 +1,40 @@
+"""A plan from a file with one field changed is refused, or its program gives the same bits; never anything else.
+
+A sample of ``python -m benchmarks.plan_mutants``, which tries 5,000.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan_mutants import mutate, outcome, valid_plan
+
+PLANS = (0, 1, 10, 17)
+"""With holes, by both routes; with reruns; of a random model with an arena of nothing."""
+
+SEEN: set[str] = set()
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.sampled_from(PLANS), st.integers(0, 10**6))
+def test_changed_plan_is_refused_or_gives_the_same_bits(number: int, seed: int) -> None:
+    valid = valid_plan(number)
+    data, _ = mutate(valid.data, Random(seed))
+    SEEN.add(outcome(valid, data))
+
+
+def test_both_ends_are_met() -> None:
+    valid = valid_plan(0)
+    assert outcome(valid, valid.data) == "same bits"
+    assert outcome(valid, {**valid.data, "fingerprint": "x"}) == "refused"
+
+
+def test_valid_plans_have_what_is_changed() -> None:
+    kept = [valid_plan(number).data["decisions"] for number in PLANS]
+    assert any(one["retain"]["reruns"] for one in kept)
+    assert any(one["layout"]["holes"] for one in kept)
+    assert any(one["normalize"]["dropouts"] for one in kept)
+    assert all(one["donate"]["overwrites"] for one in kept)
