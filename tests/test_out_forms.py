@@ -133,6 +133,8 @@ class Checked:
             expected = results_of(target(*args, **kwargs))
         except NUMERIC:
             return
+        if target is aten.native_dropout_backward.default and not args[0].is_floating_point():
+            return  # gradients are no whole numbers
         if not all(is_plain(tensor) for tensor in tensors(expected)):
             return
         given = {storage_key(tensor) for tensor in tensors((args, kwargs))}

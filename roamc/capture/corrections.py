@@ -20,6 +20,7 @@ from roamc.graph import tensors_of
 from roamc.rewrite import given, mode_of, value_of
 
 aten = torch.ops.aten
+NARROW = frozenset({torch.bfloat16, torch.float16})
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
 
 
@@ -125,6 +126,41 @@ def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
     return None if result.stride() == first.stride() else (result, *rest)
 
 
+def _in_turn(*fixes: Fix) -> Fix:
+    """Several corrections of one operator, each of what the one before it has left."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        noted, fixed = node.meta["val"], None
+        for each in fixes:
+            more = each(node, mode)
+            if more is not None:
+                node.meta["val"] = fixed = more
+        node.meta["val"] = noted
+        return fixed
+
+    return fix
+
+
+def _statistics(*parameters: int) -> Fix:
+    """Mean and deviation, results 1 and 2 of a norm: the CPU computes and keeps them in float32 where the input is
+    narrower than one of the ``parameters`` (positions of weight, bias, running statistics); torch notes the input's
+    dtype."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        told = list(node.meta["val"])
+        given = [value_of(node.args[at]) for at in parameters if isinstance(node.args[at], fx.Node)]
+        wide = any(parameter.dtype is torch.float32 for parameter in given)
+        if told[0].device.type != "cpu" or told[0].dtype not in NARROW or not wide:
+            return None
+        if told[1].dtype is told[2].dtype is torch.float32:
+            return None
+        with mode:
+            told[1:3] = [torch.empty_like(statistic, dtype=torch.float32) for statistic in told[1:3]]
+        return tuple(told)
+
+    return fix
+
+
 def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
     laid_out = _batch_norm(node, mode)
@@ -166,6 +202,29 @@ def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
     return tuple(value if wanted else None for value, wanted in zip(told, mask, strict=True))
 
 
+def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The input's gradient has the input's dtype and lies like it; torch notes a promoted dtype and another order of
+    channels. See also :func:`_masked`."""
+    fixed = _masked(node, mode)
+    told = list(node.meta["val"] if fixed is None else fixed)
+    image: torch.Tensor = value_of(node.args[1])  # type: ignore[arg-type]
+    if told[0] is None or image.device.type != "cpu":
+        return fixed
+    with mode:
+        like = torch.empty_like(image, memory_format=_order_of(image))
+    if (told[0].dtype, told[0].stride()) == (like.dtype, like.stride()):
+        return fixed
+    return like, *told[1:]
+
+
+def _order_of(image: torch.Tensor) -> torch.memory_format:
+    """Channels last where ``image`` lies so, else in order."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    if last is None or image.is_contiguous() or not image.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
@@ -184,17 +243,19 @@ WHOLE_STORAGE = frozenset(
 )
 
 FIXES: dict[OpOverload, Fix] = {
-    aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
-    aten.native_batch_norm.default: _batch_norm,
-    aten._native_batch_norm_legit.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm,
-    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _in_turn(_functional_batch_norm, _statistics(1, 2, 3, 4)),
+    aten.native_batch_norm.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.no_stats: _in_turn(_batch_norm, _statistics(1, 2)),
+    aten._native_batch_norm_legit_no_training.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
+    aten.native_layer_norm.default: _statistics(2, 3),
+    aten.native_group_norm.default: _statistics(1, 2),
     aten.copy.default: _functional_copy,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm_backward.default: _masked,
-    aten.native_group_norm_backward.default: _masked,
+    aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,
 }

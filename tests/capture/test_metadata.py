@@ -1,0 +1,197 @@
+"""What a plan is made from is what the CPU's kernels give: shape, strides, dtype and place of every result.
+
+Fake kernels are compared with real ones after the corrections of :mod:`roamc.capture.corrections`, above all where
+autocast mixes dtypes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from roamc import compat
+from roamc.capture.corrections import correct
+from roamc.errors import CaptureError
+from tests.operator_calls import NUMERIC, Call, Recorder, apart, is_plain, recorded, tensors
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+UNKNOWABLE = frozenset(
+    {
+        aten._ctc_loss.Tensor, aten._ctc_loss.default, aten._local_scalar_dense.default, aten._unique2.default,
+        aten.allclose.default, aten.equal.default, aten.index.Tensor, aten.linalg_lstsq.default,
+        aten.masked_select.default, aten.nonzero.default, aten.repeat_interleave.Tensor,
+        aten.unique_consecutive.default, aten.unique_dim.default,
+    }
+)  # fmt: skip
+"""Shapes that depend on values: such operators end a graph, or have no fake kernel."""
+
+HARMLESS = frozenset({aten.sort.default, aten.sort.stable, aten.copy.default})
+"""Strides of dimensions of one element, and places of empty results, may differ."""
+
+
+def noted(target: Any, call: Call) -> Any:
+    """The fake results of one call, corrected as those of a captured graph are."""
+    mode = compat.FakeTensorMode()
+    graph, known = fx.Graph(), {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        if tensor not in known:
+            known[tensor] = graph.placeholder(f"given_{len(known)}")
+            known[tensor].meta["val"] = mode.from_tensor(tensor)
+        return known[tensor]
+
+    args, kwargs = pytree.tree_map_only(Tensor, placeholder, apart().all_of(call))
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    graph.output((node,))
+    correct(graph)
+    return node.meta["val"]
+
+
+def mismatch(target: Any, call: Call) -> str:
+    """How the noted results of one call differ from the real ones; empty where they do not, or torch refuses it."""
+    args, kwargs = apart().all_of(call)
+    try:
+        real = as_list(target(*args, **kwargs))
+    except NUMERIC:
+        return ""
+    if not all(is_plain(tensor) for tensor in tensors(real)):
+        return ""
+    try:
+        fake = as_list(noted(target, call))
+    except CaptureError:
+        return ""
+    pairs = itertools.zip_longest(map(geometry, fake), map(geometry, real))
+    return "; ".join(
+        f"result {i} is noted as {told}, really {is_}" for i, (told, is_) in enumerate(pairs) if told != is_
+    )
+
+
+def as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def geometry(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    steps = [step if size > 1 else 0 for size, step in zip(value.shape, value.stride(), strict=True)]
+    return f"{value.dtype}{list(value.shape)} {steps} at {value.storage_offset()}"
+
+
+def norms(low: torch.dtype, weight: torch.dtype | None, kept: torch.dtype) -> Iterator[tuple[Any, Call]]:
+    """Norms forward, on images of two orders of dimensions, with and without weights and running statistics."""
+    torch.manual_seed(0)
+    for image in (torch.randn(4, 8), torch.randn(2, 8, 4, 3), torch.randn(2, 8, 4, 3).to(memory_format=CHANNELS_LAST)):
+        x = image.to(low)
+        w = None if weight is None else torch.randn(8).to(weight)
+        line = None if weight is None else torch.randn(x.shape[-1]).to(weight)
+        mean, variance = torch.randn(8).to(kept), torch.rand(8).to(kept)
+        size = x[0, 0].numel()
+        for train in (True, False):
+            for name in ("_native_batch_norm_legit_functional", "native_batch_norm", "_native_batch_norm_legit"):
+                yield getattr(aten, name).default, ((x, w, w, mean, variance, train, 0.1, 1e-5), {})
+        yield aten._native_batch_norm_legit_no_training.default, ((x, w, w, mean, variance, 0.1, 1e-5), {})
+        yield aten._native_batch_norm_legit.no_stats, ((x, w, w, True, 0.1, 1e-5), {})
+        yield aten.native_group_norm.default, ((x, w, w, len(x), 8, size, 2, 1e-5), {})
+        yield aten.native_layer_norm.default, ((x, [x.shape[-1]], line, line, 1e-5), {})
+
+
+CHANNELS_LAST = torch.channels_last
+
+
+def backward_of(target: Any, call: Call) -> Iterator[tuple[Any, Call]]:
+    """The backward of a norm, for gradients of two orders of dimensions."""
+    x, *rest = call[0]
+    try:
+        made = target(*apart().all_of(call)[0])
+    except NUMERIC:
+        return
+    for order in (torch.contiguous_format, CHANNELS_LAST) if x.dim() == 4 else (torch.contiguous_format,):
+        gradient = torch.randn(x.shape).to(x.dtype).to(memory_format=order)
+        if target is aten.native_batch_norm.default:
+            w, _, mean, variance, train, _, eps = rest
+            mask = [True, w is not None, w is not None]
+            args = (gradient, x, w, mean, variance, made[1], made[2], train, eps, mask)
+            yield aten.native_batch_norm_backward.default, (args, {})
+        if target is aten.native_group_norm.default:
+            w, _, *sizes, _ = rest
+            mask = [True, w is not None, w is not None]
+            yield aten.native_group_norm_backward.default, ((gradient, x, made[1], made[2], w, *sizes, mask), {})
+        if target is aten.native_layer_norm.default:
+            shape, w, b, _ = rest
+            mask = [True, w is not None, w is not None]
+            yield aten.native_layer_norm_backward.default, ((gradient, x, shape, made[1], made[2], w, b, mask), {})
+
+
+@pytest.mark.parametrize("low", FLOATS, ids=str)
+def test_norms_are_noted_as_they_are_whatever_the_dtypes(low: torch.dtype) -> None:
+    faults, backwards = {}, 0
+    for weight, kept in itertools.product((*FLOATS, None), FLOATS):
+        for target, call in norms(low, weight, kept):
+            later = list(backward_of(target, call))
+            backwards += len(later)
+            for each, given in ((target, call), *later):
+                fault = mismatch(each, given)
+                if fault:
+                    faults[f"{each}, {low}, weights {weight}, statistics {kept}"] = fault
+    assert faults == {}
+    assert backwards > 50
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_every_operator_is_noted_as_it_is() -> None:
+    calls = recorded(FLOATS, 20)
+    wanted = {target: some for target, some in calls.items() if target not in UNKNOWABLE}
+    faults = {
+        str(target): fault
+        for target, some in wanted.items()
+        for call in some
+        if (fault := mismatch(target, call)) and target not in HARMLESS
+    }
+    print(len(wanted), sum(map(len, wanted.values())))
+    assert faults == {}
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_every_operator_case_is_noted_as_it_is_in_every_mix_of_dtypes() -> None:
+    from benchmarks.operator_cases import CASES
+
+    faults, made = {}, 0
+    for layout, cases in CASES.items():
+        for name, (function, makers) in cases.items():
+            for dtypes in mixes(len(makers)):
+                torch.manual_seed(0)
+                given = [make(dtype) for make, dtype in zip(makers, dtypes, strict=True)]
+                with Recorder(4) as recorder:
+                    with contextlib.suppress(NUMERIC):  # torch takes no such mix; what it called is compared
+                        function(*given)
+                for target, some in recorder.calls.items():
+                    made += len(some)
+                    for call in some if target not in UNKNOWABLE | HARMLESS else ():
+                        if fault := mismatch(target, call):
+                            faults[f"{name}, {layout}, {dtypes}: {target}"] = fault
+    print(made)
+    assert faults == {}
+
+
+def mixes(count: int) -> Iterator[tuple[torch.dtype, ...]]:
+    """All alike; the first argument narrow and the others not; the other way round; the last one wide."""
+    for dtype in FLOATS:
+        yield (dtype,) * count
+    for narrow in FLOATS[1:] if count > 1 else ():
+        yield (narrow, *(torch.float32,) * (count - 1))
+        yield (torch.float32, *(narrow,) * (count - 1))
+        yield (*(narrow,) * (count - 1), torch.float32)
