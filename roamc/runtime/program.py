@@ -8,7 +8,7 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -72,7 +72,8 @@ class Executable:
             StaleError: an input has another dtype than was planned.
         """
         if [getattr(value, "dtype", None) for value in args] != self._dtypes[entry]:
-            self._refuse(entry, args)
+            self._give_up(self._misfit(entry, args))
+            return self.run_plain(entry, args)
         again = list(args) if entry not in self._checked and self._may_start_again(entry) else None
         try:
             results: tuple[Any, ...] = arena.entry[entry](args)
@@ -129,12 +130,23 @@ class Executable:
         self._give_up(error)
         return self.run_plain(entry, args)
 
-    def _refuse(self, entry: str, args: list[Any]) -> NoReturn:
-        """Dynamo before torch 2.13 does not notice that a compiled module was moved to another dtype."""
-        pairs = zip(self.program.entries[entry], args, self._dtypes[entry], strict=True)
-        name, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
+    def _misfit(self, entry: str, args: list[Any]) -> VerifyError:
+        """Why an argument of another dtype than was planned is there: an operator made it, and roamc planned another.
+
+        Raises:
+            StaleError: it came from outside; dynamo before torch 2.13 does not notice that a compiled module was moved
+                to another dtype.
+        """
+        pairs = zip(self._entries[entry].parameters, args, self._dtypes[entry], strict=True)
+        node, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
+        name = self.planned.graph.name
+        if node.op != "placeholder":
+            return VerifyError(
+                f"{name}: torch gave {node.name} as {_kind(found)}, where roamc planned {planned}; "
+                "please report the operator, and use the aot_eager backend until then"
+            )
         raise StaleError(
-            f"{self.planned.graph.name} was compiled for {planned} and now gets {_kind(found)} ({name}): call "
+            f"{name} was compiled for {planned} and now gets {_kind(found)} ({node.name}): call "
             "torch.compiler.reset() after changing the dtype of a compiled module"
         )
 
