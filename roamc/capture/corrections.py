@@ -148,8 +148,8 @@ def _statistics(*parameters: int) -> Fix:
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         told = list(node.meta["val"])
-        given = [value_of(node.args[at]) for at in parameters if isinstance(node.args[at], fx.Node)]
-        wide = any(parameter.dtype is torch.float32 for parameter in given)
+        weights = [value_of(at) for at in map(node.args.__getitem__, parameters) if isinstance(at, fx.Node)]
+        wide = any(weight.dtype is torch.float32 for weight in weights)
         if told[0].device.type != "cpu" or told[0].dtype not in NARROW or not wide:
             return None
         if told[1].dtype is told[2].dtype is torch.float32:
@@ -207,22 +207,34 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
     channels. See also :func:`_masked`."""
     fixed = _masked(node, mode)
     told = list(node.meta["val"] if fixed is None else fixed)
-    image: torch.Tensor = value_of(node.args[1])  # type: ignore[arg-type]
+    image: torch.Tensor = given(node)[0][1]
     if told[0] is None or image.device.type != "cpu":
         return fixed
     with mode:
-        like = torch.empty_like(image, memory_format=_order_of(image))
+        like = torch.empty_like(image, memory_format=suggested_format(image))
     if (told[0].dtype, told[0].stride()) == (like.dtype, like.stride()):
         return fixed
     return like, *told[1:]
 
 
-def _order_of(image: torch.Tensor) -> torch.memory_format:
-    """Channels last where ``image`` lies so, else in order."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
-    if last is None or image.is_contiguous() or not image.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last
+def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """All results lie in order on a CPU; torch notes that they lie like the argument."""
+    noted = node.meta["val"]
+    results = noted if isinstance(noted, tuple) else (noted,)
+    if all(result is None or result.is_contiguous() or result.device.type != "cpu" for result in results):
+        return None
+    with mode:
+        dense = tuple(r if r is None else torch.empty_like(r, memory_format=torch.contiguous_format) for r in results)
+    return dense if isinstance(noted, tuple) else dense[0]
+
+
+def _like_image(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The gradient of an image lies like it on a CPU; torch notes that it lies in order."""
+    image: torch.Tensor = given(node)[0][1]
+    if image.device.type != "cpu" or suggested_format(image) is torch.contiguous_format:
+        return None
+    with mode:
+        return torch.empty_like(image, memory_format=suggested_format(image))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -255,7 +267,10 @@ FIXES: dict[OpOverload, Fix] = {
     aten.select_scatter.default: _scattered,
     aten.diagonal_scatter.default: _scattered,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
-    aten.native_layer_norm_backward.default: _masked,
+    aten.native_layer_norm_backward.default: _in_turn(_masked, _dense),
+    aten._log_softmax_backward_data.default: _dense,
+    aten.log_sigmoid_forward.default: _dense,
+    aten.reflection_pad2d_backward.default: _like_image,
     aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,
 }
