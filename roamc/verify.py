@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from roamc import ops
+from roamc.capture.corrections import corrected
 from roamc.compat import OpOverload
 from roamc.cost import workspace
 from roamc.errors import VerifyError
@@ -339,7 +340,7 @@ def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: f
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:
-    """Every tensor's shape, dtype and strides again, from the operator and its inputs' metadata."""
+    """Every tensor's shape, dtype and strides again, from operator and inputs, as the device's kernels give them."""
     mode = mode_of(graph.graph)
     for node in operators(graph.graph):
         if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):
@@ -347,7 +348,7 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
         with mode:
             arguments: Any = fx.map_arg(node.args, _copy)
             keywords: Any = fx.map_arg(node.kwargs, _copy)
-            fresh = node.target(*arguments, **keywords)
+            fresh = corrected(node, node.target(*arguments, **keywords), mode)
         found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
         for position, told in tensors_of(node):
             now = found.get(position)

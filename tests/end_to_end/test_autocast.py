@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
+from roamc import pipeline
 from roamc.capture import corrections
 from tests.end_to_end.helpers import assert_same
 
@@ -122,6 +123,12 @@ def test_float32_norms_in_a_bfloat16_model() -> None:
         loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()])
     assert_same(found[1], found[0])
+
+
+def test_the_judge_derives_the_dtypes_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pipeline.run
+    monkeypatch.setattr(pipeline, "run", lambda graph, options: run(graph, options, deep=True))
+    two_steps(model_of("layer", False), batch_of("layer", False), torch.bfloat16, "torch.compile")
 
 
 def test_a_saved_tensor_of_another_dtype_than_planned_is_no_change_of_the_users(
