@@ -54,9 +54,9 @@ def correct(graph: fx.Graph) -> None:
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
     """``fake``, what the fake kernel of ``node`` gives, as the real one gives it; ``node`` stays as it is."""
-    fix = FIXES.get(node.target)  # type: ignore[arg-type]
-    if fix is None:
+    if not isinstance(node.target, OpOverload) or node.target not in FIXES:
         return fake
+    fix = FIXES[node.target]
     noted, node.meta["val"] = node.meta["val"], fake
     try:
         fixed = fix(node, mode)
