@@ -156,7 +156,7 @@ def test_the_kinds_of_nodes_are_there() -> None:
         (functools.partial(replay, 1, device="cpu"), "partial(roamc.runtime.random.replay, 1, ['device'])"),
         (torch.Generator(), "torch.Generator"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_names_hold_no_address(target: object, name: str) -> None:
     assert ops.name_of(target).replace("torch._C.", "torch.") == name
