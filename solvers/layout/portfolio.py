@@ -30,8 +30,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "greedy_by_lifetime": _by(sequences.by_lifetime),
     "greedy_by_birth": _by(sequences.by_birth),
     "greedy_by_total_width_area": _by(sequences.by_total_width_area),
+    "greedy_by_size_and_birth": _by(sequences.by_size_and_birth),
+    "outward_by_size": _by(sequences.outward_by_size),
+    "outward_by_short_life": _by(sequences.outward_by_short_life),
 }
 """Name of each heuristic, and the heuristic: a problem to offsets in bytes, int64[n]."""
+
+IMPROVE_STARTS = 8
+"""So many layouts are improved, the lowest first."""
 
 IMPROVE_ROUNDS = 40
 IMPROVE_PATIENCE = 12
@@ -141,8 +147,8 @@ class _Run:
             self.add(name, algorithm(self.problem), self.problem.num_storages)
 
     def improve(self) -> None:
-        """Improve every layout, the lowest first, until one is low enough: the best is seldom the best to improve."""
-        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)
+        """Improve the lowest layouts until one is low enough: the very lowest is seldom the best to improve."""
+        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)[:IMPROVE_STARTS]
         pairs = self.problem.num_storages**2 * len(start)
         rounds = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
         for candidate in start:

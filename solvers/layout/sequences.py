@@ -22,6 +22,28 @@ def by_size(problem: LayoutProblem) -> LongArray:
     return _sorted(-padded(problem), -_lifetime(problem), problem.born)
 
 
+def by_size_and_birth(problem: LayoutProblem) -> LongArray:
+    """The largest first; ties to the earlier birth: a sequence, int64[n].
+
+    Storages of one size then take as many places as are live at once, no more: first fit by birth colours an interval
+    graph with the fewest colours.
+    """
+    return _sorted(-padded(problem), problem.born)
+
+
+def outward_by_size(problem: LayoutProblem) -> LongArray:
+    """Those nearest in time to the fullest step first; ties to the larger, then the earlier birth: int64[n].
+
+    What is live at the fullest step comes first, so no byte is lost there.
+    """
+    return _sorted(_steps_from_fullest(problem), -padded(problem), problem.born)
+
+
+def outward_by_short_life(problem: LayoutProblem) -> LongArray:
+    """Those nearest in time to the fullest step first; ties to the shorter life, then the larger: int64[n]."""
+    return _sorted(_steps_from_fullest(problem), _lifetime(problem), -padded(problem), problem.born)
+
+
 def by_lifetime(problem: LayoutProblem) -> LongArray:
     """The longest life first; ties to the larger: a sequence, int64[n]."""
     return _sorted(-_lifetime(problem), -padded(problem), problem.born)
@@ -81,6 +103,16 @@ def fullest(problem: LayoutProblem) -> LongArray:
     first = np.searchsorted(steps, problem.born).tolist()
     end = np.searchsorted(steps, problem.dead).tolist()
     return np.array([live[lo:hi].max(initial=0) for lo, hi in zip(first, end, strict=True)], dtype=np.int64)
+
+
+def _steps_from_fullest(problem: LayoutProblem) -> LongArray:
+    """Steps between each storage's life and the first of the fullest steps, 0 where it is live then: int64[n]."""
+    steps, live = live_bytes(problem)
+    fullest_step = int(steps[live.argmax()]) if len(live) else 0
+    before = fullest_step + 1 - problem.dead.astype(np.int64)
+    after = problem.born.astype(np.int64) - fullest_step
+    distance: LongArray = np.maximum(np.maximum(before, after), 0)
+    return distance
 
 
 def _sorted(*keys: NDArray[Any]) -> LongArray:

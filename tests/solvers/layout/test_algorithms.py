@@ -10,7 +10,15 @@ from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.improve import improve
 from roamc.solvers.layout.portfolio import ALGORITHMS
-from roamc.solvers.layout.problem import Gap, LayoutProblem, arena_bytes, lower_bound, make_problem
+from roamc.solvers.layout.problem import (
+    Gap,
+    LayoutProblem,
+    arena_bytes,
+    live_bytes,
+    lower_bound,
+    make_problem,
+    padded,
+)
 from tests.solvers.layout.cases import PROPERTY, is_valid, problems, room, special_problems, training_problem
 
 
@@ -27,6 +35,9 @@ def test_layout_is_valid_and_not_below_the_bound(name: str, problem: LayoutProbl
 
 SEQUENCES = [
     sequences.by_size,
+    sequences.by_size_and_birth,
+    sequences.outward_by_size,
+    sequences.outward_by_short_life,
     sequences.by_lifetime,
     sequences.by_area,
     sequences.by_birth,
@@ -52,6 +63,24 @@ def test_first_fit_minds_alignments_fixed_places_and_gaps(problem: LayoutProblem
     offset = first_fit(problem, sequence(problem))
     assert is_valid(problem, offset.tolist())
     assert arena_bytes(problem, offset) >= lower_bound(problem)
+
+
+@PROPERTY
+@given(problems(), st.sampled_from([sequences.outward_by_size, sequences.outward_by_short_life]))
+def test_outward_sequences_lose_no_byte_at_the_fullest_step(problem: LayoutProblem, sequence) -> None:
+    offset, size = first_fit(problem, sequence(problem)), padded(problem)
+    steps, live = live_bytes(problem)
+    step = steps[live.argmax()] if len(live) else 0
+    lives = (problem.born <= step) & (step < problem.dead)
+    assert (offset + size)[lives].max(initial=0) == live.max(initial=0)
+
+
+@PROPERTY
+@given(problems())
+def test_equal_sizes_by_birth_take_no_more_than_the_bound(drawn: LayoutProblem) -> None:
+    problem = make_problem([64] * drawn.num_storages, drawn.born, drawn.dead, 64)
+    offset = first_fit(problem, sequences.by_size_and_birth(problem))
+    assert arena_bytes(problem, offset) == lower_bound(problem)
 
 
 def test_long_lived_storages_lie_below_so_that_segments_share_what_is_above() -> None:
