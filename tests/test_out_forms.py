@@ -141,8 +141,7 @@ class Checked:
         births = {storage_key(tensor) for tensor in tensors(expected)} - given
         if not births and ops.is_view(target):
             return
-        node = fx.Graph().call_function(target, ())
-        node.meta["val"] = tuple(expected) if len(expected) != 1 else expected[0]
+        node = node_of(target, call, tuple(expected) if len(expected) != 1 else expected[0])
         form = form_of(node, len(births))
         positions = ops.may_overwrite(node) if form.kind is not FormKind.ALLOCATE and len(births) == 1 else ()
         over = [at for at in positions if is_gift(call, at, expected[0])]
@@ -155,6 +154,21 @@ class Checked:
             if fault or resized:
                 where = f" over argument {position}" if position is not None else ""
                 self.faults.setdefault(f"{target}{where}, {form.kind.value}", f"{fault or resized[0]} {shown(call)}")
+
+
+def node_of(target: Any, call: Call, results: Any) -> fx.Node:
+    """A node that makes ``call``, whose tensors are inputs of its graph."""
+    graph = fx.Graph()
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder("given")
+        node.meta["val"] = tensor
+        return node
+
+    args, kwargs = torch.utils._pytree.tree_map_only(Tensor, placeholder, call)
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = results
+    return node
 
 
 def in_block(target: Any, form: Any, call: Call, expected: list[Any], after: Any, over: int | None) -> str:
@@ -242,9 +256,9 @@ def with_forms() -> set[Any]:
     """All ATen overloads that write into given memory on a CPU."""
     wanted = set()
     for target in aten_overloads():
-        node = fx.Graph().call_function(target, ())
         count = len(target._schema.returns)
-        node.meta["val"] = torch.empty(2) if count == 1 else tuple(torch.empty(2) for _ in range(count))
+        made = torch.empty(2) if count == 1 else tuple(torch.empty(2) for _ in range(count))
+        node = node_of(target, ((torch.empty(2, 2),), {}), made)
         if form_of(node, count).kind in (FormKind.OUT, FormKind.KERNEL):
             wanted.add(target)
     return wanted
