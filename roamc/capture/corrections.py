@@ -250,6 +250,15 @@ def _like_image(node: fx.Node, mode: FakeTensorMode) -> Any:
         return torch.empty_like(image, memory_format=suggested_format(image))
 
 
+def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU gives the dtype of the first argument; torch notes the wider of the two."""
+    first, noted = given(node)[0][0], node.meta["val"]
+    if first.device.type != "cpu" or first.dtype is noted.dtype:
+        return None
+    with mode:
+        return torch.empty_like(noted, dtype=first.dtype)
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
@@ -284,6 +293,7 @@ FIXES: dict[OpOverload, Fix] = {
     aten._log_softmax_backward_data.default: _dense,
     aten.log_sigmoid_forward.default: _dense,
     aten.reflection_pad2d_backward.default: _like_image,
+    aten.huber_loss.default: _as_wide_as_first,
     aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,
 }

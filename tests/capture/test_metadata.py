@@ -164,6 +164,13 @@ def test_results_in_another_order_than_their_arguments_are_noted_so() -> None:
     assert [mismatch(target, (args, {})) for target, args in calls] == [""] * len(calls)
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(FLOATS, 2)], ids=str)
+def test_huber_loss_of_two_dtypes(first: torch.dtype, second: torch.dtype, reduction: int) -> None:
+    call = (torch.rand(5).to(first), torch.rand(5).to(second), reduction), {}
+    assert mismatch(aten.huber_loss.default, call) == ""
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_every_operator_is_noted_as_it_is() -> None:
