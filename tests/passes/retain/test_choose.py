@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc import cost, pipeline
+from roamc import cost, pipeline, value_flow
 from roamc.graph import Phase, TrainGraph, copied
 from roamc.memory import build_memory, live_bytes
 from roamc.options import Options
@@ -152,7 +152,9 @@ def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> N
     plan = Plan.from_json(free.plan.to_json())
     decisions = {key: plan.decisions[key] for key in ("normalize", "checkpoint")}
     road = pipeline._Road(Options(), None, True, "", "all")
-    start = road.travel(pipeline.Stop(graph_and_inputs(*MODELS[name](), route)[0], {}, {}), pipeline.PIPELINE[:2])
+    captured = graph_and_inputs(*MODELS[name](), route)[0]
+    flow = value_flow.read(captured, value_flow.Numbers())
+    start = road.travel(pipeline.Stop(captured, {}, {}, flow), pipeline.PIPELINE[:2])
     assert start.decisions.keys() == decisions.keys()
     coded = road.arrive(start, forced)
     results: list[Any] = []
