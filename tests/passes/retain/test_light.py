@@ -22,8 +22,8 @@ from tests.test_pipeline import run_program
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 256, 256, 4
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], float, float]] = {
-    "gpt": (lambda: GPTBlock(WIDTH, HEADS, fused=False), 54.03, 34.2),
-    "gpt, fused attention": (lambda: GPTBlock(WIDTH, HEADS, fused=True), 34.09, 22.1),
+    "gpt": (lambda: GPTBlock(WIDTH, HEADS, fused=False), 54.03, 32.4),
+    "gpt, fused attention": (lambda: GPTBlock(WIDTH, HEADS, fused=True), 34.09, 20.4),
     "llama": (lambda: LlamaBlock(WIDTH, HEADS, 688), 49.59, 22.9),
 }
 """Name to block, and bytes saved a layer by eager and at most under "light", in units of batch · length · width."""
@@ -54,8 +54,8 @@ def saved_a_layer(planned: list[Planned]) -> float:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_save_what_exact_recomputation_leaves(name: str) -> None:
     _, eager, most = BLOCKS[name]
-    plain = [blocks_planned(name, layers, None) for layers in (1, 2)]
-    light = [blocks_planned(name, layers, "light") for layers in (1, 2)]
+    plain = [blocks_planned(name, layers, None) for layers in (2, 3)]  # one alone is at its peak elsewhere
+    light = [blocks_planned(name, layers, "light") for layers in (2, 3)]
     assert saved_a_layer(plain) == pytest.approx(eager, abs=0.01)
     assert saved_a_layer(light) <= most
     assert [products(each.graph) for each in light] == [products(each.graph) for each in plain]
