@@ -1,7 +1,23 @@
 """What every test may rely on."""
 
+from __future__ import annotations
+
 import signal
+
+import pytest
 
 # A run that was started in the background (nohup, some CI runners) inherits an ignored Ctrl-C, which tests press.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def arenas_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of a few hundred bytes get an arena, too, so that programs over arenas can be tested with them.
+
+    Without this, the allocator has everything where the arena's alignment alone would be above eager's peak.
+    """
+    from roamc.passes.layout import choose, held
+
+    for module in (choose, held):
+        monkeypatch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + held.LITTLE)

@@ -293,7 +293,8 @@ def test_calibrate_stores_prints_and_gives_json(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--device", "gpu"], "no device is called"), (["--output", "no/such/x"], "No such file")]
+    ("arguments", "said"),
+    [(["--device", "gpu"], "no device is called"), (["--output", "no/such/x"], "no/such: no such folder")],
 )
 def test_calibration_that_cannot_be_is_one_line(arguments: list[str], said: str) -> None:
     assert said in run("calibrate", "--quick", *arguments, code=1).stderr

@@ -97,7 +97,7 @@ def test_a_bad_file_is_one_line_and_ends_with_1(text: str, said: str, tmp_path: 
 
 
 def test_a_missing_file_and_a_bad_capacity_are_one_line(file: str) -> None:
-    assert "No such file" in run("nowhere.csv", code=1).stderr
+    assert "nowhere.csv: no such file" in run("nowhere.csv", code=1).stderr
     result = run(file, "--capacity", "much", code=1)
     assert "'much' is not a size" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from roamc import ops
+from roamc.capture.fakes import statistics_dtype
 from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.rewrite import given, mode_of, value_of
 
 aten = torch.ops.aten
-NARROW = frozenset({torch.bfloat16, torch.float16})
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
 
 
@@ -162,13 +162,11 @@ def _statistics(*parameters: int) -> Fix:
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         told = list(node.meta["val"])
         weights = [value_of(at) for at in map(node.args.__getitem__, parameters) if isinstance(at, fx.Node)]
-        wide = any(weight.dtype is torch.float32 for weight in weights)
-        if told[0].device.type != "cpu" or told[0].dtype not in NARROW or not wide:
-            return None
-        if told[1].dtype is told[2].dtype is torch.float32:
+        dtype = statistics_dtype(told[0], weights)
+        if told[0].device.type != "cpu" or dtype is told[0].dtype or told[1].dtype is told[2].dtype is dtype:
             return None
         with mode:
-            told[1:3] = [torch.empty_like(statistic, dtype=torch.float32) for statistic in told[1:3]]
+            told[1:3] = [torch.empty_like(statistic, dtype=dtype) for statistic in told[1:3]]
         return tuple(told)
 
     return fix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from roamc.compat import OpOverload, suggested_format
 
 aten = torch.ops.aten
+
+NARROW = (torch.bfloat16, torch.float16)
 
 ROW_BYTES = 16
 """Rows of ``_grouped_mm``'s result begin at multiples of this (but on ROCm)."""
@@ -35,16 +37,30 @@ def _grouped_mm(
 
 
 def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
-    """torch's notes the strides of the input for the result; the CPU's kernels give rows or channels last."""
+    """torch's notes the strides of the input for the result; the CPU's kernels give rows or channels last.
+
+    Mean and deviation are results 1 and 2: torch's fake kernels on the meta device note those of a GPU.
+    """
+    names = [argument.name for argument in overload._schema.arguments]
 
     def fake(x: Tensor, *others: Any, **keywords: Any) -> Any:
         if x.device.type != "cpu":
             return NotImplemented
         told = overload(*(_on_meta(value) for value in (x, *others)), **keywords)
-        result, *statistics = (torch.empty(value.shape, dtype=value.dtype, device=x.device) for value in told)
-        return (torch.empty_like(result, memory_format=suggested_format(x)), *statistics)
+        result, _, _, *running = (torch.empty(value.shape, dtype=value.dtype, device=x.device) for value in told)
+        given = dict(zip(names, (x, *others), strict=False)) | keywords
+        length = x.size(1) if given.get("training", False) else 0
+        dtype = statistics_dtype(x, [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")])
+        statistics = [torch.empty(length, dtype=dtype, device=x.device) for _ in range(2)]
+        return (torch.empty_like(result, memory_format=suggested_format(x)), *statistics, *running)
 
     return fake
+
+
+def statistics_dtype(x: Tensor, parameters: Iterable[Tensor | None]) -> torch.dtype:
+    """What the CPU's norms keep mean and deviation in: float32 if ``x`` is narrower than a parameter, else as ``x``."""
+    wide = any(parameter is not None and parameter.dtype is torch.float32 for parameter in parameters)
+    return torch.float32 if wide and x.dtype in NARROW else x.dtype
 
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, *others: Any) -> Any:

@@ -15,3 +15,10 @@ def fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def small_arenas(request: pytest.FixtureRequest) -> None:
+    """Every test but those of peaks runs small models over arenas."""
+    if request.module.__name__.rpartition(".")[2] != "test_peak":
+        request.getfixturevalue("arenas_of_any_size")

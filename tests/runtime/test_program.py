@@ -23,6 +23,8 @@ from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import assert_same, noise, seeded, sgd, square
 from tests.models import NanoGPT, next_token, tokens
 
+pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
+
 
 def planned_pair(name: str) -> tuple[Planned, list[torch.Tensor]]:
     """A planned module, and its inputs."""
