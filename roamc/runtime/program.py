@@ -288,7 +288,7 @@ class Pair:
         for index in self.written_over:
             tensor = args[index]
             args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            args[index].copy_(tensor)
+            fallback.fill(args[index], tensor)
 
 
 def _kind(argument: object) -> str:
