@@ -138,5 +138,6 @@ def check_disagreement(rank: int) -> None:
     assert_same([p.detach() for p in model.parameters()], before)
 
 
+@pytest.mark.sweep
 def test_steps_are_those_of_eager(tmp_path: Path) -> None:
     run_ranks(tmp_path, STEPS)
