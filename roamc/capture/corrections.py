@@ -118,8 +118,8 @@ def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
     ]
 
 
-def _batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU's kernels give rows or channels last; torch notes the strides of the input."""
+def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU's kernels give rows or channels last; torch notes the strides of the input, for groups from 2.14 on rows."""
     return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def _statistics(*parameters: int) -> Fix:
 
 def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
-    laid_out = _batch_norm(node, mode)
+    laid_out = _norm_of_images(node, mode)
     told = list(laid_out or node.meta["val"])
     before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
     if len(before) != 2 or all(told[3 + i].dtype == old.dtype for i, old in enumerate(before)):
@@ -276,12 +276,12 @@ WHOLE_STORAGE = frozenset(
 
 FIXES: dict[OpOverload, Fix] = {
     aten._native_batch_norm_legit_functional.default: _in_turn(_functional_batch_norm, _statistics(1, 2, 3, 4)),
-    aten.native_batch_norm.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
-    aten._native_batch_norm_legit.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
-    aten._native_batch_norm_legit.no_stats: _in_turn(_batch_norm, _statistics(1, 2)),
-    aten._native_batch_norm_legit_no_training.default: _in_turn(_batch_norm, _statistics(1, 2, 3, 4)),
+    aten.native_batch_norm.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.no_stats: _in_turn(_norm_of_images, _statistics(1, 2)),
+    aten._native_batch_norm_legit_no_training.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
     aten.native_layer_norm.default: _statistics(2, 3),
-    aten.native_group_norm.default: _statistics(1, 2),
+    aten.native_group_norm.default: _in_turn(_norm_of_images, _statistics(1, 2)),
     aten.copy.default: _functional_copy,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
