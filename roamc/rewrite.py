@@ -71,6 +71,14 @@ def given(node: fx.Node) -> tuple[Any, Any]:
     return arguments, keywords
 
 
+def settings_of(node: fx.Node) -> dict[str, Any]:
+    """What ``node`` is called with by name, defaults of its operator included; see :func:`given`."""
+    arguments, keywords = given(node)
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in declared}
+    return {**defaults, **dict(zip(defaults, arguments, strict=False)), **keywords}
+
+
 def mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     """The fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
     for node in graph.nodes:

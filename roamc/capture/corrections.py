@@ -18,7 +18,7 @@ from roamc.capture.fakes import statistics_dtype
 from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
-from roamc.rewrite import given, mode_of, value_of
+from roamc.rewrite import given, mode_of, settings_of, value_of
 
 aten = torch.ops.aten
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
@@ -239,13 +239,17 @@ def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
     return dense if isinstance(noted, tuple) else dense[0]
 
 
-def _like_image(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The gradient of an image lies like it on a CPU; torch notes that it lies in order."""
-    image: torch.Tensor = given(node)[0][1]
-    if image.device.type != "cpu" or suggested_format(image) is torch.contiguous_format:
-        return None
-    with mode:
-        return torch.empty_like(image, memory_format=suggested_format(image))
+def _in_order_of(position: int) -> Fix:
+    """The result lies in the memory format of that argument on a CPU; torch notes that it lies in rows."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        image, noted = given(node)[0][position], node.meta["val"]
+        if image.device.type != "cpu" or suggested_format(image) is torch.contiguous_format:
+            return None
+        with mode:
+            return torch.empty_like(noted, memory_format=suggested_format(image))
+
+    return fix
 
 
 def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -257,9 +261,33 @@ def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
         return torch.empty_like(noted, dtype=first.dtype)
 
 
+def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU sums rows of bfloat16 as it sums those of float32: without the bag of each index, result 1. Where no
+    gradient is needed, sums leave sizes and winners of bags, results 2 and 3, as long as the offsets."""
+    weight, indices, offsets, *_ = given(node)[0]
+    if weight.device.type != "cpu":
+        return None
+    settings = settings_of(node)
+    scale, sums = settings["per_sample_weights"], settings["mode"] == SUM
+    in_order = weight.stride(1) == 1 and (scale is None or scale.stride(0) == 1)
+    quick = sums and in_order and settings["padding_idx"] < 0 and weight.dtype is not torch.float64
+    trained = node.target is aten._embedding_bag.default
+    bags = offsets.size(0) - (settings["include_last_offset"] and (trained or not sums))
+    lengths = {1: 0 if quick else indices.size(0), 2: bags, 3: bags}
+    told = list(node.meta["val"])
+    wrong = [at for at, length in lengths.items() if told[at].dim() == 1 and told[at].size(0) != length]
+    with mode:
+        for at in wrong:
+            told[at] = offsets.new_empty(lengths[at])
+    return tuple(told) if wrong else None
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
+
+SUM = 0
+"""The mode of ``EmbeddingBag`` that adds rows up."""
 
 WHERE_IT_STARTS = frozenset({aten.as_strided_scatter.default, aten.as_strided_copy.default})
 """Operators that read a storage by positions in it: those of a tensor that starts its storage can be moved with it."""
@@ -290,7 +318,10 @@ FIXES: dict[OpOverload, Fix] = {
     aten.native_layer_norm_backward.default: _in_turn(_masked, _dense),
     aten._log_softmax_backward_data.default: _dense,
     aten.log_sigmoid_forward.default: _dense,
-    aten.reflection_pad2d_backward.default: _like_image,
+    aten.reflection_pad2d_backward.default: _in_order_of(1),
+    aten.max_unpool2d.default: _in_order_of(0),
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
     aten.huber_loss.default: _as_wide_as_first,
     aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,

@@ -154,6 +154,32 @@ def test_results_in_another_order_than_their_arguments_are_noted_so() -> None:
     assert [mismatch(target, (args, {})) for target, args in calls] == [""] * len(calls)
 
 
+BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+@pytest.mark.parametrize("target", BAGS, ids=str)
+def test_bags_of_embeddings_are_noted_as_they_are(target: Any, dtype: torch.dtype) -> None:
+    rows, indices, offsets = torch.randn(10, 6).to(dtype), torch.randint(0, 10, (25,)), torch.tensor([0, 2, 5, 25])
+    scales, faults = torch.randn(50).to(dtype), {}
+    for mode, padding, closed, weight in itertools.product((0, 1, 2), (-1, 1), (False, True), (rows, rows[:, ::2])):
+        for scale in (None, scales[:25], scales[::2]) if mode == 0 else (None,):
+            call = (weight, indices, offsets, False, mode, False, scale, closed, padding), {}
+            if fault := mismatch(target, call):
+                faults[mode, padding, closed, weight.stride(), scale is None or scale.stride()] = fault
+        if fault := mismatch(target, ((weight, indices, offsets, False, mode), {})):
+            faults[mode, weight.stride()] = fault
+    assert faults == {}
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, CHANNELS_LAST], ids=str)
+def test_max_unpooling_lies_like_the_image(order: torch.memory_format) -> None:
+    image = torch.randn(2, 3, 4, 6).to(memory_format=order)
+    pooled, at = aten.max_pool2d_with_indices(image, [2, 2])
+    assert mismatch(aten.max_unpool2d.default, ((pooled, at, [4, 6]), {})) == ""
+    assert mismatch(aten.max_unpool2d.default, ((pooled[0], at[0], [4, 6]), {})) == ""
+
+
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(FLOATS, 2)], ids=str)
 def test_huber_loss_of_two_dtypes(first: torch.dtype, second: torch.dtype, reduction: int) -> None:
