@@ -86,10 +86,19 @@ def seeded(function: Callable[..., Any], *args: Any, seed: int = SEED) -> Any:
 
 
 def eager_step(
-    model: nn.Module, loss_fn: Loss, optimizer: torch.optim.Optimizer, *batch: Any, clip: float | None = None
+    model: nn.Module,
+    loss_fn: Loss,
+    optimizer: torch.optim.Optimizer,
+    *batch: Any,
+    clip: float | None = None,
+    around: Callable[[], contextlib.AbstractContextManager[object]] = enable_python_dispatcher,
 ) -> Tensor:
-    """One step of eager PyTorch, with the decompositions that AOTAutograd has too."""
-    with enable_python_dispatcher():
+    """One step of eager PyTorch; by default with the decompositions that AOTAutograd has too.
+
+    A step that communicates needs another ``around``: under the Python dispatcher torch starts collectives with the
+    interpreter's lock held, while gloo's threads wait for that lock with their queue locked, and both stand still.
+    """
+    with around():
         loss = loss_fn(model, *batch)
         loss.backward()
     if clip is not None:
