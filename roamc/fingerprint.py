@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.graph import TrainGraph, attribute, operators, tensors_of
 from roamc.regions import is_kept
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -40,17 +40,10 @@ def _lines(module: fx.GraphModule) -> list[str]:
     for node in module.graph.nodes:
         geometry = [_geometry(tensor) for _, tensor in tensors_of(node)]
         kept = "|kept" if is_kept(node) else ""
-        held = f"|{_text(_attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
+        held = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
         called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(node.args)}|{_text(node.kwargs)}"
         lines.append(f"{called}|{geometry}{held}{kept}")
     return lines
-
-
-def _attribute(module: fx.GraphModule, name: str) -> Any:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -169,6 +170,14 @@ def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
         for position, item in enumerate(value):
             if isinstance(item, torch.Tensor):
                 yield position, item
+
+
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """What a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, stands for."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def source_line(node: fx.Node) -> str:

@@ -22,7 +22,7 @@ from torch import fx
 from roamc import ops
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
-from roamc.graph import tensors_of
+from roamc.graph import attribute, tensors_of
 from roamc.rewrite import given, mode_of
 from roamc.runtime.collectives import FINISHED
 
@@ -134,11 +134,9 @@ def _refuse(module: fx.GraphModule) -> None:
             _refuse_inside(module, str(node.target))
 
 
-def _refuse_inside(module: Any, name: str) -> None:
+def _refuse_inside(module: fx.GraphModule, name: str) -> None:
     """Branches and loop bodies are called as they are: their collectives would have no place in the order."""
-    for part in name.split("."):
-        module = getattr(module, part, None)
-    for node in _nodes_within(module):
+    for node in _nodes_within(attribute(module, name)):
         if node.op == "call_function" and ops.rule(node.target).collective:
             raise CaptureError(f"{node.target} stands in a branch or a loop ({name}); move it out")
 

@@ -24,7 +24,7 @@ from roamc.capture.corrections import correct
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
-from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders, source_line, tensors_of
+from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.rewrite import given, mode_of, value_of
 from roamc.runtime.random import replay, save_rng_state
 
@@ -242,8 +242,5 @@ def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:
     for module in modules:
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                value: Any = module
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
-                found[str(node.target)] = value
+                found[str(node.target)] = attribute(module, str(node.target))
     return found

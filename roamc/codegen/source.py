@@ -32,7 +32,7 @@ from roamc import ops
 from roamc.compat import OpOverload
 from roamc.errors import PlanError
 from roamc.forms import Form, FormKind, form_of
-from roamc.graph import Phase, TrainGraph, output_values, placeholders, source_line, tensors_of
+from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, Storage, build_memory
 from roamc.runtime.kernels import KERNELS
@@ -58,7 +58,7 @@ class Program:
     Attributes:
         source: Python text defining ``bind(arena)``.
         constants: names in the source to objects: operators, kernels, tensors of the graph, rare arguments.
-        entries: name of each function to its parameters (node names) in order.
+        entries: the functions of the program, by name.
         statements: line of the source to the node that it runs, and which of the node's lines it is, from 0.
         places: node and position among its results to the name of its planned tensor.
         names: node to the name of its local.
@@ -66,7 +66,7 @@ class Program:
 
     source: str
     constants: dict[str, Any] = field(repr=False)
-    entries: dict[str, tuple[str, ...]]
+    entries: dict[str, Entry] = field(repr=False)
     statements: dict[int, tuple[str, int]] = field(default_factory=dict, repr=False)
     places: dict[tuple[str, int], str] = field(default_factory=dict, repr=False)
     names: dict[str, str] = field(default_factory=dict, repr=False)
@@ -142,9 +142,15 @@ class _Emitter:
         if self.graph.boundary:
             exported.append(f'"saved": lambda: {self._saved()}')
         lines.append("    return {" + ", ".join(exported) + "}")
-        parameters = {entry.name: tuple(node.name for node in entry.parameters) for entry in entries}
         names = {node.name: self.names.of(node) for node in self.graph.graph.nodes}
-        return Program("\n".join(lines) + "\n", self.constants, parameters, self.statements, dict(self.planned), names)
+        return Program(
+            "\n".join(lines) + "\n",
+            self.constants,
+            {entry.name: entry for entry in entries},
+            self.statements,
+            dict(self.planned),
+            names,
+        )
 
     def _saved(self) -> str:
         """The planned places of saved tensors, for a backward whose saved tensors come from elsewhere."""
@@ -357,10 +363,7 @@ class _Emitter:
         return self._constant(f"constant_{len(self.constants)}", value)
 
     def _attribute(self, node: fx.Node) -> str:
-        value: Any = self.graph.module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return self._constant(f"attribute_{node.name}", value)
+        return self._constant(f"attribute_{node.name}", attribute(self.graph.module, str(node.target)))
 
     def _function_name(self, target: Any) -> str:
         if isinstance(target, OpOverload):

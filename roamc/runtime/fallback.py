@@ -20,7 +20,7 @@ from torch import fx
 from roamc import ops
 from roamc.codegen.source import Entry, Program
 from roamc.forms import FormKind, form_of
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, attribute
 from roamc.runtime.arena import Arena
 from roamc.runtime.kernels import KERNELS
 
@@ -147,7 +147,7 @@ class _Rest:
         if node in self.made:
             return self.made[node]
         if node.op == "get_attr":
-            return _attribute(self.graph.module, str(node.target))
+            return attribute(self.graph.module, str(node.target))
         if isinstance(node.meta.get("val"), list | tuple):
             return [self._result(node, position) for position in range(len(node.meta["val"]))]
         found = self._planned(node, 0)
@@ -173,12 +173,6 @@ class _Rest:
         planned = self._planned(node, position)
         local = self.local.get(self.program.names[node.name])
         return planned if planned is not None or local is None else local[position]
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _leaves(value: Any) -> Sequence[Any]:

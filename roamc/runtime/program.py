@@ -14,7 +14,7 @@ import torch
 
 from roamc import compat, ops
 from roamc.codegen.halves import halves_of
-from roamc.codegen.source import Entry, Program, emit, entries_of
+from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.memory import build_memory
@@ -49,8 +49,7 @@ class Executable:
         self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.away)
         self.broken = False
         self._on_failure = on_failure
-        self._entries = {entry.name: entry for entry in entries_of(planned.graph)}
-        self._dtypes = {name: _dtypes(entry) for name, entry in self._entries.items()}
+        self._dtypes = {name: _dtypes(entry) for name, entry in self.program.entries.items()}
         self._checked: set[str] = set()
         self._plain: dict[str, fallback.Boxed] = {}
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
@@ -91,7 +90,8 @@ class Executable:
         if not self._plain:
             graph = self.planned.graph
             halves = halves_of(graph) if graph.boundary else (graph.module,)
-            self._plain = {name: fallback.interpreter(half) for name, half in zip(self._entries, halves, strict=True)}
+            pairs = zip(self.program.entries, halves, strict=True)
+            self._plain = {name: fallback.interpreter(half) for name, half in pairs}
         return tuple(self._plain[entry](args))
 
     def _give_up(self, error: Exception) -> None:
@@ -106,7 +106,8 @@ class Executable:
         """The results of a function that raised ``error`` half-way."""
         if self._on_failure is None:
             raise error
-        results = fallback.finish(self.planned.graph, self.program, self._filename, self._entries[entry], arena, error)
+        function = self.program.entries[entry]
+        results = fallback.finish(self.planned.graph, self.program, self._filename, function, arena, error)
         if results is None:
             raise error
         self._give_up(error)
@@ -114,7 +115,7 @@ class Executable:
 
     def _may_start_again(self, entry: str) -> bool:
         """Whether a function that has run may run once more: it reads and changes nothing that it has changed."""
-        phases = self._entries[entry].phases
+        phases = self.program.entries[entry].phases
         mine = [node for node in operators(self.planned.graph.graph) if self.planned.graph.phase[node.name] in phases]
         fresh = Phase.FORWARD in phases
         return fresh and self._on_failure is not None and not any(ops.has_effect(node.target) for node in mine)
@@ -137,7 +138,7 @@ class Executable:
             StaleError: it came from outside; dynamo before torch 2.13 does not notice that a compiled module was moved
                 to another dtype.
         """
-        pairs = zip(self._entries[entry].parameters, args, self._dtypes[entry], strict=True)
+        pairs = zip(self.program.entries[entry].parameters, args, self._dtypes[entry], strict=True)
         node, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
         name = self.planned.graph.name
         if node.op != "placeholder":

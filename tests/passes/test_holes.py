@@ -120,7 +120,7 @@ def two_passes(made: Planned, inputs: list[Any], *, elsewhere: bool) -> list[Any
     """Two forwards in flight at the same time; saved tensors of hooks lie elsewhere."""
     torch.manual_seed(3)
     pair = Pair(made)
-    late = len(pair.executable.program.entries["backward"]) - len(made.graph.saved)
+    late = len(pair.executable.program.entries["backward"].parameters) - len(made.graph.saved)
     steps = [clones(inputs) for _ in range(2)]
     forwards = [list(pair.forward(given[: len(given) - late])) for given in steps]
     found = []
