@@ -1,8 +1,7 @@
-"""The first door to torch's private interfaces; everything here was checked on torch 2.11 to 2.14.
+"""torch's private interfaces: tracing, fake tensors, AOTAutograd. Checked on torch 2.11 to 2.14.
 
-Nothing else in roamc, but :mod:`roamc.compat_dynamo` and :mod:`roamc.compat_hooks`, imports a name from a torch module
-that starts with an underscore or from ``torch.fx.experimental``. When a new torch moves something, these files are the
-only places to mend.
+Only this file, :mod:`roamc.compat_dynamo` and :mod:`roamc.compat_hooks` import names from ``torch.fx.experimental``, or
+that start with an underscore. When a new torch moves one, these files are the only places to mend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch keeps private about dynamo, the tracer in front of a backend; the rest is in :mod:`roamc.compat`."""
+"""torch's private interfaces, second of three files: dynamo, the tracer in front of a backend. See roamc/compat.py."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 def compiled_module() -> torch.nn.Module | None:
     """While dynamo compiles: the module whose ``forward`` (or function of a module) it has been called for, if any."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        frame = InstructionTranslator.current_tx().output.root_tx
-        names = ("self", *frame.f_code.co_varnames[:1])
-        found = [frame.f_locals.get(name) for name in names]
-    except AttributeError:  # outside of dynamo
+    frame = _compiled_frame()
+    if frame is None:
         return None
+    names = ("self", *frame.f_code.co_varnames[:1])
+    found = [frame.f_locals.get(name) for name in names]
     return next((value for value in found if isinstance(value, torch.nn.Module)), None)
 
 
 def compiled_code() -> object:
     """While dynamo compiles: the code of the function it has been called for; None outside of dynamo."""
+    frame = _compiled_frame()
+    return None if frame is None else frame.f_code
+
+
+def _compiled_frame() -> Any:
+    """The frame that dynamo compiles now; None outside of dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        return InstructionTranslator.current_tx().output.root_tx.f_code
+        return InstructionTranslator.current_tx().output.root_tx
     except AttributeError:
         return None
 

@@ -1,4 +1,4 @@
-"""The second door to torch's private interfaces: hooks, and the autograd graph that they hang on."""
+"""torch's private interfaces, third of three files: hooks and the autograd graph. See roamc/compat.py."""
 
 from __future__ import annotations
 

@@ -57,35 +57,41 @@ def run_before(
         CaptureError: a hook writes to a parameter or buffer, reads a gradient, or gives the step other arguments.
     """
     before = _marks(held)
-    arguments: tuple[Any, Any] = (optimizer,), {}
     with _gradients_absent(parameters), _DataCounted():
-        for hook in hooks:
-            given = hook(optimizer, *arguments)
-            if given is None:
-                continue
-            if not isinstance(given, tuple) or len(given) != 2:
-                raise RuntimeError(f"{name_of(hook)} must return None or (args, kwargs) for the step, not {given!r}")
-            arguments = given
-            if tuple(arguments[0]) != (optimizer,) or arguments[1]:
-                raise CaptureError(
-                    f"step hook {name_of(hook)} hands the optimizer's step other arguments ({arguments[0][1:]}, "
-                    f"{arguments[1]}); train_step has none to hand on"
-                )
-        absent = [
+        _run_each(hooks, optimizer)
+        assigned = [
             name for name, tensor in parameters.items() if not isinstance(tensor.grad, compat_hooks.AbsentGradient)
         ]
-    if absent:
-        raise CaptureError(
-            f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))}) sets .grad of {absent[0]!r}, and "
-            "train_step keeps no gradients; change them by Tensor.register_hook, or use roamc.optimize"
-        )
     now = _marks(held)
     written = [name for name in held if before[name] != now[name]]
+    who = f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))})"
+    if assigned:
+        raise CaptureError(
+            f"{who} sets .grad of {assigned[0]!r}, and train_step keeps no gradients; change them by "
+            "Tensor.register_hook, or use roamc.optimize"
+        )
     if written:
         raise CaptureError(
-            f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))}) writes to {written[0]!r}; train_step "
-            "runs it before forward, which reads that; write in a step post-hook, or use roamc.optimize"
+            f"{who} writes to {written[0]!r}; train_step runs it before forward, which reads that; write in a step "
+            "post-hook, or use roamc.optimize"
         )
+
+
+def _run_each(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer) -> None:
+    """Run pre-hooks, each with the arguments that the one before it has returned."""
+    arguments: tuple[Any, Any] = (optimizer,), {}
+    for hook in hooks:
+        returned = hook(optimizer, *arguments)
+        if returned is None:
+            continue
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise RuntimeError(f"{name_of(hook)} must return None or (args, kwargs) for the step, not {returned!r}")
+        arguments = returned
+        if tuple(arguments[0]) != (optimizer,) or arguments[1]:
+            raise CaptureError(
+                f"step hook {name_of(hook)} hands the optimizer's step other arguments ({arguments[0][1:]}, "
+                f"{arguments[1]}); train_step has none to hand on"
+            )
 
 
 def run_after(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
