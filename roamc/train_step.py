@@ -37,11 +37,12 @@ from roamc.fingerprint import fingerprint
 from roamc.options import Options
 from roamc.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
+from roamc.units import Seconds
 
 log = logging.getLogger(__name__)
 
-
-PLAIN = (bool, int, float, str, type(None))
+WATCHED = (bool, int, float, str, type(None))
+"""Types of a module's own attributes that a plan depends on: another value gets another plan."""
 
 
 class TrainStep:
@@ -103,7 +104,7 @@ class TrainStep:
         """
         leaves, nest = take_apart((batch, named))
         self._key(leaves, nest)  # refuses what no plan is made for
-        captured, seconds = self._capture(leaves, nest)
+        captured, seconds = _captured(self._request(leaves, nest))
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
@@ -163,17 +164,6 @@ class TrainStep:
             self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced
         )
 
-    def _capture(self, leaves: Sequence[Any], nest: Nest) -> tuple[CapturedStep, float]:
-        start = time.perf_counter()
-        try:
-            captured = capture_step(self._request(leaves, nest))
-        except Exception as error:
-            error.add_note(
-                "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"
-            )
-            raise
-        return captured, time.perf_counter() - start
-
     def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
         modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
         plain = tuple(map(_plain_values, modules))
@@ -206,7 +196,7 @@ class TrainStep:
 
     def _build(self, leaves: Sequence[Any], nest: Nest) -> _BoundStep:
         request = self._request(leaves, nest)
-        captured, seconds = self._capture(leaves, nest)
+        captured, seconds = _captured(request)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
@@ -241,6 +231,19 @@ class TrainStep:
             return None
         mark = fingerprint(captured.graph)
         return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
+
+
+def _captured(request: StepRequest) -> tuple[CapturedStep, Seconds]:
+    """The step as a graph, and what capturing it has taken."""
+    start = time.perf_counter()
+    try:
+        captured = capture_step(request)
+    except Exception as error:
+        error.add_note(
+            "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"
+        )
+        raise
+    return captured, time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -376,7 +379,7 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
 
 def _plain_values(module: nn.Module) -> tuple[tuple[str, object], ...]:
     """The module's own numbers, flags and strings (``training``, ``p`` of a dropout): tracing reads and fixes them."""
-    return tuple((k, v) for k, v in vars(module).items() if type(v) in PLAIN and not k.startswith("_"))
+    return tuple((k, v) for k, v in vars(module).items() if type(v) in WATCHED and not k.startswith("_"))
 
 
 @contextlib.contextmanager

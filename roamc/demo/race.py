@@ -15,13 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import IO, Any
 
-from roamc.demo.worker import Task
+from roamc.demo.worker import EAGER, SIDES, Task
 from roamc.errors import RoamcError
 from roamc.units import Bytes, Seconds
-
-EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
-SIDES = (EAGER, FREE, BUDGET)
-"""Eager PyTorch, roamc without a budget, and roamc under the task's budget."""
 
 WARM = 2
 """Steps at the start that are not timed: planning, profiling, first use of memory."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from roamc.demo.race import BUDGET, EAGER, SIDES, WARM, Result
+from roamc.demo.race import WARM, Result
+from roamc.demo.worker import BUDGET, EAGER, SIDES
 from roamc.report.text import show_rows
 from roamc.units import format_bytes
 

@@ -27,14 +27,18 @@ from roamc.capture.optimizers import init_state, rule_for
 from roamc.demo import text
 from roamc.workload import Workload
 
+EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
+SIDES = (EAGER, FREE, BUDGET)
+"""Eager PyTorch, roamc without a budget, and roamc under the task's budget."""
+
 
 @dataclass(frozen=True)
 class Task:
     """What all sides do, and which side this is.
 
     Attributes:
-        side: "eager", "roamc" (no budget), or "roamc, budget".
-        memory_budget: of the last of these.
+        side: one of ``SIDES``.
+        memory_budget: of side ``BUDGET``.
     """
 
     side: str
@@ -88,9 +92,9 @@ class Side:
             for parameter in group["params"]:
                 init_state(self.optimizer, rule, parameter, group)
         self.train: roamc.TrainStep | None = None
-        if task.side != "eager":
+        if task.side != EAGER:
             assert workload.loss_fn is not None
-            budget = task.memory_budget if task.side != "roamc" else None
+            budget = task.memory_budget if task.side == BUDGET else None
             self.train = roamc.train_step(workload.model, workload.loss_fn, self.optimizer, memory_budget=budget)
         self.run = self.train or self._eager(workload)
         torch.manual_seed(task.seed)
