@@ -42,14 +42,18 @@ ROUNDS = 6
 CLOSE = 0.01
 """Nothing is asked again for so small a share of the budget."""
 
-DESCENTS, DESCENT = 8, 0.005
-"""For ``"min"``, at most so many budgets are asked for, each by this share below the lowest plan so far,"""
+DESCENTS = 8
+"""Maximum number of budgets that the search for the plan of ``"min"`` asks for."""
+
+DESCENT = 0.005
+"""Each of these budgets is below the lowest plan so far by this fraction of it, by twice as much after a refusal."""
 
 REFUSED = 2
-"""until so many in a row are refused, the next one twice as far below."""
+"""Refusals in a row that end the search for the plan of ``"min"``."""
 
 NEARLY = 1.1
-"""A quick search does not refuse a budget before that of ``"min"`` if a plan is within this of it."""
+"""A quick search for a budget makes the plan of ``"min"`` only if it has a plan that needs at most this multiple of the
+budget; else it refuses the budget at once."""
 
 ALIGNED = 1000
 """One part in so many is left for what the alignment of tensors rounds up."""
@@ -77,10 +81,9 @@ def parse_budget(given: object) -> Budget | None:
         share = _SHARE.fullmatch(given) if isinstance(given, str) else None
         count = float(share.group(1)) if share else _bytes(given)
         if not count:
-            raise OptionError(f"{given!r} is no room at all")
+            raise OptionError(f"{given!r} is no room at all; {KINDS}")
     except OptionError as error:
-        what = str(error).partition(";")[0]  # behind it stands what a size may be, which is not all that a budget may
-        raise OptionError(f"memory_budget: {what}; {KINDS}") from None
+        raise OptionError(f"memory_budget: {error}") from None
     return given if share else count  # type: ignore[return-value]
 
 
@@ -89,10 +92,10 @@ def _bytes(given: object) -> Bytes:
     if isinstance(given, str) and _FRACTION.fullmatch(given):
         given = float(given)
     if not isinstance(given, float):
-        return parse_bytes(given)  # type: ignore[arg-type]
+        return parse_bytes(given, KINDS)  # type: ignore[arg-type]
     if given.is_integer() and given >= BYTES:
         return int(given)
-    raise OptionError(f"{given!r} is not a number of bytes")
+    raise OptionError(f"{given!r} is not a number of bytes; {KINDS}")
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:

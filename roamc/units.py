@@ -15,19 +15,23 @@ _POWERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)
 
 
-def parse_bytes(text: str | int) -> Bytes:
+def parse_bytes(text: str | int, advice: str = "write for example 6GiB, 500MB or a number of bytes") -> Bytes:
     """Read a size such as ``"6GiB"``, ``"500 MB"`` or ``1048576``.
+
+    Args:
+        text: the size.
+        advice: what may be given, for the error.
 
     Raises:
         OptionError: the text is not a non-negative size.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
-            raise OptionError(f"a size cannot be negative: {text}")
+            raise OptionError(f"a size cannot be negative: {text}; {advice}")
         return text
     match = _SIZE.fullmatch(str(text))
     if match is None:
-        raise OptionError(f"{text!r} is not a size; write for example 6GiB, 500MB or a number of bytes")
+        raise OptionError(f"{text!r} is not a size; {advice}")
     return int(Fraction(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
 
 

@@ -108,12 +108,13 @@ def test_unknown_profile_is_refused_without_a_budget_too() -> None:
     assert parse_options({"profile": "h100"}).profile == "h100"
 
 
-@pytest.mark.parametrize("given", ["0%", "lots", "-5%", -5, True, "", "0.5", "Min", [1]])
+@pytest.mark.parametrize("given", ["0%", "lots", "half; or less", "-5%", -5, True, "", "0.5", "Min", [1]])
 def test_every_error_about_a_budget_says_what_one_is(given: object) -> None:
     with pytest.raises(OptionError) as caught:
         parse_options({"memory_budget": given})
-    what, _, advice = str(caught.value).partition("; ")
+    what, _, advice = str(caught.value).rpartition("; ")
     assert what.startswith("memory_budget: ")
+    assert str(given) in what
     assert (
         advice == 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
     )
