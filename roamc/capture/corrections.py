@@ -119,7 +119,7 @@ def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
 
 
 def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU's kernels give rows or channels last; torch notes the strides of the input, for groups from 2.14 on rows."""
+    """The CPU's kernels give rows or channels last; torch notes the input's strides, for groups from 2.14 on rows."""
     return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
 
 
