@@ -285,6 +285,17 @@ def huber_loss(dtype: torch.dtype) -> list[Call]:
     return [*(call(x, y) for x, y in pairs), *(call(x, y, how, 0.3) for x, y in pairs for how in (0, 1, 2))]
 
 
+@cases(FLOATS, aten.mse_loss.default, aten.soft_margin_loss.default)
+def loss_of_pairs(dtype: torch.dtype) -> list[Call]:
+    pairs = [(x, torch.randn(x.shape).to(dtype)) for x in odd(dtype)]
+    return [*(call(x, y) for x, y in pairs), *(call(x, y, how) for x, y in pairs for how in (0, 1, 2))]
+
+
+@cases(FLOATS, aten.smooth_l1_loss.default)
+def smooth_l1_loss(dtype: torch.dtype) -> list[Call]:
+    return [*loss_of_pairs(dtype), *(call(*args, 0.3) for args, _ in loss_of_pairs(dtype) if len(args) == 3)]
+
+
 @cases(FLOATS, aten.slice_backward.default)
 def slice_backward(dtype: torch.dtype) -> list[Call]:
     where = [(0, 0, 2, 1), (1, 1, 5, 2), (1, -2, 9223372036854775807, 1), (-1, 0, 99, 3), (0, 2, 1, 1)]

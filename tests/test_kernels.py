@@ -31,8 +31,11 @@ QUIRKS = {
     aten.native_dropout_backward.default: lambda grad, mask, _: grad.stride() != mask.stride(),
     # The result keeps a storage as large as the argument; that is why the kernel always takes the operator's place.
     aten.col2im.default: lambda *_: True,
-    # The result keeps the loss of every element in its storage; the kernel always takes the operator's place.
+    # The result keeps a storage as large as the arguments; the kernel always takes the operator's place.
     aten.binary_cross_entropy.default: lambda *_: True,
+    aten.mse_loss.default: lambda *_: True,
+    aten.smooth_l1_loss.default: lambda *_: True,
+    aten.soft_margin_loss.default: lambda *_: True,
     # Noted with wide statistics; capture mends that.
     aten._native_batch_norm_legit_functional.default: lambda x, *_: x.dtype is torch.bfloat16,
     # A base with gaps: the operator clones all of the base's storage, the kernel needs what is noted.

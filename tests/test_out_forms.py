@@ -294,8 +294,11 @@ def test_qr_is_allocated_since_it_asks_whether_its_results_share_a_storage() -> 
     assert form_of(node, 2) == ALLOCATE
 
 
+LOSSES = (aten.binary_cross_entropy, aten.huber_loss, aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)
+
+
 @pytest.mark.parametrize("reduction", [1, 2])
-@pytest.mark.parametrize("loss", [aten.binary_cross_entropy.default, aten.huber_loss.default], ids=str)
+@pytest.mark.parametrize("loss", [packet.default for packet in LOSSES], ids=str)
 def test_a_reduced_loss_writes_its_one_number_only(loss: Any, reduction: int) -> None:
     given = torch.rand(5), torch.rand(5)
     found = Checked()

@@ -100,8 +100,10 @@ _MEMBERS: dict[str, str] = {
     "_unsafe_masked_index unfold_copy im2col",
     "root": "sqrt rsqrt hypot",
     "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu "
-    "log_sigmoid_forward logaddexp binary_cross_entropy binary_cross_entropy_with_logits logit logit_backward",
-    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward",
+    "log_sigmoid_forward logaddexp binary_cross_entropy binary_cross_entropy_with_logits logit logit_backward "
+    "soft_margin_loss",
+    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward "
+    "soft_margin_loss_backward",
     "tanh": "tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh pow mish mish_backward lgamma digamma "
     "erfinv igamma igammac polygamma xlogy special_erfcx special_i0 special_i1",
     "random": "native_dropout _fused_dropout bernoulli uniform normal rand randn rand_like randn_like randint "

@@ -267,7 +267,7 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "mse_loss": _compared,
     "smooth_l1_loss": _compared,
     "huber_loss": _compared,
-    "binary_cross_entropy": _losses,
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _losses),
     "binary_cross_entropy_with_logits": _crossed,
     "gather": _half,
     "scatter": _half,
@@ -296,5 +296,6 @@ _EAGER = {
     **_RULES,
     "native_dropout_backward": _first_again,
     "im2col": _first_again,
-    "binary_cross_entropy": _half_of_first,  # the losses are in the storage of the result
+    # The losses are in the storage of the result.
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _half_of_first),
 }

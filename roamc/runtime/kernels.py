@@ -182,6 +182,34 @@ def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 
         _reduce(aten.huber_loss.default(self, target, 0, delta), reduction, out)
 
 
+@_writes(aten.mse_loss.default, lean=True)
+def mse_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
+    """Loss of each element, then its mean or sum; ATen's own first gives the result the size of its arguments, so that
+    its storage, with ``out=`` the arena, grows by as much."""
+    if reduction == 0:
+        aten.mse_loss.out(self, target, 0, out=out)
+    else:
+        _reduce(aten.mse_loss.default(self, target, 0), reduction, out)
+
+
+@_writes(aten.smooth_l1_loss.default, lean=True)
+def smooth_l1_loss(self: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0, *, out: Tensor) -> None:
+    """Loss of each element, then its mean or sum; see :func:`mse_loss`."""
+    if reduction == 0:
+        aten.smooth_l1_loss.out(self, target, 0, beta, out=out)
+    else:
+        _reduce(aten.smooth_l1_loss.default(self, target, 0, beta), reduction, out)
+
+
+@_writes(aten.soft_margin_loss.default, lean=True)
+def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
+    """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the result's storage."""
+    if reduction == 0:
+        aten.soft_margin_loss.out(self, target, 0, out=out)
+    else:
+        _reduce(aten.soft_margin_loss.default(self, target, 0), reduction, out)
+
+
 def _reduce(losses: Tensor, reduction: int, out: Tensor) -> None:
     """Mean (1) or sum (2) of all elements, as ATen numbers them."""
     (torch.mean if reduction == 1 else torch.sum)(losses, [], out=out)

@@ -75,3 +75,23 @@ def value_and_gradient(
     value = torch.compile(function, backend=backend, options=options, dynamic=False)(x)
     (gradient,) = torch.autograd.grad(value, x)
     return value.detach(), gradient
+
+
+LOSSES = (F.binary_cross_entropy, F.huber_loss, F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_loss_keeps_the_bytes_of_its_one_number(loss: Callable[..., Tensor], reduction: str) -> None:
+    torch.manual_seed(0)
+    shares = torch.rand(40, 50, requires_grad=True)
+    wanted = torch.rand(40, 50)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = loss(x.sin().square(), wanted, reduction=reduction)
+        return loss(x, wanted, reduction=reduction), inner * x.exp().sum()
+
+    found, other = torch.compile(both, backend="roamc", options={"strict": True}, dynamic=False)(shares)
+    assert found.untyped_storage().nbytes() == found.nbytes
+    expected = both(shares)
+    assert_same((found.detach(), other.detach()), (expected[0].detach(), expected[1].detach()))
