@@ -12,6 +12,7 @@ from torch import nn
 
 import roamc
 from tests.sweeps import models_compare
+from tests.sweeps.compare import different
 from tests.sweeps.models_compare import BUDGETS, ROUTES, judge
 from tests.sweeps.random_models import Attention, Averaged, Cast, Checkpointed, Recurrent, Scaled, example
 from tests.sweeps.run_models import GOOD
@@ -71,6 +72,25 @@ def test_fallbacks_are_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> Non
     verdict = judge(3, "optimize", None)
     assert verdict.outcome == "falls back"
     assert "a mistake" in verdict.text
+
+
+def test_a_recurrent_layer_gives_the_bits_of_eager_where_aot_eager_does_not() -> None:
+    assert different(models_compare.reference(14, "aot_eager"), models_compare.reference(14, "eager")) != ""
+    assert judge(14, "optimize", None).outcome == "same"
+
+
+def test_wrong_bits_of_a_module_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = models_compare.loss_of
+    found = models_compare.by_roamc
+
+    def doubled(*way: Any) -> Any:
+        monkeypatch.setattr(models_compare, "loss_of", lambda *batch: once(*batch) * 2)
+        results = found(*way)
+        monkeypatch.setattr(models_compare, "loss_of", once)
+        return results
+
+    monkeypatch.setattr(models_compare, "by_roamc", doubled)
+    assert judge(3, "optimize", None).outcome == "differs"
 
 
 def test_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
