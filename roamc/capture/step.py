@@ -6,9 +6,8 @@ than this machine can be planned. Parameters may be on the meta device.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
-from roamc.capture import recurrent, rewinds, user_line
+from roamc.capture import recurrent, refusals, rewinds, user_line
 from roamc.capture.closures import Closures, check_origins, check_written
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
@@ -33,9 +32,6 @@ from roamc.units import format_bytes
 
 LossFunction = Callable[..., torch.Tensor]
 aten = torch.ops.aten
-
-_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
-"""In torch's errors: an operator whose arguments are functions."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,12 @@ class _Trace:
         fakes = [compat.fake_parameter(mode, tensor, device) for tensor in held]
         fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
         try:
-            with _refusals(), compat.uncompiled(self.request.model), recurrent.decomposed(), user_line.noted():
+            with (
+                refusals.in_one_line(),
+                compat.uncompiled(self.request.model),
+                recurrent.decomposed(),
+                user_line.noted(),
+            ):
                 module = compat.trace(self._step, fakes, mode)
             as_views(module.graph)
             rewinds.replay_marked(module.graph)
@@ -223,56 +224,6 @@ class _Trace:
                 raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
             with torch.no_grad():
                 before.copy_(now)
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """While inside, torch's errors about what no graph can hold become one line that says what to do."""
-    try:
-        yield
-    except compat.DataDependentError as error:
-        raise _refusal(
-            error,
-            f"the step reads a tensor's value to decide what to do next ({error.func}); "
-            "train_step needs a step whose operators do not depend on data: use torch.where, or torch.compile",
-        ) from None
-    except compat.DynamicShapeError as error:
-        raise _refusal(
-            error,
-            f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
-            "use a mask instead of an index, or torch.compile",
-        ) from None
-    except RuntimeError as error:
-        if ".numpy() is not supported" in str(error):
-            raise _refusal(
-                error,
-                "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
-                "torch.compile or roamc.optimize",
-            ) from error
-        if not isinstance(error, NotImplementedError):
-            raise
-        operator = _HIGHER_ORDER.search(str(error))
-        if operator is not None:
-            name = operator[1].removesuffix("_stack_output")
-            raise _refusal(
-                error,
-                f"train_step cannot plan torch's {name}, whose branches are graphs of their own; use torch.where, "
-                "or torch.compile or roamc.optimize, which take it",
-            ) from None
-        # torch up to 2.12 has no place for a generator in a graph.
-        raise _refusal(
-            error,
-            f"the step hands an operator what no graph can hold ({error}); draw from a generator of your own "
-            "outside the step and pass the numbers in the batch, or use the default generator",
-        ) from None
-
-
-def _refusal(error: Exception, text: str) -> CaptureError:
-    """A refusal with the notes of ``error``, such as the user's line."""
-    made = CaptureError(text)
-    for note in getattr(error, "__notes__", ()):
-        made.add_note(note)
-    return made
 
 
 def check_loss(loss: object) -> None:

@@ -1,0 +1,61 @@
+"""torch's errors about what no graph of a training step can hold, each as one line that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from roamc import compat
+from roamc.errors import CaptureError
+
+_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
+"""In torch's errors: an operator whose arguments are functions."""
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """While inside, such an error becomes a :class:`CaptureError` with its notes, such as the user's line."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = _text(error)
+        if text is None:
+            raise
+        refusal = CaptureError(text)
+        for note in getattr(error, "__notes__", ()):
+            refusal.add_note(note)
+        raise refusal from None
+
+
+def _text(error: RuntimeError) -> str | None:
+    """What to say of an error of the trace; None for one that is about something else."""
+    if isinstance(error, compat.DataDependentError):
+        return (
+            f"the step reads a tensor's value to decide what to do next ({error.func}); "
+            "train_step needs a step whose operators do not depend on data: use torch.where, or torch.compile"
+        )
+    if isinstance(error, compat.DynamicShapeError):
+        return (
+            f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
+            "use a mask instead of an index, or torch.compile"
+        )
+    if ".numpy() is not supported" in str(error):
+        return (
+            "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
+            "torch.compile or roamc.optimize"
+        )
+    if not isinstance(error, NotImplementedError):
+        return None
+    operator = _HIGHER_ORDER.search(str(error))
+    if operator is not None:
+        name = operator[1].removesuffix("_stack_output")
+        return (
+            f"train_step cannot plan torch's {name}, whose branches are graphs of their own; use torch.where, "
+            "or torch.compile or roamc.optimize, which take it"
+        )
+    # torch up to 2.12 has no place for a generator in a graph.
+    return (
+        f"the step hands an operator what no graph can hold ({error}); draw from a generator of your own "
+        "outside the step and pass the numbers in the batch, or use the default generator"
+    )
