@@ -34,11 +34,11 @@ demo: $(VENV)/.ready ## train a small model with and without roamc and print wha
 test: $(VENV)/.ready ## run the tests (without those marked gpu where there is no CUDA device)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
 
-sweep: $(VENV)/.ready ## what is marked sweep, torch's databases of operators, modules, optimizers, 500 random models; takes hours
+sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, random models, changed plans; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m sweep
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --workers $(WORKERS)
-	OMP_NUM_THREADS=1 ROAMC_SWEEP=all $(BIN)/pytest -q -n $(WORKERS) tests/end_to_end/test_optimizer_database.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan_mutants
 
 lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -112,15 +112,18 @@ def _is_refused(settings: dict[str, Any]) -> bool:
 
 
 TAKEN, NOT_TAKEN = every()
-# `make sweep` runs all of them in all dtypes, `make test` every SGD that is fused and some of the others.
-ALL = os.environ.get("ROAMC_SWEEP") == "all"
-CHOSEN = (
-    TAKEN if ALL else [case for i, case in enumerate(TAKEN) if i % 5 == 0 or (case[0] is SGD and "fused" in case[1])]
-)
 
 
-@pytest.mark.parametrize("dtype", DTYPES if ALL else DTYPES[:1], ids=str)
-@pytest.mark.parametrize(("kind", "settings"), CHOSEN, ids=name_of)
+def cases() -> Iterator[Any]:
+    """`make test` runs every SGD that is fused and some of the others, in float32; `make sweep` the rest."""
+    for number, (kind, settings) in enumerate(TAKEN):
+        for dtype in DTYPES:
+            sampled = dtype is DTYPES[0] and (number % 5 == 0 or (kind is SGD and "fused" in settings))
+            name = "-".join(map(name_of, (kind, settings, dtype)))
+            yield pytest.param(kind, settings, dtype, id=name, marks=() if sampled else pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(("kind", "settings", "dtype"), list(cases()))
 def test_entry(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> None:
     assert_as_eager(kind, settings, dtype)
 

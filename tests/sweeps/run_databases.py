@@ -8,17 +8,13 @@ aot_eager gives. Exits with 1 if any is not.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import json
 import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tests.sweeps import pool
+from tests.sweeps import command, pool
 from tests.sweeps.compare import judge
 from tests.sweeps.databases import Entry, cases, entries, spread
 
@@ -42,29 +38,21 @@ def main() -> int:
     """Run the sweep; 1 if a case fails."""
     options = _options()
     jobs = [(entry, options.samples) for entry in entries() if re.search(options.only, str(entry))]
-    counts: collections.Counter[str] = collections.Counter()
-    with Path(options.log).open("w", encoding="utf-8") as log:
-        for (entry, _), number, row in pool.run(work, jobs, options.workers):
-            row = {"entry": str(entry), "case": number, **row}
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            counts[row["outcome"]] += 1
-            if row["outcome"] not in ("same", "left out"):
-                print(f"{row['outcome']}: {entry} [{row.get('sample', '?')}]: {row['text']}", flush=True)
+    rows = (
+        (f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row)
+        for (entry, _), number, row in pool.run(work, jobs, options.workers)
+    )
+    counts = command.record(rows, options.log)
     judged = sum(counts.values()) - counts["left out"]
     print(f"{counts['same']} of {judged} bit for bit as aot_eager; {counts['left out']} left out (see {options.log})")
     return int(counts["same"] != judged)
 
 
 def _options() -> Any:
-    parser = argparse.ArgumentParser(description="torch's databases of modules and operators by roamc")
+    parser = command.parser("torch's databases of modules and operators by roamc", "build/sweep.jsonl")
     parser.add_argument("--samples", type=int, help="of each entry, evenly spread (default: all)")
-    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32' or 'module nn.GRU'")
-    parser.add_argument("--log", default="build/sweep.jsonl", help="one JSON line per case (default: %(default)s)")
-    options = parser.parse_args()
-    Path(options.log).parent.mkdir(parents=True, exist_ok=True)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,15 +9,11 @@ fallback has no warning, or a plan without a budget is above eager's peak.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tests.sweeps import pool
+from tests.sweeps import command, pool
 from tests.sweeps.models_compare import BUDGETS, ROUTES, judge
 
 GOOD = ("same", "refused", "falls back", "left out")
@@ -34,30 +30,22 @@ def work(seed: int, first: int) -> Iterator[pool.Row]:
 def main() -> int:
     """Run the sweep; 1 if a model fails."""
     options = _options()
-    counts: collections.Counter[str] = collections.Counter()
-    with Path(options.log).open("w", encoding="utf-8") as log:
-        seeds = list(range(options.first, options.first + options.count))
-        for seed, _, row in pool.run(work, seeds, options.workers):
-            log.write(json.dumps({"seed": seed, **row}) + "\n")
-            log.flush()
-            counts[row["outcome"]] += 1
-            if row["outcome"] not in ("same", "left out"):
-                where = f"{row.get('route', '')} {row.get('budget') or ''}".strip()
-                print(f"{row['outcome']}: model {seed} {where}: {row['text']}", flush=True)
+    seeds = list(range(options.first, options.first + options.count))
+    rows = (
+        (f"model {seed} {row.get('route', '')} {row.get('budget') or ''}".strip(), {"seed": seed}, row)
+        for seed, _, row in pool.run(work, seeds, options.workers)
+    )
+    counts = command.record(rows, options.log)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
     return int(any(outcome not in GOOD for outcome in counts))
 
 
 def _options() -> Any:
-    parser = argparse.ArgumentParser(description="random models by roamc")
+    parser = command.parser("random models by roamc", "build/models.jsonl")
     parser.add_argument("--first", type=int, default=0, help="number of the first model (default: %(default)s)")
     parser.add_argument("--count", type=int, default=500, help="models (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
-    parser.add_argument("--log", default="build/models.jsonl", help="one JSON line per case (default: %(default)s)")
-    options = parser.parse_args()
-    Path(options.log).parent.mkdir(parents=True, exist_ok=True)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What the sweeps have in common as commands: options, a log, and a line for every case that fails."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.sweeps.pool import Row
+
+
+def parser(about: str, log: str) -> argparse.ArgumentParser:
+    """The options of every sweep; ``log`` is where it writes by default."""
+    made = argparse.ArgumentParser(description=about)
+    made.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    made.add_argument("--log", type=Path, default=log, help="one JSON line per case (default: %(default)s)")
+    return made
+
+
+def record(rows: Iterable[tuple[str, dict[str, Any], Row]], log: Path) -> collections.Counter[str]:
+    """Write every row to ``log`` as it comes, print those that fail, and count outcomes.
+
+    Args:
+        rows: name of the case for the printed line, what the log says of the case, and its row.
+        log: its folder is made if need be.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as file:
+        for name, case, row in rows:
+            file.write(json.dumps({**case, **row}) + "\n")
+            file.flush()
+            counts[row["outcome"]] += 1
+            if row["outcome"] not in ("same", "left out"):
+                print(f"{row['outcome']}: {name}: {row['text']}", flush=True)
+    return counts
