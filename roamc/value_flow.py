@@ -459,6 +459,8 @@ def _fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | Non
     said = f"would read {_words(now, found)} and not {_words(before, wanted)}, as in the captured graph"
     if wanted is not None and found is not None and _is_same_call(now.numbers, wanted, found):
         said = "would run with other arguments than in the captured graph"
+        if now.numbers.key(wanted)[:-1] == now.numbers.key(found)[:-1]:
+            said = "would run an operator again that may give other bits each time"
     through = f" through {via}, which" if via != reader else ""
     raise VerifyError(
         f"after pass {after!r}: {reader}{through} {said}; leave the pass out with options={{'disable': {after!r}}}"

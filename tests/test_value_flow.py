@@ -122,6 +122,37 @@ def test_rerun_in_front_of_the_write_is_accepted() -> None:
     check(rerun(graph, [Rerun("mul_", "clone", ("clone",))]), before, "retain")
 
 
+def reduced_twice() -> TrainGraph:
+    """Two collectives; backward reads the result of the first."""
+    all_reduce = torch.ops.roamc_collective.all_reduce.default
+
+    def function(x: Tensor) -> Tensor:
+        first = all_reduce(x, "sum", "0")
+        second = all_reduce(first.sin(), "sum", "0")
+        return first.cos() + second
+
+    return traced(function, X, phases="FFFBB")
+
+
+def test_rerun_of_a_collective_is_refused() -> None:
+    graph = reduced_twice()
+    before = values(graph)
+    first, *_, cos, _ = operators(graph.graph)
+    with graph.graph.inserting_before(cos):
+        again = graph.graph.node_copy(first, lambda node: node)
+    again.meta["val"] = first.meta["val"].clone()
+    cos.args = (again,)
+    refused(graph, before, r"cos through all_reduce_2, which would run an operator again that may give other bits")
+
+
+def test_collectives_in_another_order_are_refused() -> None:
+    graph = traced(lambda x: tuple(torch.ops.roamc_collective.all_reduce(x, op, "0") for op in ("sum", "max")), X)
+    before = values(graph)
+    first, second = operators(graph.graph)[:2]
+    move(graph, first.name, second.name)
+    refused(graph, before, rf"{second.name} runs where {first.name} ran")
+
+
 class Scaled(nn.Module):
     """A buffer is read, then written, in front of backward."""
 
