@@ -22,7 +22,7 @@ from torch import fx
 from roamc import compat, compat_dynamo, notices, pipeline
 from roamc.capture import joint, recurrent
 from roamc.codegen.halves import halves_of
-from roamc.dispatch import BySize, is_open
+from roamc.dynamic_shapes import BySize, has_open_sizes
 from roamc.errors import BudgetError, OptionError
 from roamc.graph import TrainGraph
 from roamc.notices import lost_budget, reason_of, warn_of_failure
@@ -91,7 +91,7 @@ def compile_graph(
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
     job = _Job(_name(gm, record), options, record, about, compat_dynamo.graph_break(gm))
     job.check_split()
-    if not is_open(example_inputs):
+    if not has_open_sizes(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
     if notices.is_new(about, "sizes"):
         log.info("roamc plans each input size of %s separately, when it first comes", job.name)

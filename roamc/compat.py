@@ -65,10 +65,11 @@ class CaptureMode(FakeTensorMode):
     of a loss function would change while it is traced.
 
     Args:
-        held: tensors that stand in the trace as fakes and that the step writes, by name: their memory is refused.
-        watched: such that the step may write: their memory is refused to operators that write; names of those that
-            others read are kept in ``read_past``.
-        kernels: functions that make an operator's results in the place of torch's fake kernel; one that gives
+        held: parameters that the step updates, by name. The trace has fakes for them: an operator that is handed their
+            own memory is refused.
+        watched: buffers, by name. An operator that writes to their own memory is refused; ``read_past`` gets the names
+            of those whose own memory is read.
+        kernels: functions that make an operator's results in the place of torch's fake kernel; one that returns
             NotImplemented leaves them to torch.
     """
 
@@ -111,7 +112,7 @@ class CaptureMode(FakeTensorMode):
 
 
 def read_past(name: str) -> str:
-    """What is said of a parameter or buffer that the step reads past its fake, and writes."""
+    """The error of a step that writes to the parameter or buffer ``name`` and is handed its memory beside its fake."""
     return (
         f"the step reads or writes the memory of {name!r} through a tensor that was made before it began, such as "
         ".data, .detach() or a view; make it inside the step, or clone it"

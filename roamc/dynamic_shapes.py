@@ -1,4 +1,4 @@
-"""Graphs whose sizes torch leaves open: each combination of sizes that a call brings gets a program of its own.
+"""Dynamic shapes: each combination of input sizes that a call brings gets a program of its own.
 
 Dynamo makes a size symbolic when it changes between calls, or when the user marks it. roamc plans sizes that are
 known, so nothing is planned while dynamo compiles, and no guard is added: the first call with new sizes fixes them in a
@@ -20,7 +20,8 @@ from roamc import compat_dynamo
 from roamc.graph import output_values, placeholders
 
 FOLDED = ("_operator", "math", "builtins")
-"""Modules whose functions of numbers (``s0 * 2``, ``math.ceil``) give numbers; so do torch's called ``sym_...``."""
+"""Modules whose functions of sizes (``s0 * 2``, ``math.ceil``) are computed once the sizes are known. So are torch's
+functions called ``sym_...``."""
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -55,7 +56,7 @@ class Compiler(Protocol):
         """Called when the graph cannot be compiled and ``who`` runs it; raises ``error`` if that is not wanted."""
 
 
-def is_open(example_inputs: Sequence[Any]) -> bool:
+def has_open_sizes(example_inputs: Sequence[Any]) -> bool:
     """Whether any size, stride or number among a graph's inputs is symbolic."""
     return any(isinstance(value, SYMBOLS) or _is_open_tensor(value) for value in example_inputs)
 
@@ -121,7 +122,7 @@ class BySize:
             module, numbers = fixed(self._graph, known)
             with compat_dynamo.compilation([args[i] for i in self._tensors]) as fakes:
                 call, drop = self._compiler.compile_fixed(module, fakes)
-        except Exception as error:  # law 8; what planning itself raises has fallen back in there
+        except Exception as error:  # law 8; where planning failed, compile_fixed has fallen back by itself
             self._compiler.fall_back(error, "eager PyTorch")
             return UNPLANNED
         return Compiled(call, drop, numbers, total)

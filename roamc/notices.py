@@ -1,4 +1,4 @@
-"""Warnings that a user should read once: per model and text, however many graphs and sizes of it are compiled."""
+"""Warnings that are given once for a model, however many graphs and input sizes of the model are compiled."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def is_new(about: object, text: str) -> bool:
-    """Whether ``text`` is said about ``about``, a model or a function, for the first time."""
+def is_new(about: object, key: str) -> bool:
+    """Whether this is the first call with this ``key`` for ``about``, a model or a function."""
     with _lock:
         said = _said.setdefault(about, set())
-        if text in said:
+        if key in said:
             return False
-        said.add(text)
+        said.add(key)
         return True
 
 
 def warn(about: object, key: str, message: str, stacklevel: int = 3) -> None:
-    """Warn, unless something with this ``key`` was said about ``about`` before."""
+    """Warn, unless ``about`` had a warning with this ``key`` before."""
     if is_new(about, key):
         warnings.warn(message, stacklevel=stacklevel)
 

@@ -47,8 +47,8 @@ PRICE = 32
 memory costs time. (AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
 
 LITTLE: Bytes = 64 << 10
-"""What a split is charged for holding results, and again for giving the arena up: allocator calls take time, whatever
-their bytes. A peak above eager's is no price: such a split comes last, by however little it is above."""
+"""Price, in bytes of peak, of holding any result, and again of having no arena: calls of the allocator take time,
+however few bytes they ask for. A peak above eager's has no price: a split with one comes last."""
 
 
 @dataclass(frozen=True)

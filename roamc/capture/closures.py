@@ -75,7 +75,7 @@ def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str])
 
 
 def check_written(graph: fx.Graph, names: Sequence[str], read_past: Collection[str]) -> None:
-    """Refuse a step that writes to a buffer and reads its memory through a tensor that the graph does not know for it.
+    """Refuse a step that writes to a buffer and reads the buffer's memory through a view that was made before the step.
 
     Args:
         graph: of the step, without the update.

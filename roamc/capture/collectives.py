@@ -118,7 +118,7 @@ def _geometry_of(value: Any) -> list[tuple[object, ...]]:
 
 
 def _refuse(module: fx.GraphModule) -> None:
-    """What is left is not known to be finished when it returns."""
+    """Refuse the collectives that are left: nothing says when their results are there."""
     for node in module.graph.nodes:
         if node.op == "call_function" and ops.rule(node.target).asynchronous:
             if _is_wait(node):

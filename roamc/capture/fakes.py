@@ -15,7 +15,7 @@ aten = torch.ops.aten
 NARROW = (torch.bfloat16, torch.float16)
 
 ROW_BYTES = 16
-"""Rows of ``_grouped_mm``'s result begin at multiples of this (but on ROCm)."""
+"""Rows of ``_grouped_mm``'s result begin at multiples of this many bytes, but for ROCm."""
 
 
 def _grouped_mm(

@@ -165,7 +165,7 @@ class _Stitcher:
         if node is None:
             return None
         if not isinstance(node, fx.Node):
-            raise CaptureError(f"the graph returns {node!r}, not a tensor; fix symbolic shapes with dynamic=False")
+            raise CaptureError(f"the graph returns {node!r}, and what is planned may return tensors only")
         return self.env[node.name]
 
     def _input(self, node: fx.Node) -> fx.Node:

@@ -26,7 +26,7 @@ from roamc.errors import CaptureError
 from roamc.rewrite import Writer
 
 aten = torch.ops.aten
-OTHERS = 'use torch.compile(model, backend="roamc") or roamc.optimize(model), with an optimizer of torch.optim'
+OTHER_WAYS = 'use torch.compile(model, backend="roamc") or roamc.optimize(model), with an optimizer of torch.optim'
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def check_whole(model: nn.Module) -> None:
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     if any(isinstance(module, kinds) for module in model.modules()):
-        raise CaptureError(f"train_step does not take a model that is sharded by FSDP yet: {OTHERS}")
+        raise CaptureError(f"train_step does not take a model that is sharded by FSDP yet: {OTHER_WAYS}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if dtensor is not None and isinstance(tensor, dtensor.DTensor):
-            raise CaptureError(f"train_step does not take DTensors yet, and {name!r} is one: {OTHERS}")
+            raise CaptureError(f"train_step does not take DTensors yet, and {name!r} is one: {OTHER_WAYS}")
 
 
 SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
@@ -100,7 +100,7 @@ SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("has delay_all_reduce_named_params set", lambda ddp: bool(ddp._delay_all_reduce_params)),
     ("spreads its parameters over several devices", lambda ddp: ddp.is_multi_device_module),
 )
-"""What only DistributedDataParallel's own reducer can do: how to say it, and how to see it."""
+"""Settings that need DistributedDataParallel's own reducer: words for the error, and whether a module is set so."""
 
 
 def _has_builtin_hook(module: Any) -> bool:
@@ -119,7 +119,7 @@ def check_around(model: nn.Module) -> None:
 
 
 def check_settings(module: DistributedDataParallel) -> None:
-    """Refuse what a step cannot do.
+    """Refuse a module with one of ``SETTINGS``.
 
     Raises:
         CaptureError: names the setting.
@@ -134,7 +134,11 @@ def check_settings(module: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """While tracing: calls of the modules reach no reducer; gives those that were called where gradients are wanted."""
+    """While inside, a call of a replica's module runs the module in it and no reducer.
+
+    Yields:
+        A list that gets every replica that is called while gradients are on.
+    """
     called: list[Replica] = []
 
     def forward_of(replica: Replica) -> Callable[..., Any]:

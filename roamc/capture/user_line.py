@@ -15,7 +15,7 @@ _FOREIGN = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, P
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """While inside, an error that passes gets a note with the last line of it that is neither torch's nor roamc's."""
+    """While inside, an error gets a note with the innermost line of its traceback outside torch and roamc."""
     try:
         yield
     except Exception as error:
