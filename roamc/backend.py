@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from roamc.codegen.halves import halves_of
 from roamc.dynamic_shapes import BySize, has_open_sizes
 from roamc.errors import BudgetError, OptionError
 from roamc.graph import TrainGraph
+from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
 from roamc.plan import Plan
@@ -59,19 +59,19 @@ class Record:
 
     def __init__(self, name: str = "", limit: int = 64) -> None:
         self.name = name
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._limit = limit
         self.programs: list[Pair | Whole] = []
         self.fallbacks: list[str] = []
 
     def add(self, program: Pair | Whole) -> None:
         """Remember a program; the oldest is forgotten past the limit (its code keeps running)."""
-        with self._lock:
+        with self._lock.now:
             self.programs = [*self.programs, program][-self._limit :]
 
     def remove(self, program: Pair | Whole) -> None:
         """Forget a program."""
-        with self._lock:
+        with self._lock.now:
             self.programs = [kept for kept in self.programs if kept is not program]
 
     @property

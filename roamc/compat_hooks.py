@@ -1,4 +1,4 @@
-"""torch's private interfaces, third of three files: hooks and the autograd graph. See roamc/compat.py."""
+"""torch's private interfaces, third of three files: hooks, the autograd graph, and modes. See roamc/compat.py."""
 
 from __future__ import annotations
 
@@ -46,6 +46,23 @@ def global_module_hooks() -> tuple[object, ...]:
         module._global_backward_pre_hooks, module._global_backward_hooks,
     )  # fmt: skip
     return tuple(tuple(hooks) for hooks in kinds)
+
+
+def function_modes() -> list[object]:
+    """The modes around this call that change what functions of torch do, but for that of the default device."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+
+def kernels_of_attention() -> tuple[object, ...]:
+    """Which kernels attention may choose from, and which comes first."""
+    return (
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        *torch._C._get_sdp_priority_order(),
+    )  # fmt: skip
 
 
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

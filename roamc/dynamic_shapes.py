@@ -7,7 +7,6 @@ copy of dynamo's graph and compiles that.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import fx
 
 from roamc import compat_dynamo
 from roamc.graph import output_values, placeholders
+from roamc.locks import Lock
 
 FOLDED = ("_operator", "math", "builtins")
 """Modules whose functions of sizes (``s0 * 2``, ``math.ceil``) are computed once the sizes are known. So are torch's
@@ -91,12 +91,12 @@ class BySize:
         self._compiler = compiler
         self._limit = limit
         self._programs: OrderedDict[object, Compiled] = OrderedDict()
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def __call__(self, *args: Any) -> Any:
         """Run the program for the sizes of ``args``; compile it now if they are new."""
         key = self._key(args)
-        with self._lock:
+        with self._lock.now:
             program = self._programs.get(key)
             if program is None:
                 program = self._programs[key] = self._build(args)

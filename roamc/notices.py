@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import warnings
 import weakref
 
 import torch
 
 from roamc.errors import RoamcError
+from roamc.locks import Lock
 from roamc.options import Options
 
 log = logging.getLogger(__name__)
 
 _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def is_new(about: object, key: str) -> bool:
     """Whether this is the first call with this ``key`` for ``about``, a model or a function."""
-    with _lock:
+    with _lock.now:
         said = _said.setdefault(about, set())
         if key in said:
             return False

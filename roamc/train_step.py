@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
 from roamc.arguments import check_clip, check_loss_function, check_module, check_optimizer
+from roamc.capture import python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
@@ -34,6 +36,7 @@ from roamc.capture.step import (
 )
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.fingerprint import fingerprint
+from roamc.locks import Lock
 from roamc.options import Options
 from roamc.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
@@ -41,8 +44,52 @@ from roamc.units import Seconds
 
 log = logging.getLogger(__name__)
 
-WATCHED = (bool, int, float, str, type(None))
-"""Types of a module's own attributes that a plan depends on: another value gets another plan."""
+
+class _Captures:
+    """While a step is captured its model holds other tensors, and functions of torch are exchanged: one at a time.
+
+    Attributes:
+        lock: is held meanwhile.
+        thread: which captures; None if none does.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.thread: int | None = None
+
+
+_captures = _Captures()
+_locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
+_locks_lock = Lock()
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    with _captures.lock.now:
+        _captures.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _captures.thread = None
+
+
+def _lock_of(model: nn.Module) -> Lock:
+    """One for all steps of a model: two of them at the same time would train, or capture, the same parameters."""
+    with _locks_lock.now:
+        return _locks.setdefault(model, Lock())
+
+
+@dataclass(frozen=True, eq=False)
+class _Key:
+    """What a program was captured for.
+
+    Attributes:
+        asked: all that is known before capture.
+        reads: what tracing has read of modules beside that.
+    """
+
+    asked: object
+    reads: python_state.Reads
 
 
 class TrainStep:
@@ -72,9 +119,8 @@ class TrainStep:
         self.clip_grad_norm = clip_grad_norm
         check_whole(model)
         self._rule = rule_for(optimizer)
-        self._steps: OrderedDict[object, _BoundStep] = OrderedDict()
+        self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
-        self._lock = threading.Lock()
 
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
@@ -86,7 +132,7 @@ class TrainStep:
         leaves, nest = take_apart((batch, named))
         check_batch(leaves)
         self._check_surroundings()
-        with self._lock:
+        with _lock_of(self.model).now:
             bound, cohorts = self._bound(leaves, nest)
             before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
             if before:
@@ -104,7 +150,7 @@ class TrainStep:
         """
         leaves, nest = take_apart((batch, named))
         self._key(leaves, nest)  # refuses what no plan is made for
-        captured, seconds = _captured(self._request(leaves, nest))
+        captured, _, seconds = _captured(self._request(leaves, nest))
         planned = pipeline.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
@@ -132,7 +178,7 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_steps"], state["_lock"], state["_rule"]
+        del state["_steps"], state["_rule"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,10 +186,16 @@ class TrainStep:
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
         self._reduced = ()
-        self._lock = threading.Lock()
 
     def _check_surroundings(self) -> None:
-        """Refuse what is around this call and would have no effect on the step."""
+        """Refuse what is around this call and would have no effect on the step, or that no step can be inside of."""
+        if _captures.thread == threading.get_ident():
+            raise CaptureError(
+                "a train_step is called inside loss_fn, or in a hook that runs there: a step cannot be part of "
+                "another; call one after the other"
+            )
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)
         if compat.saved_tensor_hooks_active():
@@ -166,37 +218,40 @@ class TrainStep:
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
         modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
-        plain = tuple(map(_plain_values, modules))
         held = tuple(map(geometry, (*parameters, *self.model.buffers())))
-        casts = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-        )
         return (
             nest.key(),
             tuple(map(describe, leaves)),
-            plain,
+            (python_state.of_function(self.loss_fn), self.clip_grad_norm),
+            python_state.of_modules(modules),
             held,
-            casts,
+            python_state.of_torch(),
             optimizer_key(self.optimizer, self._rule),
             hooks_key(modules, parameters),
         )
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
         """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
-        key = self._key(leaves, nest)
-        bound = self._steps.get(key)
+        asked = self._key(leaves, nest)
+        key = next((known for known in reversed(self._steps) if known.asked == asked and known.reads.hold()), None)
+        bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
-        if bound is None or cohorts is None:
-            bound = self._steps[key] = self._build(leaves, nest)
+        if key is None or bound is None or cohorts is None:
+            bound, reads = self._build(leaves, nest)
+            fresh = _Key(asked, reads)
+            if key is not None:
+                del self._steps[key]
+            key, self._steps[fresh] = fresh, bound
             cohorts = bound.cohorts_now() or {}
             if len(self._steps) > self.options.max_plans:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return bound, cohorts
 
-    def _build(self, leaves: Sequence[Any], nest: Nest) -> _BoundStep:
+    def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, python_state.Reads]:
+        """The program of a step that is captured now, and what it depends on beside its key."""
         request = self._request(leaves, nest)
-        captured, seconds = _captured(request)
+        captured, reads, seconds = _captured(request)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
@@ -206,7 +261,7 @@ class TrainStep:
             self._reduced = captured.reduced
         known = self._known(captured)
         if known is not None:  # forward has set an attribute to what it keeps from now on
-            return known
+            return known, reads
         with _refused(captured.graph.name):
             planned = pipeline.run(captured.graph, self.options)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
@@ -216,7 +271,7 @@ class TrainStep:
         bound = _BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
-        return bound
+        return bound, reads
 
     def _on_failure(self, name: str) -> OnFailure | None:
         """What a program that fails in the middle of a step calls; None if the failure is to be raised."""
@@ -233,17 +288,18 @@ class TrainStep:
         return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
 
 
-def _captured(request: StepRequest) -> tuple[CapturedStep, Seconds]:
-    """The step as a graph, and what capturing it has taken."""
+def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, Seconds]:
+    """The step as a graph, what tracing has read of modules, and what capturing it has taken."""
     start = time.perf_counter()
     try:
-        captured = capture_step(request)
+        with _capturing(), python_state.followed(tuple(request.model.modules())) as reads:
+            captured = capture_step(request)
     except Exception as error:
         error.add_note(
             "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"
         )
         raise
-    return captured, time.perf_counter() - start
+    return captured, reads, time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -375,11 +431,6 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
             if value is not None:
                 found[f"{prefix}.{key}" if prefix else key] = (own, key)
     return found
-
-
-def _plain_values(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The module's own numbers, flags and strings (``training``, ``p`` of a dropout): tracing reads and fixes them."""
-    return tuple((k, v) for k, v in vars(module).items() if type(v) in WATCHED and not k.startswith("_"))
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from roamc.compat import move_to, with_bits
+from roamc.locks import Lock
 from roamc.runtime import blocks
 from roamc.units import Bytes
 
@@ -168,7 +167,7 @@ class ArenaPool:
     waiting: dict[int, Arena] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._tickets = itertools.count()
         _POOLS.add(self)
 
@@ -180,7 +179,7 @@ class ArenaPool:
 
     def acquire(self) -> Arena:
         """A free arena, or a new one."""
-        with self._lock:
+        with self._lock.now:
             arena = self.free.pop() if self.free else None
         if arena is None:
             return Arena(self.nbytes, self.device, self.bind, self.away)
@@ -190,12 +189,12 @@ class ArenaPool:
     def release(self, arena: Arena) -> None:
         """Give an arena back for the next step."""
         arena.leave(keep=self.keep)
-        with self._lock:
+        with self._lock.now:
             self.free.append(arena)
 
     def park(self, arena: Arena, token: torch.Tensor) -> None:
         """Keep ``arena`` for a backward; it is freed when ``token``, one of the saved tensors, is gone."""
-        with self._lock:
+        with self._lock.now:
             ticket = next(self._tickets)
             self.waiting[ticket] = arena
         weakref.finalize(token, self._forget, ticket).atexit = False
@@ -203,7 +202,7 @@ class ArenaPool:
     def take(self, tensor: torch.Tensor) -> tuple[int, Arena] | None:
         """The parked arena that ``tensor`` lies in, and its ticket; no longer parked. None if there is none."""
         pointer = tensor.untyped_storage().data_ptr()
-        with self._lock:
+        with self._lock.now:
             for ticket, arena in self.waiting.items():
                 if arena.storage.data_ptr() == pointer:
                     return ticket, self.waiting.pop(ticket)
@@ -211,27 +210,15 @@ class ArenaPool:
 
     def put_back(self, ticket: int, arena: Arena) -> None:
         """Park a taken arena again under its ticket: its graph was kept for another backward."""
-        with self._lock:
+        with self._lock.now:
             self.waiting[ticket] = arena
 
     def _forget(self, ticket: int) -> None:
         # A ticket, not the arena, is forgotten: the arena may be in flight again for a later step.
-        with self._lock:
+        with self._lock.now:
             arena = self.waiting.pop(ticket, None)
             if arena is not None:
                 self.release(arena)
 
-    def renew_lock(self) -> None:
-        """In a forked child: a lock that another thread held at the fork would never be released."""
-        self._lock = threading.RLock()
-
 
 _POOLS: weakref.WeakSet[ArenaPool] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for pool in list(_POOLS):
-        pool.renew_lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -7,13 +7,12 @@ program keeps no more than twice its own need from going back.
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Iterable
 
 import torch
 
+from roamc.locks import Lock
 from roamc.runtime import huge_pages
 from roamc.units import Bytes
 
@@ -92,7 +91,7 @@ class Block:
 
 
 _BLOCKS: list[weakref.ref[Block]] = []
-_LOCK = threading.RLock()
+_LOCK = Lock()
 
 MOST = 2
 """A block of at most so many times the bytes that are needed is taken."""
@@ -106,7 +105,7 @@ def take(nbytes: Bytes, device: torch.device, mine: Block | None, *, parts: bool
     memory back then.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    with _LOCK:
+    with _LOCK.now:
         idle = [block for block in _blocks() if _is_idle(block, device, stream)]
         idle.sort(key=lambda block: block.nbytes)
         fitting = [block for block in idle if nbytes <= block.nbytes <= MOST * nbytes]
@@ -134,7 +133,7 @@ def give(block: Block, *, keep: bool) -> None:
     """The block is idle from now on; without ``keep`` its memory goes back to the device's allocator."""
     if not keep:
         block.empty()
-    with _LOCK:
+    with _LOCK.now:
         block.busy = False
 
 
@@ -143,13 +142,13 @@ def holds(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if tensor.numel() and not storage.nbytes():
         return True
-    with _LOCK:
+    with _LOCK.now:
         return any(block.storage.data_ptr() == storage.data_ptr() for block in _blocks())
 
 
 def held() -> Bytes:
     """Bytes of all blocks of this process, idle ones included; ranges that are given back are not."""
-    with _LOCK:
+    with _LOCK.now:
         return sum(block.held for block in _blocks())
 
 
@@ -158,12 +157,3 @@ def _blocks() -> list[Block]:
     found = [(ref, block) for ref in _BLOCKS if (block := ref()) is not None]
     _BLOCKS[:] = [ref for ref, _ in found]
     return [block for _, block in found]
-
-
-def _renew_lock() -> None:
-    """In a forked child: a lock that another thread held at the fork would never be released."""
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)

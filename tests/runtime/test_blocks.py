@@ -144,7 +144,7 @@ def test_a_lock_held_at_a_fork_does_not_block_the_child() -> None:
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with blocks._LOCK:
+        with blocks._LOCK.now:
             locked.set()
             done.wait(30)
 

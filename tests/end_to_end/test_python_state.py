@@ -1,0 +1,268 @@
+"""What Python code reads while a step is traced may change between two steps: the next step has eager's bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+import roamc
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
+
+X = noise(4, 8)
+SCALE = 1.0
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 1.0
+
+    def forward(self, y: Tensor) -> Tensor:
+        return (y * self.weight).square().mean()
+
+
+CRITERION = Criterion()
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return CRITERION(helper(model(x)))
+
+
+class Reader(nn.Module):
+    """Reads attributes of every kind."""
+
+    shift = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh()
+        self.function: Callable[[Tensor], Tensor] = torch.tanh
+        self.numbers, self.named, self.chosen = [1.0, [2.0]], {"k": 1.0}, {1, 2}
+        self._private, self.constant = 0.5, torch.ones(8)
+        self.config = SimpleNamespace(scale=1.0, sizes=(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.second(self.first(x))) + self.shift
+        x = self.function(x) * self.numbers[1][0] * self.named["k"] * self._private * self.constant  # type: ignore[index]
+        return x * self.config.scale * len(self.chosen) + torch.ones(8, dtype=torch.float32)
+
+    def backwards(self, x: Tensor) -> Tensor:
+        return self.first(self.second(x))
+
+
+def exchange(model: Any) -> None:
+    model.first, model.second = model.second, model.first
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a module of another class": lambda m: setattr(m, "act", nn.Sigmoid()),
+    "two modules exchanged": exchange,
+    "a function": lambda m: setattr(m, "function", torch.sigmoid),
+    "a list in a list": lambda m: m.numbers[1].__setitem__(0, 3.0),
+    "a dict": lambda m: m.named.update(k=3.0),
+    "a set": lambda m: m.chosen.add(3),
+    "a private number": lambda m: setattr(m, "_private", 0.9),
+    "a tensor": lambda m: setattr(m, "constant", torch.full((8,), 2.0)),
+    "a tensor written": lambda m: m.constant.mul_(3.0),
+    "an object": lambda m: setattr(m.config, "scale", 3.0),
+    "forward of the object": lambda m: setattr(m, "forward", m.backwards),
+    "forward of a part": lambda m: setattr(m.act, "forward", torch.relu),
+}
+EVERYWHERE: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "forward of the class": lambda patch: patch.setattr(Reader, "forward", Reader.backwards),
+    "a number of the class": lambda patch: patch.setattr(Reader, "shift", 0.7),
+    "a global number": lambda patch: patch.setitem(globals(), "SCALE", 3.0),
+    "a global function": lambda patch: patch.setitem(globals(), "helper", torch.tanh),
+    "a number of a criterion": lambda patch: patch.setattr(CRITERION, "weight", 3.0),
+    "another criterion": lambda patch: patch.setitem(globals(), "CRITERION", nn.Sequential(nn.Tanh(), Criterion())),
+}
+
+
+def check(change: Callable[[nn.Module], Any], loss_fn: Callable[..., Tensor] = loss) -> None:
+    """Two steps, ``change``, two steps: parameters and losses are eager's, and nothing is captured in between."""
+    torch.manual_seed(0)
+    model = Reader()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == 2:
+            change(model)
+            change(twin)
+        assert_same(step(X), eager_step(twin, loss_fn, reference, X), f"loss of step {number}")
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+    assert len(step._steps) <= 2
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model(change: Callable[[Any], Any]) -> None:
+    check(change)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_a_change_around_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(lambda _: EVERYWHERE[name](monkeypatch))
+
+
+def test_a_number_in_the_closure_of_the_loss_function() -> None:
+    weight = 1.0
+
+    def weighted(model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, x) * weight
+
+    def change(_: nn.Module) -> None:
+        nonlocal weight
+        weight = 3.0
+
+    check(change, weighted)
+
+
+def test_a_module_in_the_place_of_one_with_the_same_geometry_is_trained_by_nobody() -> None:
+    model = Reader()
+    step = roamc.train_step(model, loss, sgd(model))
+    step(X)
+    model.first = nn.Linear(8, 8)
+    with pytest.raises(roamc.CaptureError, match="the optimizer holds a parameter that the model does not"):
+        step(X)
+
+
+def test_another_loss_function_and_another_clipping_of_a_step() -> None:
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    step(X), eager_step(twin, square, reference, X)
+    step.loss_fn, step.clip_grad_norm = loss, 0.1
+    assert_same(step(X), eager_step(twin, loss, reference, X, clip=0.1))
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+class Doubled(TorchFunctionMode):
+    """While inside, tanh is twice tanh."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def attention() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def doubled() -> Iterator[None]:
+    with Doubled():
+        yield
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x).view(1, 2, 2, 8)
+        return torch.tanh(F.scaled_dot_product_attention(q, q, q)) + torch.arange(8.0) + torch.full((8,), 0.1)
+
+
+@pytest.mark.parametrize("around", [default_dtype, attention, doubled])
+def test_what_is_set_around_some_steps(around: Callable[[], Iterator[None]]) -> None:
+    model = Attention()
+    twin = copy.deepcopy(model)
+    loss_fn = lambda m, x: m(x).square().mean()  # noqa: E731
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for number in range(6):
+        inside = around() if number in (1, 2, 5) else iter(())
+        next(inside, None)
+        found, wanted = step(X), eager_step(twin, loss_fn, reference, X)
+        next(inside, None)
+        assert_same(found, wanted, f"loss of step {number}")
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+    assert len(step._steps) <= 4
+
+
+def test_what_forward_leaves_in_its_module_is_no_change() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept, self.list = nn.Linear(8, 8), None, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.Softmax(-1)(self.linear(x))
+            self.kept, seen = x, len(self.list)
+            self.list.append(x.detach())
+            return x * self.kept if seen < 100 else x
+
+    model = Keeps()
+    step = roamc.train_step(model, square, sgd(model), strict=True)
+    for _ in range(5):
+        step(X)
+        gc.collect()
+    assert len(step._steps) == 2, "before kept was set, and after"
+    assert len(model.list) == 2
+
+
+def test_inference_mode_is_refused() -> None:
+    step = roamc.train_step(model := nn.Linear(8, 8), square, sgd(model))
+    with torch.inference_mode(), pytest.raises(roamc.CaptureError, match="inference_mode"):
+        step(X)
+
+
+def test_a_step_inside_of_the_loss_function_is_refused() -> None:
+    def nested(model: nn.Module, x: Tensor) -> Tensor:
+        step(x)
+        return square(model, x)
+
+    step = roamc.train_step(model := nn.Linear(8, 8), nested, sgd(model))
+    with pytest.raises(roamc.CaptureError, match="inside loss_fn"):
+        step(X)
+
+
+def test_a_step_in_a_hook_behind_the_update() -> None:
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+    optimizer, reference = sgd(model), sgd(twin)
+    step = roamc.train_step(model, square, optimizer, strict=True)
+    handle = optimizer.register_step_post_hook(lambda *_: (handle.remove(), step(X)))
+    step(X)
+    eager_step(twin, square, reference, X)
+    eager_step(twin, square, reference, X)
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+def test_two_steps_of_one_model_in_two_threads() -> None:
+    """While one is captured, the model holds tensors of the trace."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+    wanted = square(model, X).detach()
+    steps = [roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.0)) for _ in range(4)]
+    start, found = threading.Barrier(4), []
+
+    def run(step: roamc.TrainStep) -> None:
+        start.wait()
+        found.extend(step(X) for _ in range(3))
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(found, [wanted] * 12)
