@@ -9,7 +9,8 @@ floor is lowest can have nothing more put under it (it would have to reach above
   of those can have. So do the floors of its twins, of the same size and life: they are interchangeable.
 
 What then waits falls apart where no waiting storage crosses from one section into the next. Each set is searched
-by itself, and if one has no solution the others need not be tried in another way:
+by itself, and if one has no solution the others need not be tried in another way. It may be ranked by itself too:
+first what waits in the section with the most waiting bytes, for that is now the one with the least room to lose:
 
     bytes   |        ........            placed: the two long ones at the bottom. What waits above falls apart
             | ..... |........|           into two sets, each with floors of its own
@@ -26,9 +27,9 @@ passed over on the way back (conflict-directed backjumping: Prosser 1993, "Hybri
 satisfaction problem"). Two storages of
 the same life, one directly on the other, may change places, so the lower one has the lower rank.
 
-Canonical layouts, sections, dominance and decomposition follow Moffitt, "MiniMalloc: a lightweight memory
-allocator for hardware-accelerated machine learning", ASPLOS 2023. The choice between two, with floors that rise
-for the one that waits, the bound by release dates and the way back are our own.
+Canonical layouts, sections, dominance, decomposition and the ranks of what it leaves follow Moffitt, "MiniMalloc: a
+lightweight memory allocator for hardware-accelerated machine learning", ASPLOS 2023. The choice between two, with
+floors that rise for the one that waits, the bound by release dates and the way back are our own.
 """
 
 from roamc.solvers.compiled import compiled
@@ -82,19 +83,19 @@ def search(state: SearchState, capacity: int, limit: int) -> int:
 @compiled
 def _fits(state: SearchState, here: int, capacity: int) -> bool:
     """Sort a list by floor, then rank, and see whether its sections can hold it; if not, to what that is due."""
-    lists, floor, top = state.lists, state.floor, state.top
+    lists, ranks, floor, top = state.lists, state.ranks, state.floor, state.top
     stop = here + 1 + lists[here]
     lo, hi, work = len(top), 0, 0
     for k in range(here + 1, stop):
-        storage = lists[k]
+        storage, rank = lists[k], ranks[k]
         place = k
         while place > here + 1 and (
             floor[lists[place - 1]] > floor[storage]
-            or (floor[lists[place - 1]] == floor[storage] and lists[place - 1] > storage)
+            or (floor[lists[place - 1]] == floor[storage] and ranks[place - 1] > rank)
         ):
-            lists[place] = lists[place - 1]
+            lists[place], ranks[place] = lists[place - 1], ranks[place - 1]
             place -= 1
-        lists[place] = storage
+        lists[place], ranks[place] = storage, rank
         work += k - place + 1
         lo, hi = min(lo, state.first[storage]), max(hi, state.end[storage])
     for section in range(lo, hi):
@@ -208,9 +209,49 @@ def _list_sets(state: SearchState, here: int, chosen: int) -> int:
     for k in range(here + 1, stop):
         if lists[k] != chosen:
             number = births[state.first[lists[k]]]
-            lists[slot[number]] = lists[k]
+            lists[slot[number]], state.ranks[slot[number]] = lists[k], state.ranks[k]
             slot[number] += 1
+    if sets > 1 and len(state.tie):
+        _rank_again(state, int(state.at[LISTED]), end)
     return end
+
+
+@compiled
+def _rank_again(state: SearchState, here: int, end: int) -> None:
+    """Rank the storages of the sets between here and end, each set by the most bytes that wait in a section."""
+    lists, ranks, most, tie = state.lists, state.ranks, state.most, state.tie
+    while here < end:
+        stop = here + 1 + lists[here]
+        _add_waiting(state, here)
+        for k in range(here + 1, stop):
+            storage = lists[k]
+            place = k
+            while place > here + 1 and (
+                most[lists[place - 1]] < most[storage]
+                or (most[lists[place - 1]] == most[storage] and tie[lists[place - 1]] > tie[storage])
+            ):
+                lists[place] = lists[place - 1]
+                place -= 1
+            lists[place] = storage
+            state.at[WORK] += k - place + 1
+        for k in range(here + 1, stop):
+            ranks[k] = k
+        here = stop
+
+
+@compiled
+def _add_waiting(state: SearchState, here: int) -> None:
+    """Write to `most`, for each storage of a list, the bytes that wait in the fullest section of its life."""
+    lists, first, last, waiting = state.lists, state.first, state.end, state.top
+    stop = here + 1 + lists[here]
+    for k in range(here + 1, stop):
+        waiting[first[lists[k]] : last[lists[k]]] = 0
+    for k in range(here + 1, stop):
+        waiting[first[lists[k]] : last[lists[k]]] += state.size[lists[k]]
+    for k in range(here + 1, stop):
+        storage = lists[k]
+        state.most[storage] = waiting[first[storage] : last[storage]].max()
+        state.at[WORK] += last[storage] - first[storage]
 
 
 @compiled

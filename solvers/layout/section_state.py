@@ -29,10 +29,13 @@ class SearchState(NamedTuple):
     the last placed of each kind.
 
     A frame is a set of waiting storages that are connected in time (`lists[list_at]` is its length, its members
-    follow) and the one that was placed of it. What then waits falls apart into the frames' children: lists one
-    after another in `lists[children:children_end]`, each a frame of its own with this one as `parent`.
+    follow, and `ranks` has the rank of each beside it) and the one that was placed of it. What then waits falls apart
+    into the frames' children: lists one after another in `lists[children:children_end]`, each a frame of its own with
+    this one as `parent`.
     `due_from` and `due_to` are the sections to which a frame's refutations so far are due.
     `raised`, `raised_from` log every change of a floor, so that it can be taken back.
+    `tie` has the ranks among equals where sets are ranked again, by the `most` bytes that wait with each storage in a
+    section; it is empty where first ranks are kept.
     """
 
     size: LongArray
@@ -44,6 +47,8 @@ class SearchState(NamedTuple):
     offset: LongArray
     over: IntArray
     lists: IntArray
+    ranks: IntArray
+    tie: IntArray
     raised: IntArray
     raised_from: LongArray
     list_at: LongArray
@@ -57,20 +62,26 @@ class SearchState(NamedTuple):
     due_from: LongArray
     due_to: LongArray
     top: LongArray
+    most: LongArray
     births: IntArray
     cover: IntArray
     slot: LongArray
     at: LongArray
 
 
-def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
-    """Everything waits on the ground. sequence: int64[n], the storages by rank."""
+def start(part: LayoutProblem, sequence: LongArray, tie: LongArray | None = None) -> SearchState:
+    """Everything waits on the ground.
+
+    sequence: int64[n], the storages by rank. tie: int64[n], the sequence of those that are equally pressed when a set
+    is ranked again; None where storages keep their first ranks.
+    """
     size = padded(part)[sequence]
     sections = _fullest_births(part)
     first = np.searchsorted(sections, part.born[sequence]).astype(np.int32)
     end = np.searchsorted(sections, part.dead[sequence]).astype(np.int32)
     n, columns = len(size), len(sections) + 1
-    longs = np.zeros((10, n + 1), dtype=np.int64)
+    longs = np.zeros((11, n + 1), dtype=np.int64)
+    room = min(n * (n + 3) + 2, _MOST_LISTED)
     state = SearchState(
         size=size,
         alignment=part.own_alignment[sequence],
@@ -80,7 +91,9 @@ def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
         floor=longs[0],
         offset=longs[1],
         over=np.full(n, -1, dtype=np.int32),
-        lists=np.empty(min(n * (n + 3) + 2, _MOST_LISTED), dtype=np.int32),
+        lists=np.empty(room, dtype=np.int32),
+        ranks=np.empty(room, dtype=np.int32),
+        tie=np.zeros(0, dtype=np.int32) if tie is None else _place_in(tie)[sequence],
         raised=np.empty(min(4 * n * n + n, _MOST_RAISED), dtype=np.int32),
         raised_from=np.empty(min(4 * n * n + n, _MOST_RAISED), dtype=np.int64),
         list_at=longs[2],
@@ -94,13 +107,14 @@ def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
         due_from=longs[8],
         due_to=longs[9],
         top=np.zeros(columns, dtype=np.int64),
+        most=longs[10],
         births=np.zeros(columns, dtype=np.int32),
         cover=np.zeros(columns, dtype=np.int32),
         slot=np.zeros(columns, dtype=np.int64),
         at=np.zeros(TO + 1, dtype=np.int64),
     )
     state.lists[0] = n
-    state.lists[1 : n + 1] = np.arange(n)
+    state.lists[1 : n + 1] = state.ranks[1 : n + 1] = np.arange(n)
     state.at[LISTED], state.at[FRAMES], state.parent[0] = n + 1, 1, -1
     state.due_from[0] = columns
     return state
@@ -109,6 +123,12 @@ def start(part: LayoutProblem, sequence: LongArray) -> SearchState:
 def spent(state: SearchState) -> int:
     """What the search has cost so far, in nodes."""
     return int(state.at[NODES] + state.at[WORK] // WORK_OF_A_NODE)
+
+
+def _place_in(sequence: LongArray) -> IntArray:
+    place = np.empty(len(sequence), dtype=np.int32)
+    place[sequence] = np.arange(len(sequence))
+    return place
 
 
 def _fullest_births(part: LayoutProblem) -> IntArray:

@@ -19,13 +19,14 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, make
 from roamc.solvers.layout.section_search import FOUND, NONE, search
 from roamc.solvers.layout.section_state import SearchState, spent, start
 
-ORDERS: tuple[sequences.Sequence, ...] = (
-    sequences.by_width_area_total,
-    sequences.by_total_width_area,
-    sequences.by_size,
-    sequences.by_area,
-    sequences.by_total_area_width,
+ORDERS: tuple[tuple[sequences.Sequence, sequences.Sequence | None], ...] = (
+    (sequences.by_width_area_total, None),
+    (sequences.by_total_width_area, sequences.by_lifetime),
+    (sequences.by_size, None),
+    (sequences.by_area, None),
+    (sequences.by_total_area_width, sequences.by_area),
 )
+"""Ranks of all storages, and, where sets are ranked again as they fall apart, what ranks those under equal bytes."""
 
 _RESTART_NODES = 3
 """A search with a drawn order may place so many storages for each that there is."""
@@ -34,6 +35,7 @@ _SHARES = 8
 """Each capacity that is asked for gets this part of the nodes that are left; the target itself a quarter."""
 
 Clock = Callable[[], bool]
+Order = tuple[LongArray, LongArray | None]
 Run = tuple[LongArray, SearchState]
 
 
@@ -112,7 +114,7 @@ def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: in
     lowest = -(-target // unit) * unit  # no layout is lower, but for the target
     guess, nodes, refuted = lowest, 0, False
     height = arena_bytes(part, offset)
-    static = [order(part) for order in ORDERS] if height > max(lowest, target) else []
+    static = _orders(part) if height > max(lowest, target) else []
     asked = lowest
     while height > max(lowest, target) and nodes < node_limit and not late():
         share = (node_limit - nodes) // (4 if asked == lowest else _SHARES) + 1
@@ -131,8 +133,12 @@ def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: in
     return SearchResult(offset, nodes, height <= max(lowest, target), refuted)
 
 
+def _orders(part: LayoutProblem) -> list[Order]:
+    return [(ranks(part), None if tie is None else tie(part)) for ranks, tie in ORDERS]
+
+
 def _decide(
-    part: LayoutProblem, orders: Sequence[LongArray], capacity: Bytes, node_limit: int, late: Clock
+    part: LayoutProblem, orders: Sequence[Order], capacity: Bytes, node_limit: int, late: Clock
 ) -> tuple[LongArray | None, bool, int]:
     """A layout within the capacity, or None; whether it is proved that there is none; and the nodes it took."""
     short = _RESTART_NODES * part.num_storages
@@ -159,14 +165,14 @@ def _decide(
         share *= 2
 
 
-def _started(part: LayoutProblem, orders: Sequence[LongArray]) -> Callable[[], Iterator[Run]]:
+def _started(part: LayoutProblem, orders: Sequence[Order]) -> Callable[[], Iterator[Run]]:
     """A walk over the static orders, each begun when it is first come to: short searches end before the last."""
     states: list[SearchState] = []
 
     def walk() -> Iterator[Run]:
-        for number, sequence in enumerate(orders):
+        for number, (sequence, tie) in enumerate(orders):
             if number == len(states):
-                states.append(start(part, sequence))
+                states.append(start(part, sequence, tie))
             yield sequence, states[number]
 
     return walk

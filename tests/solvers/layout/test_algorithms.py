@@ -1,5 +1,7 @@
 """Every heuristic gives a valid layout that is no lower than the bound."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -153,6 +155,19 @@ def test_improvement_forgets_the_rounds_that_were_worse(seed: int) -> None:
     arenas = [arena_bytes(problem, offset) for offset in after]
     assert arenas == sorted(arenas, reverse=True)
     assert arenas[-1] < arenas[0]
+
+
+@pytest.mark.parametrize("births", [1, 5, 40])
+@pytest.mark.parametrize("seed", range(6))
+def test_first_fit_in_slices_of_time_is_first_fit(seed: int, births: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(seed)
+    born = [dice.randrange(100) for _ in range(300)]
+    dead = [first + dice.choice((2, 3, 5, 30)) for first in born]
+    gaps = [Gap(i, born[i] + 1, dead[i] - 1, 0, 1) for i in range(0, 300, 7) if dead[i] - born[i] > 2]
+    problem = make_problem([dice.randrange(1, 30) for _ in born], born, dead, 1, gaps=gaps)
+    whole = [first_fit(problem, sequence(problem)).tolist() for sequence in SEQUENCES]
+    monkeypatch.setattr("roamc.solvers.layout.first_fit._BIRTHS_A_SLICE", births)
+    assert [first_fit(problem, sequence(problem)).tolist() for sequence in SEQUENCES] == whole
 
 
 def test_gap_between_two_storages_is_used_again() -> None:

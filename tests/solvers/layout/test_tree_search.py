@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes, lower_bound, make_problem, padded
-from roamc.solvers.layout.section_search import NONE, STOPPED, search
+from roamc.solvers.layout.section_search import FOUND, NONE, STOPPED, search
 from roamc.solvers.layout.section_state import NODES, start
 from roamc.solvers.layout.sequences import by_birth
 from roamc.solvers.layout.tree_search import time_pieces, tree_search
@@ -100,6 +100,41 @@ def test_search_minds_alignments_of_storages(plain: LayoutProblem, data: st.Data
     assert found.proved
     assert is_valid(problem, found.offset.tolist())
     assert arena_bytes(problem, found.offset) == lowest_arena(problem)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(problems(most_storages=6, most_steps=6), st.randoms(use_true_random=False), st.integers(-20, 20))
+def test_sets_that_are_ranked_again_lose_no_layout(problem: LayoutProblem, dice, more: int) -> None:
+    columns = (column[problem.size > 0] for column in (problem.size, problem.born, problem.dead))
+    part = make_problem(*columns, problem.alignment)
+    assume(part.num_storages > 0)
+    sequence, tie = (np.array(dice.sample(range(part.num_storages), part.num_storages), dtype=np.int64) for _ in "12")
+    lowest = lowest_arena(problem)
+    state = start(part, sequence, tie)
+    ended = search(state, lowest + more, 1_000_000)
+    assert ended == (FOUND if more >= 0 else NONE)
+    if ended == FOUND:
+        offset = state.offset[np.argsort(sequence)]
+        assert is_valid(part, offset.tolist())
+        assert arena_bytes(part, offset) <= lowest + more
+
+
+def test_sets_that_fall_apart_are_ranked_by_the_bytes_that_wait_with_them() -> None:
+    # above 0, 4 waits alone; 1, 2, 3 wait together, 2 and 3 under eleven bytes, 1 under eight
+    problem = make_problem([8, 3, 5, 6, 1], [0, 6, 4, 4, 0], [8, 8, 8, 6, 4], 1)
+    waiting = {}
+    for name, tie in (("kept", None), ("again", np.arange(5)), ("backwards", np.arange(5)[::-1])):
+        state = start(problem, np.arange(5), tie)
+        assert search(state, 99, 1) == STOPPED
+        here, end = state.children[0], state.children_end[0]
+        children = state.lists[here:end].tolist()
+        assert (np.diff(state.ranks[end - 3 : end]) > 0).all()
+        waiting[name] = [children[:2], children[2:]]
+    assert waiting == {
+        "kept": [[1, 4], [3, 1, 2, 3]],
+        "again": [[1, 4], [3, 2, 3, 1]],
+        "backwards": [[1, 4], [3, 3, 2, 1]],
+    }
 
 
 def test_search_that_is_stopped_goes_on_to_the_same_end() -> None:
