@@ -11,27 +11,41 @@ from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, padded
 
 
-def improve(
-    problem: LayoutProblem, offset: LongArray, target_bytes: Bytes, max_rounds: int, patience: int
-) -> tuple[LongArray, int]:
-    """Improve a layout, int64[n] bytes: the best one found (maybe the same), and the rounds it took.
+class Improvement:
+    """A layout, int64[n] bytes, that is improved round by round.
 
-    Stops when the arena is no higher than target_bytes, after max_rounds, after `patience` rounds without a
-    lower arena, or when a round moves nothing.
+    best, best_arena: the lowest so far.  rounds: how many were made.  ended: whether more would be in vain: the arena
+    is no higher than target_bytes, `patience` rounds brought none that is lower, or a round moved nothing.
     """
-    size = padded(problem)
-    best, best_arena, best_round = offset, arena_bytes(problem, offset), -1
-    sequence = np.lexsort((problem.born, offset))
-    for done in range(max_rounds):
-        current = first_fit(problem, sequence)
-        arena = arena_bytes(problem, current)
-        if arena < best_arena:
-            best, best_arena, best_round = current, arena, done
-        if best_arena <= target_bytes or done - best_round >= patience:
-            return best, done + 1
-        too_high = (size > 0) & (current + size > target_bytes)
-        moved = np.concatenate([sequence[too_high[sequence]], sequence[~too_high[sequence]]])
-        if np.array_equal(moved, sequence):
-            return best, done + 1
-        sequence = moved
-    return best, max_rounds
+
+    def __init__(self, problem: LayoutProblem, offset: LongArray, target_bytes: Bytes, patience: int) -> None:
+        self.best = offset
+        self.best_arena = arena_bytes(problem, offset)
+        self.rounds = 0
+        self.ended = False
+        self._problem, self._target, self._patience = problem, target_bytes, patience
+        self._size = padded(problem)
+        self._sequence = np.lexsort((problem.born, offset))
+        self._best_round = 0
+
+    def go_on(self, rounds: int) -> None:
+        """Make so many rounds more, fewer where they are in vain."""
+        until = self.rounds + rounds
+        while not self.ended and self.rounds < until:
+            self._improve_once()
+
+    def _improve_once(self) -> None:
+        current = first_fit(self._problem, self._sequence)
+        arena = arena_bytes(self._problem, current)
+        self.rounds += 1
+        if arena < self.best_arena:
+            self.best, self.best_arena, self._best_round = current, arena, self.rounds
+        too_high = (self._size > 0) & (current + self._size > self._target)
+        front = too_high[self._sequence]
+        moved = np.concatenate([self._sequence[front], self._sequence[~front]])
+        self.ended = (
+            self.best_arena <= self._target
+            or self.rounds - self._best_round >= self._patience
+            or np.array_equal(moved, self._sequence)
+        )
+        self._sequence = moved

@@ -9,8 +9,15 @@ from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
-from roamc.solvers.layout.improve import improve
-from roamc.solvers.layout.problem import Bytes, LayoutProblem, LayoutSolution, arena_bytes, lower_bound
+from roamc.solvers.layout.improve import Improvement
+from roamc.solvers.layout.problem import (
+    Bytes,
+    LayoutProblem,
+    LayoutSolution,
+    arena_bytes,
+    live_pairs,
+    lower_bound,
+)
 from roamc.solvers.layout.tree_search import tree_search
 from roamc.solvers.status import Status
 
@@ -41,9 +48,12 @@ IMPROVE_STARTS = 8
 
 IMPROVE_ROUNDS = 40
 IMPROVE_PATIENCE = 12
-IMPROVE_WORK = 8_000_000_000
-"""At most so many pairs of storages are compared while improving: fewer rounds where there are many storages."""
+IMPROVE_TURN = 4
+"""So many rounds each layout gets in its turn: of some the first few help, of others none."""
 
+IMPROVE_WORK = 4_000_000_000
+"""At most about so many pairs of storages that live together are compared while improving: fewer rounds where there
+are many."""
 
 NODE_LIMIT = 1_000_000
 """Placements that a search may try unless told otherwise: seconds where it finds nothing, which is rare."""
@@ -147,15 +157,19 @@ class _Run:
             self.add(name, algorithm(self.problem), self.problem.num_storages)
 
     def improve(self) -> None:
-        """Improve the lowest layouts until one is low enough: the very lowest is seldom the best to improve."""
+        """Improve the lowest layouts in turns until one is low enough: the lowest is seldom the best to improve."""
         start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)[:IMPROVE_STARTS]
-        pairs = self.problem.num_storages**2 * len(start)
-        rounds = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
-        for candidate in start:
-            if self.best().arena_bytes <= self.target or self.late():
-                return
-            offset, done = improve(self.problem, candidate.offset, self.target, rounds, IMPROVE_PATIENCE)
-            self.add(candidate.name + "+improve", offset, self.problem.num_storages * done)
+        pairs = live_pairs(self.problem) * len(start)
+        limit = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
+        runs = [Improvement(self.problem, one.offset, self.target, IMPROVE_PATIENCE) for one in start]
+        for made in range(0, limit, IMPROVE_TURN):
+            for run in runs:
+                if self.late() or min(run.best_arena for run in runs) <= self.target:
+                    break
+                run.go_on(min(IMPROVE_TURN, limit - made))
+        for candidate, run in zip(start, runs, strict=True):
+            if run.rounds:
+                self.add(candidate.name + "+improve", run.best, self.problem.num_storages * run.rounds)
 
     def search(self, node_limit: int) -> Status:
         """Search below the best: in one go, or, against the clock, again and again with larger limits."""

@@ -248,6 +248,13 @@ def live_bytes(problem: LayoutProblem) -> tuple[LongArray, LongArray]:
     return steps.astype(np.int64), np.cumsum(change)
 
 
+def live_pairs(problem: LayoutProblem) -> int:
+    """How many pairs of storages share a step."""
+    born, dead = np.sort(problem.born), np.sort(problem.dead)
+    before = np.arange(len(born)) - np.searchsorted(dead, born, side="right")
+    return int(before.sum())
+
+
 def lower_bound(problem: LayoutProblem) -> Bytes:
     """No arena can be smaller: the peak of live padded bytes, or the highest end of a fixed storage."""
     size = padded(problem)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.first_fit import first_fit
-from roamc.solvers.layout.improve import improve
+from roamc.solvers.layout.improve import Improvement
 from roamc.solvers.layout.portfolio import ALGORITHMS
 from roamc.solvers.layout.problem import (
     Gap,
     LayoutProblem,
     arena_bytes,
     live_bytes,
+    live_pairs,
     lower_bound,
     make_problem,
     padded,
@@ -140,10 +141,11 @@ def test_improvement_is_valid_and_never_worse(problem: LayoutProblem, rounds: in
     layouts = [algorithm(problem) for algorithm in ALGORITHMS.values()]
     before = min(layouts, key=lambda offset: arena_bytes(problem, offset))
     out_of_reach = lower_bound(problem) // 2
-    after, done = improve(problem, before, out_of_reach, rounds, patience=9)
-    assert is_valid(problem, after.tolist())
-    assert arena_bytes(problem, after) <= arena_bytes(problem, before)
-    assert done <= rounds
+    run = Improvement(problem, before, out_of_reach, patience=9)
+    run.go_on(rounds)
+    assert is_valid(problem, run.best.tolist())
+    assert run.best_arena == arena_bytes(problem, run.best) <= arena_bytes(problem, before)
+    assert run.rounds <= rounds
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,10 +153,24 @@ def test_improvement_forgets_the_rounds_that_were_worse(seed: int) -> None:
     problem = training_problem(10, seed)
     before = ALGORITHMS["greedy_by_birth"](problem)
     target = lower_bound(problem) - 1
-    after = [improve(problem, before, target, rounds, patience=9)[0] for rounds in range(10)]
-    arenas = [arena_bytes(problem, offset) for offset in after]
+    turns = Improvement(problem, before, target, patience=9)
+    arenas = []
+    for rounds in range(10):
+        whole = Improvement(problem, before, target, patience=9)
+        whole.go_on(rounds)
+        assert whole.best.tolist() == turns.best.tolist()
+        arenas.append(whole.best_arena)
+        turns.go_on(1)
     assert arenas == sorted(arenas, reverse=True)
     assert arenas[-1] < arenas[0]
+
+
+@PROPERTY
+@given(problems())
+def test_live_pairs_are_those_that_share_a_step(problem: LayoutProblem) -> None:
+    born, dead = problem.born, problem.dead
+    share = (born[:, None] < dead) & (born < dead[:, None])
+    assert live_pairs(problem) == int(np.triu(share, 1).sum())
 
 
 @pytest.mark.parametrize("births", [1, 5, 40])
