@@ -30,16 +30,15 @@ from torch import Tensor, nn
 
 import roamc
 from roamc.errors import BudgetError, CaptureError
-from tests.parallel import KINDS, SPLITS, batch, build, reference, run_backward, whole_gradients, worst_error
+from tests.parallel import BOUND, KINDS, SPLITS, batch, build, reference, run_backward, whole_gradients, worst_error
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("R", "O", "S")
 BUDGETS = ("none", "50%", "min")
-BOUND = 5e-7
 Gradients = dict[str, Tensor]
 
 
-def gradients_of_step(model: nn.Module, split: str, options: dict[str, Any]) -> Callable[[], Gradients]:
+def gradients_of_step(model: nn.Module, options: dict[str, Any]) -> Callable[[], Gradients]:
     """What gives the gradients that train_step updates with: the momentum of a first step is the gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     step = roamc.train_step(model, lambda model, x: model(x), optimizer, **options)
@@ -59,7 +58,7 @@ def gradients_of_step(model: nn.Module, split: str, options: dict[str, Any]) -> 
 def gradients_of(model: nn.Module, split: str, way: str, options: dict[str, Any]) -> Callable[[], Gradients]:
     """What runs one forward and backward by ``way`` and gives whole gradients."""
     if way == "S":
-        return gradients_of_step(model, split, options)
+        return gradients_of_step(model, options)
     compiled: Any = model
     if way == "R":
         compiled = torch.compile(model, backend="roamc", options=options, dynamic=False)
@@ -187,7 +186,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="limit for one model and split")
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps a core busy")
     options = parser.parse_args()
-    print("| ranks | model | split | way | budget | <= 5e-7 | worst | eager | same | unwaited |", flush=True)
+    print(f"| ranks | model | split | way | budget | <= {BOUND:.0e} | worst | eager | same | unwaited |", flush=True)
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with busy(options.busy):
         for ranks in options.ranks:

@@ -92,6 +92,9 @@ class Model(nn.Module):
 
 KINDS = ("gpt", "llama", "bert")
 
+BOUND = 5e-7
+"""Largest relative error of a gradient, against that of one rank."""
+
 
 def build(kind: str, layers: int = 2) -> Model:
     """The same weights in every process."""

@@ -24,6 +24,7 @@ from roamc.plan import Plan
 from tests.graphs import clones, graph_and_inputs, run_real
 from tests.models import NanoGPT, next_token, tokens
 from tests.random_graphs import random_model
+from tests.sweeps.compare import bits
 from tests.test_pipeline import run_program
 
 Spot = tuple[Any, ...]
@@ -185,11 +186,6 @@ def outcome(valid: Valid, data: dict[str, Any]) -> str:
     returned = run_program(planned, given)
     found = [*returned, *given, torch.get_rng_state()]
     for one, other in zip(valid.expected, found, strict=True):
-        same = torch.equal(_bits(one), _bits(other)) if isinstance(one, Tensor) else one == other
+        same = torch.equal(bits(one), bits(other)) if isinstance(one, Tensor) else one == other
         assert same, "the program gives other bits"
     return "same bits"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in the sequence of its dimensions: not a number is equal to itself."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

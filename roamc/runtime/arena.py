@@ -221,4 +221,12 @@ class ArenaPool:
                 self.release(arena)
 
 
+def fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
+    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and not step:
+            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    place.copy_(tensor)
+
+
 _POOLS: weakref.WeakSet[ArenaPool] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from roamc import ops
 from roamc.codegen.source import Entry, Program
 from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph, attribute
-from roamc.runtime.arena import Arena
+from roamc.runtime.arena import Arena, fill
 from roamc.runtime.kernels import KERNELS
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -188,11 +188,3 @@ def _outside(value: Any, arena: Arena) -> Any:
     own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     fill(own, value)
     return own
-
-
-def fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
-    for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
-        if size > 1 and not step:
-            place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
-    place.copy_(tensor)

@@ -20,11 +20,14 @@ from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.memory import build_memory
 from roamc.pipeline import Planned
 from roamc.runtime import blocks, fallback
-from roamc.runtime.arena import Arena, ArenaPool, Bound
+from roamc.runtime.arena import Arena, ArenaPool, Bound, fill
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 OnFailure = Callable[[Exception], None]
+
+REPORT = "please report the operator, and use the aot_eager backend until then"
+"""Advice in errors about an operator that does not give what was planned."""
 
 
 class Executable:
@@ -122,10 +125,7 @@ class Executable:
 
     def _started_again(self, entry: str, moved: str, args: list[Any] | None) -> tuple[Any, ...]:
         """The results of a function whose program gave tensor ``moved`` another shape than was planned."""
-        error = VerifyError(
-            f"{self.planned.graph.name}: torch gave {moved} another shape than was planned; "
-            "please report the operator, and use the aot_eager backend until then"
-        )
+        error = VerifyError(f"{self.planned.graph.name}: torch gave {moved} another shape than was planned; {REPORT}")
         if args is None:
             raise error
         self._give_up(error)
@@ -143,8 +143,7 @@ class Executable:
         name = self.planned.graph.name
         if node.op != "placeholder":
             return VerifyError(
-                f"{name}: torch gave {node.name} as {_kind(found)}, where roamc planned {planned}; "
-                "please report the operator, and use the aot_eager backend until then"
+                f"{name}: torch gave {node.name} as {_kind(found)}, where roamc planned {planned}; {REPORT}"
             )
         raise StaleError(
             f"{name} was compiled for {planned} and now gets {_kind(found)} ({node.name}): call "
@@ -277,7 +276,7 @@ class Pair:
             arena.have_closed(self.parked)
             planned = arena.entry["saved"]() if saved else ()
             for place, tensor in zip(planned, saved, strict=True):
-                fallback.fill(place, tensor)
+                fill(place, tensor)
             if self.hooked or compat.keeps_graph():
                 self._spare(args)
             return self.executable.run("backward", arena, args)
@@ -289,7 +288,7 @@ class Pair:
         for index in self.written_over:
             tensor = args[index]
             args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            fallback.fill(args[index], tensor)
+            fill(args[index], tensor)
 
 
 def _kind(argument: object) -> str:

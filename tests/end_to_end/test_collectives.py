@@ -8,9 +8,8 @@ import torch
 
 from tests.end_to_end.helpers import assert_same
 from tests.end_to_end.ranks import run_ranks
-from tests.parallel import reference, worst_error
+from tests.parallel import BOUND, reference, worst_error
 
-BOUND = 5e-7
 CASES = (
     ("parallelize_module", "roamc", None),
     ("parallelize_module", "optimize", "min"),

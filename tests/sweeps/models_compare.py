@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import roamc
 from roamc.errors import StaleError
 from tests.end_to_end.helpers import eager_step
 from tests.sweeps.compare import OutOfTime, Verdict, different, time_limit
+from tests.sweeps.databases import named
 from tests.sweeps.random_models import Example, example
 
 ROUTES = ("compile", "optimize", "step")
@@ -55,7 +55,7 @@ def trained(source: Example, wrap: Callable[[nn.Module], nn.Module]) -> Results:
 
 
 def _note(found: Results, model: nn.Module, number: int) -> None:
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in named(model):
         found[f"{name} after {number}"] = tensor.detach().clone()
         found[f"gradient of {name} after {number}"] = None if tensor.grad is None else tensor.grad.clone()
 
