@@ -29,7 +29,10 @@ ABOVE = (
     "roamc.train_step",
     "roamc.pipeline",
     "roamc.backend",
+    "roamc.dynamic_shapes",
     "roamc.optimize",
+    "roamc.optimizer_hooks",
+    "roamc.max_batch",
     "roamc.cli",
 )
 

@@ -15,15 +15,13 @@ from tests.plan_mutants import mutate, outcome, valid_plan
 PLANS = (0, 1, 10, 17)
 """With holes, by both routes; with reruns; of a random model with an arena of nothing."""
 
-SEEN: set[str] = set()
-
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(st.sampled_from(PLANS), st.integers(0, 10**6))
 def test_changed_plan_is_refused_or_gives_the_same_bits(number: int, seed: int) -> None:
     valid = valid_plan(number)
     data, _ = mutate(valid.data, Random(seed))
-    SEEN.add(outcome(valid, data))
+    outcome(valid, data)  # raises on other bits and on errors that are not ours
 
 
 def test_both_ends_are_met() -> None:
