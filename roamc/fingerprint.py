@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.graph import TrainGraph, attribute, operators, tensors_of
+from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.memory import identity
 from roamc.regions import is_kept
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -23,7 +24,7 @@ PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Sym
 
 
 def fingerprint(graph: TrainGraph) -> str:
-    """A hash of operators, arguments, shapes, phases and roles; the same in every process.
+    """A hash of operators, arguments, shapes, phases, roles and inputs that share memory; the same in every process.
 
     What is in a tensor that the graph holds is not part of it, as no plan depends on that.
     """
@@ -31,7 +32,19 @@ def fingerprint(graph: TrainGraph) -> str:
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
+    digest.update("|".join(_shared(graph.graph)).encode())
     return digest.hexdigest()
+
+
+def _shared(graph: fx.Graph) -> list[str]:
+    """Of every input that shares memory with one before it: both names."""
+    first: dict[int, str] = {}
+    pairs = [
+        (node.name, first.setdefault(identity(tensor), node.name))
+        for node in placeholders(graph)
+        for _, tensor in tensors_of(node)
+    ]
+    return [f"{name} in {other}" for name, other in pairs if name != other]
 
 
 def _lines(module: fx.GraphModule) -> list[str]:

@@ -24,10 +24,12 @@ from roamc.capture.batch import Nest, check_batch, describe, geometry, put_toget
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
 from roamc.capture.replicas import agreed, check_around, check_whole
+from roamc.capture.shared import check_shared, sharing
 from roamc.capture.step import (
     CapturedStep,
     Cohort,
     LossFunction,
+    Source,
     StepRequest,
     capture_step,
     check_devices,
@@ -218,13 +220,16 @@ class TrainStep:
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
         modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
-        held = tuple(map(geometry, (*parameters, *self.model.buffers())))
+        buffers = tuple(self.model.buffers())
+        held = tuple(map(geometry, (*parameters, *buffers)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return (
             nest.key(),
             tuple(map(describe, leaves)),
             (python_state.of_function(self.loss_fn), self.clip_grad_norm),
             python_state.of_modules(modules),
             held,
+            sharing((*parameters, *buffers, *tensors)),
             python_state.of_torch(),
             optimizer_key(self.optimizer, self._rule),
             hooks_key(modules, parameters),
@@ -256,6 +261,7 @@ class TrainStep:
             raise CaptureError(
                 "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
             )
+        check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
         if not self._reduced:
             agreed(captured.replicas, captured.reduced)
             self._reduced = captured.reduced
@@ -345,7 +351,9 @@ class _BoundStep:
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether a step captured anew, with fingerprint ``mark``, has this program."""
         return (
-            self.plan.fingerprint == mark
+            _places(self.parameters) == _places(_slots(self.model, "_parameters"))
+            and _places(self.buffers) == _places(_slots(self.model, "_buffers"))
+            and self.plan.fingerprint == mark
             and self.sources == captured.sources
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
@@ -431,6 +439,21 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
             if value is not None:
                 found[f"{prefix}.{key}" if prefix else key] = (own, key)
     return found
+
+
+def _places(slots: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, str]]:
+    """Slots that can be compared: by identity of the module's dictionary."""
+    return {name: (id(own), key) for name, (own, key) in slots.items()}
+
+
+def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -> dict[Source, torch.Tensor]:
+    """The tensors of parameters, buffers and the batch."""
+    held: dict[str, dict[str, torch.Tensor]] = {
+        "parameter": dict(model.named_parameters()),
+        "buffer": dict(model.named_buffers()),
+    }
+    found = {source: held[source.kind][source.name] for source in sources if source.kind in held}
+    return found | {source: leaves[source.index] for source in sources if source.kind == "batch"}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,67 @@
+"""Tensors of one step that share memory: which do is part of a plan's key, and some sharing no graph can follow.
+
+The trace knows of parameters and buffers which of them share a storage. A batch has storages of its own there:
+
+    step(model.head.weight.detach())    the update writes what the batch is, perhaps before backward reads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from roamc import ops
+from roamc.capture.step import Source
+from roamc.errors import CaptureError
+from roamc.graph import TrainGraph, operators, placeholders, tensors_of
+from roamc.memory import identity
+
+
+def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Positions of the tensors that share memory with another, in groups."""
+    groups: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        groups.setdefault(_memory(tensor), []).append(position)
+    return tuple(tuple(group) for memory, group in groups.items() if memory and len(group) > 1)
+
+
+def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[Source, torch.Tensor]) -> None:
+    """Refuse a batch tensor that shares memory with another input of the step, if the step writes one of them.
+
+    Args:
+        graph: of the step.
+        sources: one for each of its inputs.
+        given: the tensors of parameters, buffers and the batch.
+
+    Raises:
+        CaptureError: names both.
+    """
+    known = [source for source in sources if source in given]
+    written = _written(graph, sources)
+    for group in sharing(given[source] for source in known):
+        mine = sorted((known[position] for position in group), key=lambda source: source.kind != "batch")
+        if mine[0].kind == "batch" and not written.isdisjoint(mine):
+            raise CaptureError(
+                f"{_words(mine[0], given)} shares memory with {_words(mine[1], given)}, and the step writes there; "
+                "pass its .clone()"
+            )
+
+
+def _written(graph: TrainGraph, sources: Sequence[Source]) -> set[Source]:
+    """The inputs that the step writes to."""
+    nodes = [argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node)]
+    storages = {identity(tensor) for node in nodes for _, tensor in tensors_of(node)}
+    fed = zip(placeholders(graph.graph), sources, strict=True)
+    return {source for node, source in fed if any(identity(tensor) in storages for _, tensor in tensors_of(node))}
+
+
+def _words(source: Source, given: Mapping[Source, torch.Tensor]) -> str:
+    if source.kind == "batch":
+        return f"a batch tensor of shape {tuple(given[source].shape)}"
+    return f"{source.kind} {source.name!r}"
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory; 0 where there is none."""
+    return identity(tensor) if tensor.untyped_storage().nbytes() else 0

@@ -1,0 +1,120 @@
+"""Tensors of a step that share memory: eager's bits, or one clear line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from roamc.capture.shared import sharing
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, state_of, tensors_of
+
+
+class Two(nn.Module):
+    """Two layers of one size, and a buffer that the step writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8, 8))
+        self.register_buffer("table", torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        return self.second(torch.tanh(self.first(x)) @ self.table)
+
+
+def loss(model: nn.Module, x: Tensor, other: Tensor | None = None) -> Tensor:
+    return (model(x) if other is None else model(x) * other).square().mean()
+
+
+def writing(model: nn.Module, x: Tensor, other: Tensor) -> Tensor:
+    with torch.no_grad():
+        other.mul_(0.5)
+    return (model(x.detach().clone()) + x).square().mean()
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return Two()
+
+
+def tie(model: Any) -> None:
+    model.second.weight.data = model.first.weight.data
+
+
+def overlap(model: Any) -> None:
+    memory = noise(72)
+    model.first.weight.data, model.second.weight.data = memory[:64].view(8, 8), memory[8:].view(8, 8)
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], Callable[[Any], tuple[Tensor, ...]], str]] = {
+    "a parameter": (loss, lambda m: (m.second.weight,), "parameter 'second.weight'"),
+    "what a parameter holds": (loss, lambda m: (m.second.weight.detach(),), "parameter 'second.weight'"),
+    "a view of a buffer that is written": (loss, lambda m: (m.count[:4],), "buffer 'count'"),
+    "two views, one written": (writing, lambda m: (lambda x: (x[:8], x[4:]))(noise(12, 8)), "batch tensor of shape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_batch_that_the_step_would_write_is_refused(name: str, later: bool) -> None:
+    loss_fn, batch, other = REFUSED[name]
+    model = built()
+    step = roamc.train_step(model, loss_fn, sgd(model), strict=True)
+    if later:
+        step(*(tensor.detach().clone() for tensor in batch(model)))
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError, match=f"shares memory with .*{other}.*clone"):
+        step(*batch(model))
+    assert_same(tensors_of(model), before)
+
+
+def test_a_batch_that_shares_memory_that_nobody_writes() -> None:
+    model = built()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
+    for _ in range(2):
+        assert_same(step(model.table, model.table[:1]), eager_step(twin, loss, reference, twin.table, twin.table[:1]))
+        assert_same(tensors_of(model), tensors_of(twin))
+
+
+@pytest.mark.parametrize("share", [tie, overlap])
+@pytest.mark.parametrize("later", [False, True])
+def test_parameters_that_share_memory(share: Callable[[Any], None], later: bool) -> None:
+    model = built()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == (2 if later else 0):
+            share(model)
+            share(twin)
+        assert_same(step(noise(4, 8)), eager_step(twin, loss, reference, noise(4, 8)))
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+
+
+def test_a_module_and_its_parameters_exchanged_in_model_and_optimizer() -> None:
+    model = built()
+    twin = copy.deepcopy(model)
+    optimizer, reference = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = roamc.train_step(model, loss, optimizer, strict=True)
+    for number in range(4):
+        if number == 2:
+            for changed, its in ((model, optimizer), (twin, reference)):
+                torch.manual_seed(1)
+                changed.first = nn.Linear(8, 8)
+                its.param_groups[0]["params"] = list(changed.parameters())
+        assert_same(step(noise(4, 8)), eager_step(twin, loss, reference, noise(4, 8)))
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+    assert_same(state_of(optimizer), state_of(reference))
+
+
+def test_groups_of_tensors_that_share_memory() -> None:
+    x, y = noise(4), noise(4)
+    assert sharing([x, y, x[2:], torch.empty(0), torch.empty(0), y.view(2, 2)]) == ((0, 2), (1, 5))
