@@ -20,16 +20,26 @@ def parser(about: str, log: str) -> argparse.ArgumentParser:
     return made
 
 
-def record(rows: Iterable[tuple[str, dict[str, Any], Row]], log: Path) -> collections.Counter[str]:
+def rows_in(log: Path) -> list[Row]:
+    """The rows of a log, none if there is no such file; a last line that was cut off is left out."""
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def record(
+    rows: Iterable[tuple[str, dict[str, Any], Row]], log: Path, before: Iterable[Row] = ()
+) -> collections.Counter[str]:
     """Write every row to ``log`` as it comes, print those that fail, and count outcomes.
 
     Args:
         rows: name of the case for the printed line, what the log says of the case, and its row.
         log: its folder is made if need be.
+        before: rows of an earlier run, which the log begins with; they count.
     """
-    counts: collections.Counter[str] = collections.Counter()
+    counts = collections.Counter(row["outcome"] for row in before)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in before)
         for name, case, row in rows:
             file.write(json.dumps({**case, **row}) + "\n")
             file.flush()

@@ -1,13 +1,15 @@
 """``make sweep``: every entry and sample of torch's databases by roamc, without a budget and with the smallest.
 
-    python -m tests.sweeps.run_databases [--samples N] [--workers N] [--only REGEX] [--log FILE]
+    python -m tests.sweeps.run_databases [--samples N] [--workers N] [--only REGEX] [--log FILE] [--resume]
 
 Writes one JSON line per case and prints those that fail; the last line says how many of how many are bit for bit what
-aot_eager gives. Exits with 1 if any is not.
+aot_eager gives. Exits with 1 if any is not. ``--resume`` keeps what the log has and goes on behind it, so that a run
+may be ended at any time, and ``--samples 1`` may come first.
 """
 
 from __future__ import annotations
 
+import collections
 import re
 import sys
 import time
@@ -18,31 +20,44 @@ from tests.sweeps import command, pool
 from tests.sweeps.compare import judge
 from tests.sweeps.databases import Entry, cases, entries, spread
 
+Job = tuple[Entry, int | None, frozenset[int]]
+"""An entry, how many of its samples, and those that are judged already."""
 
-def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
+
+def work(job: Job, first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
-    entry, samples = job
+    entry, samples, known = job
     try:
         made = cases(entry)
     except Exception as error:  # the database refuses the dtype
         yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
         return
-    for sample in spread(len(made), samples)[first:]:
+    for sample in [sample for sample in spread(len(made), samples) if sample not in known][first:]:
         start = time.perf_counter()
         verdict = judge(made[sample])
         seconds = round(time.perf_counter() - start, 2)
         yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text, "seconds": seconds}
 
 
+def jobs_behind(rows: list[pool.Row], chosen: list[Entry], samples: int | None) -> list[Job]:
+    """All of the chosen entries, each with the samples that ``rows`` have of it."""
+    known = collections.defaultdict(set)
+    for row in rows:
+        known[row["entry"]] |= {row["sample"]} if "sample" in row else set()
+    return [(entry, samples, frozenset(known[str(entry)])) for entry in chosen]
+
+
 def main() -> int:
-    """Run the sweep; 1 if a case fails."""
+    """Run the sweep; 1 if a case fails, here or in the run that is resumed."""
     options = _options()
-    jobs = [(entry, options.samples) for entry in entries() if re.search(options.only, str(entry))]
+    before = command.rows_in(options.log) if options.resume else []
+    chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
+    jobs = jobs_behind(before, chosen, options.samples)
     rows = (
         (f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row)
-        for (entry, _), number, row in pool.run(work, jobs, options.workers)
+        for (entry, *_), number, row in pool.run(work, jobs, options.workers)
     )
-    counts = command.record(rows, options.log)
+    counts = command.record(rows, options.log, before)
     judged = sum(counts.values()) - counts["left out"]
     print(f"{counts['same']} of {judged} bit for bit as aot_eager; {counts['left out']} left out (see {options.log})")
     return int(counts["same"] != judged)
@@ -52,6 +67,7 @@ def _options() -> Any:
     parser = command.parser("torch's databases of modules and operators by roamc", "build/sweep.jsonl")
     parser.add_argument("--samples", type=int, help="of each entry, evenly spread (default: all)")
     parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32' or 'module nn.GRU'")
+    parser.add_argument("--resume", action="store_true", help="judge what the log does not have, and add it")
     return parser.parse_args()
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.sweeps import pool
+from tests.sweeps import command, pool
 from tests.sweeps.compare import different, judge
 from tests.sweeps.databases import cases, entries, spread
+from tests.sweeps.run_databases import jobs_behind, work
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,14 @@ def test_spread_takes_first_and_last() -> None:
     assert spread(2, 5) == [0, 1]
     assert spread(3, None) == [0, 1, 2]
     assert spread(3, 1) == [0]
+
+
+def test_a_run_goes_on_where_its_log_ends(tmp_path: Path) -> None:
+    log, add = tmp_path / "log", next(entry for entry in entries() if str(entry) == "op add float32")
+    log.write_text('{"entry": "op add float32", "sample": 0, "outcome": "same"}\n{"entry": "op add flo')
+    (job,) = jobs_behind(command.rows_in(log), [add], 2)
+    assert [(row["sample"], row["outcome"]) for row in work(job, 0)] == [(len(cases(add)) - 1, "same")]
+    assert jobs_behind(command.rows_in(tmp_path / "none"), [add], None) == [(add, None, frozenset())]
 
 
 def fragile(job: str, first: int) -> Iterator[dict[str, Any]]:
