@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 import roamc
+from roamc.runtime.arena import ArenaPool
 
 SEED = 17
 Loss = Callable[..., Tensor]
@@ -199,9 +201,7 @@ def onednn(enabled: bool) -> Iterator[None]:
 
 def arenas_waiting() -> int:
     """Arenas of this process that wait for a backward."""
-    from roamc.runtime import arena
-
-    return sum(len(pool.waiting) for pool in arena._POOLS)
+    return sum(len(pool.waiting) for pool in gc.get_objects() if type(pool) is ArenaPool)
 
 
 @contextlib.contextmanager
