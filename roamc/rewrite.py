@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,6 +78,16 @@ def settings_of(node: fx.Node) -> dict[str, Any]:
     declared = node.target._schema.arguments  # type: ignore[union-attr]
     defaults = {argument.name: argument.default_value for argument in declared}
     return {**defaults, **dict(zip(defaults, arguments, strict=False)), **keywords}
+
+
+def derived(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The fake value that the operator of ``node`` gives for the values of its arguments."""
+    arguments, keywords = given(node)
+    if node.target is operator.getitem:
+        return arguments[0][arguments[1]]
+    target: Any = node.target
+    with mode:
+        return target(*arguments, **keywords)
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode | None:

@@ -23,7 +23,7 @@ from roamc import ops
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
 from roamc.graph import attribute, tensors_of
-from roamc.rewrite import given, mode_of
+from roamc.rewrite import derived, mode_of
 from roamc.runtime.collectives import FINISHED
 
 WAIT = "_c10d_functional::wait_tensor"
@@ -99,13 +99,9 @@ def _derive_again(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
 
 
 def _derived(node: fx.Node, mode: FakeTensorMode) -> Any:
-    arguments, keywords = given(node)
-    if node.target is operator.getitem:
-        return arguments[0][arguments[1]]
-    if not isinstance(node.target, OpOverload):
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
         raise CaptureError(f"{node.target} reads a collective's result that has other strides than torch notes")
-    with mode:
-        return node.target(*arguments, **keywords)
+    return derived(node, mode)
 
 
 def _geometry(node: fx.Node) -> list[tuple[object, ...]]:

@@ -18,7 +18,7 @@ from roamc.capture.fakes import statistics_dtype
 from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
-from roamc.rewrite import given, mode_of, settings_of, value_of
+from roamc.rewrite import derived, given, mode_of, settings_of, value_of
 
 aten = torch.ops.aten
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
@@ -90,12 +90,8 @@ def _shares(node: fx.Node) -> bool:
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode) -> Any:
-    arguments, keywords = given(node)
-    if node.target is operator.getitem:
-        return arguments[0][arguments[1]]
     try:
-        with mode:
-            return node.target(*arguments, **keywords)  # type: ignore[operator]
+        return derived(node, mode)
     except (RuntimeError, ValueError) as error:
         if node.target is not aten.view.default:
             raise
