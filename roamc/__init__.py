@@ -15,6 +15,7 @@ from roamc.errors import (
     PlanError,
     RoamcError,
     StaleError,
+    UnfinishedError,
     VerifyError,
 )
 from roamc.max_batch import Fit, max_batch
@@ -39,6 +40,7 @@ __all__ = [
     "RoamcError",
     "StaleError",
     "TrainStep",
+    "UnfinishedError",
     "VerifyError",
     "__version__",
     "keep",

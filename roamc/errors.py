@@ -41,5 +41,9 @@ class BackwardTwiceError(RoamcError, RuntimeError):
     """Backward was asked to run again through tensors that its first run has given back."""
 
 
+class UnfinishedError(RoamcError, RuntimeError):
+    """A program failed in the middle of a step that cannot be finished with the same numbers; says what was written."""
+
+
 class StaleError(RoamcError):
     """A compiled module has changed since it was planned, and torch did not compile it again."""

@@ -19,8 +19,10 @@ from torch import fx
 
 from roamc import ops
 from roamc.codegen.source import Entry, Program
+from roamc.errors import UnfinishedError
 from roamc.forms import FormKind, form_of
-from roamc.graph import TrainGraph, attribute
+from roamc.graph import Role, TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.memory import identity
 from roamc.runtime.arena import Arena, fill
 from roamc.runtime.kernels import KERNELS
 
@@ -60,7 +62,7 @@ def finish(
     Raises:
         Exception: ``error`` itself if the operator raises again, as with a mistake of the caller's.
     """
-    stopped = _stopped(program, filename, error)
+    stopped = _stopped(program, filename, entry, error)
     if stopped is None:
         return None
     name, part, values = stopped
@@ -82,17 +84,45 @@ def finish(
     return tuple(None if node is None else _outside(rest.value(node), arena) for node in entry.results)
 
 
-def _stopped(program: Program, filename: str, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
-    """The node at which the program stopped, which of its lines, and the values of the locals there."""
-    found = None
+def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> UnfinishedError:
+    """What is said where :func:`finish` has no results. Arguments as there."""
+    stopped = _stopped(program, filename, entry, error)
+    name = stopped[0] if stopped is not None else "an operator"
+    said = written_before(graph, program, filename, entry, error) or "parameters and optimizer state are as before"
+    return UnfinishedError(
+        f"{graph.name} failed in {name} ({type(error).__name__}: {error}), which may have done half of its work, so "
+        f"this step cannot be finished with the same numbers; {said}. Later steps run operator by operator"
+    )
+
+
+def written_before(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> str:
+    """What a step that ``error`` has ended had updated; empty if nothing. Arguments as for :func:`finish`."""
+    stopped = _stopped(program, filename, entry, error)
+    storages = set()
+    for node in operators(graph.graph):
+        if graph.phase[node.name] in entry.phases:
+            storages |= {identity(t) for a in ops.mutated_arguments(node) for _, t in tensors_of(a)}
+        if stopped is not None and node.name == stopped[0]:
+            break
+    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    parameters = [node for node, port in fed if port.role is Role.PARAMETER]
+    done = [node for node in parameters if any(identity(t) in storages for _, t in tensors_of(node))]
+    return f"{len(done)} of {len(parameters)} parameters were updated in it: load a checkpoint" if done else ""
+
+
+def _stopped(program: Program, filename: str, entry: Entry, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
+    """The node at which the program stopped, which of its lines, and the values of the locals there.
+
+    An error that was raised before has frames of that time behind those of now.
+    """
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == filename:
-            found = trace
+        code = trace.tb_frame.f_code
+        if (code.co_filename, code.co_name) == (filename, entry.name):
+            found = program.statements.get(trace.tb_lineno)
+            return None if found is None else (*found, dict(trace.tb_frame.f_locals))
         trace = trace.tb_next
-    if found is None or found.tb_lineno not in program.statements:
-        return None
-    return (*program.statements[found.tb_lineno], dict(found.tb_frame.f_locals))
+    return None
 
 
 def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:

@@ -101,18 +101,33 @@ class Executable:
         """No step uses the program from now on; raises ``error`` if that is not wanted."""
         if self._on_failure is None:
             raise error
-        self.broken = True
-        self.pool.free.clear()
+        self._retire()
         self._on_failure(error)
 
+    def _retire(self) -> None:
+        self.broken = True
+        self.pool.free.clear()
+
     def _finished(self, entry: str, arena: Arena, error: Exception) -> tuple[Any, ...]:
-        """The results of a function that raised ``error`` half-way."""
-        if self._on_failure is None:
-            raise error
-        function = self.program.entries[entry]
-        results = fallback.finish(self.planned.graph, self.program, self._filename, function, arena, error)
+        """The results of a function that raised ``error`` half-way.
+
+        Raises:
+            UnfinishedError: an operator may have done half of its work, and cannot run again.
+            Exception: ``error``, with a note of what was updated before.
+        """
+        planned = self.planned.graph, self.program, self._filename, self.program.entries[entry]
+        try:
+            if self._on_failure is None:
+                raise error
+            results = fallback.finish(*planned, arena, error)
+        except Exception as raised:
+            said = fallback.written_before(*planned, error)
+            if said:
+                raised.add_note(f"roamc: the step was ended by this error in its middle; {said}")
+            raise
         if results is None:
-            raise error
+            self._retire()
+            raise fallback.unfinished(*planned, error) from error
         self._give_up(error)
         return results
 
@@ -125,8 +140,13 @@ class Executable:
 
     def _started_again(self, entry: str, moved: str, args: list[Any] | None) -> tuple[Any, ...]:
         """The results of a function whose program gave tensor ``moved`` another shape than was planned."""
-        error = VerifyError(f"{self.planned.graph.name}: torch gave {moved} another shape than was planned; {REPORT}")
+        error = VerifyError(
+            f"{self.planned.graph.name}: torch gave {moved} another shape than was planned, and what the step has "
+            f"given or written may be wrong; {REPORT}"
+        )
         if args is None:
+            if self._on_failure is not None:
+                self._retire()
             raise error
         self._give_up(error)
         return self.run_plain(entry, args)

@@ -20,6 +20,7 @@ from tests.end_to_end.cases import Layers
 from tests.end_to_end.helpers import (
     adamw,
     aot_eager,
+    arenas_waiting,
     assert_same,
     eager_step,
     noise,
@@ -45,12 +46,14 @@ class Faults:
         calls: how often each operator was called; "" for all of them.
         at: the operator that raises and its number among the calls, from 1.
         last: the operator that has raised.
+        error: what is raised; None for a new one each time.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.at = ("", 0)
         self.last = ""
+        self.error: Exception | None = None
 
     def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         operator = name.removesuffix("_out")
@@ -59,7 +62,7 @@ class Faults:
             self.calls.update(("", operator))
             if self.at in (("", self.calls[""]), (operator, self.calls[operator])):
                 self.last = operator
-                raise Bug("a mistake")
+                raise self.error or Bug("a mistake")
             return function(*args, **kwargs)
 
         return call
@@ -111,12 +114,64 @@ def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
         executable.broken, faults.at = False, ("", faults.calls[""] + number)
         try:
             found = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
-        except Bug:
+        except roamc.UnfinishedError:
             raised.append(faults.last)
             continue
         assert_same(found, wanted, f"the fault is in {faults.last}, operator {number} of {total}")
     assert len(warned) == total - len(raised)
     assert set(raised) <= {"run_native_dropout_backward"}
+
+
+OVER_ITS_INPUT = "run_native_dropout_backward"
+"""A kernel of several calls that writes over what it reads, in the programs of :func:`network`."""
+
+
+def test_what_cannot_be_finished_is_one_clear_error_and_training_goes_on(faults: Faults) -> None:
+    model = network()
+    twin = aot_eager(model)
+    model = roamc.optimize(model)
+    faults.at = OVER_ITS_INPUT, 1
+    with pytest.raises(roamc.UnfinishedError) as caught:
+        run_backward(model, square, (noise(4, 8),))
+    said = str(caught.value)
+    assert "Layers failed in native_dropout_by_mask (Bug: a mistake), which may have done half of its work" in said
+    assert "cannot be finished with the same numbers; parameters and optimizer state are as before" in said
+    assert isinstance(caught.value.__cause__, Bug)
+    model.zero_grad()
+    twin.load_state_dict(model.state_dict())
+    batch = (noise(4, 8, seed=1),)
+    assert_same(run_backward(model, square, batch), run_backward(twin, square, batch))
+    assert roamc.plans(model) == []
+    assert arenas_waiting() == 0
+
+
+def test_a_train_step_that_cannot_be_finished_says_what_was_updated(faults: Faults) -> None:
+    model = network()
+    step = roamc.train_step(model, square, adamw(model))
+    faults.at = OVER_ITS_INPUT, 2  # in backward
+    with pytest.raises(roamc.UnfinishedError, match=r"; [1-9] of 6 parameters were updated in it: load a checkpoint"):
+        step(noise(4, 8))
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model)), sgd(twin)
+    assert_same(seeded(step, noise(4, 8)), seeded(eager_step, twin, square, reference, noise(4, 8)))
+
+
+def test_an_error_that_was_raised_before_is_followed_to_where_it_is_raised_now(faults: Faults) -> None:
+    """Its traceback has the frames of both times."""
+    model = network()
+    twin = aot_eager(model)
+    model, faults.error = roamc.optimize(model), Bug("the same one")
+    batch = (noise(4, 8),)
+    start = copy.deepcopy(model.state_dict())
+    wanted = run_backward(twin, square, batch)
+    run_backward(model, square, batch)
+    executable = roamc.optimize.__globals__["_RECORDS"][model].programs[0].executable
+    for name in ("aten_mm", "aten_addmm"):
+        model.load_state_dict(start)
+        model.zero_grad()
+        executable.broken, faults.at = False, (name, faults.calls[name] + 1)
+        with warnings_of_roamc():
+            assert_same(run_backward(model, square, batch), wanted)
 
 
 PLACES = {
