@@ -38,6 +38,7 @@ from roamc.capture.step import (
 )
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.fingerprint import fingerprint
+from roamc.graph import TrainGraph, attribute
 from roamc.locks import Lock
 from roamc.options import Options
 from roamc.plan import Plan
@@ -90,8 +91,13 @@ class _Key:
         reads: what tracing has read of modules beside that.
     """
 
-    asked: object
+    asked: tuple[object, ...]
     reads: python_state.Reads
+
+    @property
+    def batch(self) -> object:
+        """What of it the batch gives."""
+        return self.asked[:2]
 
 
 class TrainStep:
@@ -160,7 +166,7 @@ class TrainStep:
     @property
     def plans(self) -> list[Plan]:
         """The plans in use, least recently used first."""
-        return [bound.plan for bound in dict.fromkeys(self._steps.values())]
+        return list({id(bound.whole): bound.plan for bound in self._steps.values()}.values())
 
     @property
     def latest(self) -> Whole:
@@ -218,7 +224,7 @@ class TrainStep:
             self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced
         )
 
-    def _key(self, leaves: Sequence[Any], nest: Nest) -> object:
+    def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
         modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
         buffers = tuple(self.model.buffers())
         held = tuple(map(geometry, (*parameters, *buffers)))
@@ -230,8 +236,9 @@ class TrainStep:
             python_state.of_modules(modules),
             held,
             sharing((*parameters, *buffers, *tensors)),
+            _ties(modules),
             python_state.of_torch(),
-            optimizer_key(self.optimizer, self._rule),
+            optimizer_key(self.optimizer, self._rule, parameters),
             hooks_key(modules, parameters),
         )
 
@@ -249,6 +256,7 @@ class TrainStep:
             key, self._steps[fresh] = fresh, bound
             cohorts = bound.cohorts_now() or {}
             if len(self._steps) > self.options.max_plans:
+                self._warn_of_many(*list(self._steps)[-2:])
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return bound, cohorts
@@ -266,8 +274,8 @@ class TrainStep:
             agreed(captured.replicas, captured.reduced)
             self._reduced = captured.reduced
         known = self._known(captured)
-        if known is not None:  # forward has set an attribute to what it keeps from now on
-            return known, reads
+        if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
+            return _BoundStep(request, captured, self._rule, known.whole, known.plan), reads
         with _refused(captured.graph.name):
             planned = pipeline.run(captured.graph, self.options)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
@@ -279,6 +287,21 @@ class TrainStep:
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound, reads
 
+    def _warn_of_many(self, before: _Key, now: _Key) -> None:
+        batch = before.batch != now.batch
+        notices.warn(
+            self.model,
+            "max_plans",
+            f"{type(self.model).__name__!r} has been trained with more than max_plans={self.options.max_plans} "
+            "combinations of sizes and settings; each new one is traced and planned for itself: what changed last is "
+            + (
+                "the batch's sizes or numbers. "
+                if batch
+                else "the model, the optimizer or what tracing reads of them. "
+            )
+            + "Keep it fixed, hand it over as a tensor of the batch, or raise max_plans",
+        )
+
     def _on_failure(self, name: str) -> OnFailure | None:
         """What a program that fails in the middle of a step calls; None if the failure is to be raised."""
         if self.options.strict:
@@ -287,8 +310,7 @@ class TrainStep:
 
     def _known(self, captured: CapturedStep) -> _BoundStep | None:
         """The program that a step captured anew has already."""
-        constants = any(node.op == "get_attr" for node in captured.graph.graph.nodes)
-        if constants or not self._steps:  # the fingerprint does not see their values
+        if not self._steps:
             return None
         mark = fingerprint(captured.graph)
         return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
@@ -340,6 +362,7 @@ class _BoundStep:
         self.rule = rule
         self.whole = whole
         self.plan = plan
+        self.constants = _constants(captured.graph)
         self.model = request.model
         self.optimizer = request.optimizer
         self.sources = captured.sources
@@ -351,12 +374,11 @@ class _BoundStep:
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether a step captured anew, with fingerprint ``mark``, has this program."""
         return (
-            _places(self.parameters) == _places(_slots(self.model, "_parameters"))
-            and _places(self.buffers) == _places(_slots(self.model, "_buffers"))
-            and self.plan.fingerprint == mark
+            self.plan.fingerprint == mark
             and self.sources == captured.sources
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
+            and _equal(self.constants, _constants(captured.graph))  # the fingerprint does not see their values
         )
 
     def held(self) -> dict[str, torch.Tensor]:
@@ -424,6 +446,34 @@ class _BoundStep:
         return arguments
 
 
+def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Under which names parameters and buffers hang, and which of them are one and the same."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        (name, None if tensor is None else numbers.setdefault(id(tensor), len(numbers)))
+        for module in modules
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    )
+
+
+def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that a graph holds, and of each whether the step has made it while it was traced."""
+    fresh = torch.ops.aten.lift_fresh_copy.default
+    return [
+        (attribute(graph.module, str(node.target)), all(user.target is fresh for user in node.users))
+        for node in graph.graph.nodes
+        if node.op == "get_attr"
+    ]
+
+
+def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
+    """Whether two graphs hold the same tensors, or equal ones of their own."""
+    return len(before) == len(now) and all(
+        one is other or (fresh and also and torch.equal(one, other))
+        for (one, fresh), (other, also) in zip(before, now, strict=True)
+    )
+
+
 def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
     """Parameter name to the number of its cohort, in the sequence in which they come."""
     numbers: dict[Cohort, int] = {}
@@ -439,11 +489,6 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
             if value is not None:
                 found[f"{prefix}.{key}" if prefix else key] = (own, key)
     return found
-
-
-def _places(slots: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, str]]:
-    """Slots that can be compared: by identity of the module's dictionary."""
-    return {name: (id(own), key) for name, (own, key) in slots.items()}
 
 
 def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -> dict[Source, torch.Tensor]:

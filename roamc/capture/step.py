@@ -407,9 +407,18 @@ def cohort_of(
     return Cohort(index, step, first)
 
 
-def optimizer_key(optimizer: torch.optim.Optimizer, rule: Rule) -> tuple[object, ...]:
-    """What of the optimizer a captured step depends on; a change needs a new capture."""
-    return tuple((structure(rule, group), len(group["params"])) for group in optimizer.param_groups)
+def optimizer_key(
+    optimizer: torch.optim.Optimizer, rule: Rule, parameters: Sequence[torch.Tensor]
+) -> tuple[object, ...]:
+    """What of the optimizer a captured step depends on, with the places of its parameters among those of the model.
+
+    A change needs a new capture.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    return tuple(
+        (structure(rule, group), tuple(places.get(id(parameter)) for parameter in group["params"]))
+        for group in optimizer.param_groups
+    )
 
 
 def _flat(end: fx.Node) -> list[fx.Node]:

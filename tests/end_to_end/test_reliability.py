@@ -153,7 +153,9 @@ def test_forwards_in_flight_have_an_arena_each() -> None:
 def test_plans_that_are_dropped_free_their_arenas() -> None:
     model = wide()
     step = roamc.train_step(model, square, sgd(model), strict=True, max_plans=1)
-    step(noise(8 * WIDE, WIDE))
+    step(noise(1, WIDE))
+    with pytest.warns(UserWarning, match="max_plans=1"):
+        step(noise(8 * WIDE, WIDE))
     large = heap_bytes()
     step(noise(1, WIDE))
     assert large - heap_bytes() > 2 * 8 * WIDE * WIDE * 4, "two activations of the large batch at the least"
