@@ -43,13 +43,10 @@ CLOSE = 0.01
 """Nothing is asked again for so small a share of the budget."""
 
 DESCENTS = 8
-"""Maximum number of budgets that the search for the plan of ``"min"`` asks for."""
+"""Maximum number of plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes."""
 
 DESCENT = 0.005
-"""Each of these budgets is below the lowest plan so far by this fraction of it, by twice as much after a refusal."""
-
-REFUSED = 2
-"""Refusals in a row that end the search for the plan of ``"min"``."""
+"""Each of these plans is to need less than the lowest plan so far by this fraction of it."""
 
 NEARLY = 1.1
 """A quick search for a budget makes the plan of ``"min"`` only if it has a plan that needs at most this multiple of the
@@ -220,7 +217,7 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
         found.append(first())
         if found[0].needed_bytes <= budget:
             return found
-    known, target = _Search(budget), max(1, budget - budget // ALIGNED - objects(budget))
+    known, target = _Search(budget), _begin(budget)
     for _ in range(ROUNDS):
         found.append(attempt(target))
         wanted = known.next(target, found[-1])
@@ -230,21 +227,32 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
     return found
 
 
-def lower(found: Sequence[M], ask: Callable[[Bytes], Sequence[M]]) -> M:
-    """The plan of ``"min"``: the lowest of those for budgets below that of ``found``, until some are refused.
+def lower(found: Sequence[T], attempt: Callable[[Bytes], T]) -> T:
+    """The plan of ``"min"``: the lowest that turns up where :func:`search` would look for one that needs less.
 
     Args:
         found: plans with as few bytes as were found without a budget to aim at.
-        ask: plans made in search of one for a budget.
+        attempt: as for :func:`search`; of a strained plan nothing but that is asked.
     """
-    lowest, refused = min(found, key=_bytes_then_time), 0
+    lowest = min(found, key=_bytes_then_time)
+    target: Bytes | None = _begin(_below(lowest))
     for _ in range(DESCENTS):
-        wanted = lowest.needed_bytes - max(1, int(lowest.needed_bytes * DESCENT * (refused + 1)))
-        lowest = min([lowest, *ask(wanted)], key=_bytes_then_time)
-        refused = refused + 1 if lowest.needed_bytes > wanted else 0
-        if refused == REFUSED:
+        tried = attempt(target) if target else None
+        if target is None or tried is None or tried.strained:  # retain knows of none lower
             break
+        lowest = min(lowest, tried, key=_bytes_then_time)
+        target = _Search(_below(lowest)).next(target, tried)
     return lowest
+
+
+def _below(lowest: Made) -> Bytes:
+    """The budget to ask for next."""
+    return lowest.needed_bytes - max(1, int(lowest.needed_bytes * DESCENT))
+
+
+def _begin(budget: Bytes) -> Bytes:
+    """The live bytes to ask for first."""
+    return max(1, budget - budget // ALIGNED - objects(budget))
 
 
 def best(found: Sequence[M], budget: Bytes) -> M:

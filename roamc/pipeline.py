@@ -129,11 +129,27 @@ def run(
     return _finished(road.arrive(clean), road.options.limit_bytes, begun)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is made for.
+
+    Attributes:
+        limit: bytes; 0 for the lowest peak, None to run nothing again, whatever the peak.
+        allowed: what may run again, see :data:`roamc.passes.retain.decide.ALLOWED`.
+    """
+
+    limit: Bytes | None
+    allowed: str = "all"
+
+
 class Trials:
-    """Plans of one graph for one peak after another; what does not depend on the peak is done once.
+    """Plans of one graph for one budget after another; what does not depend on the budget is done once.
+
+    No plan depends on those made before it, but for those that are asked for ``together``.
 
     Attributes:
         options: the user's, with the budget in bytes.
+        terms: those of the options.
         found: the plans so far, in the sequence in which they were made.
     """
 
@@ -152,12 +168,16 @@ class Trials:
         self._begun = time.perf_counter()
         _check_names(options)
         self._road, self._clean = _set_out(graph, options, None, deep, fingerprint(graph))
-        self.options, self.found, self._many = self._road.options, list[Plan](), many
-        self._minimum: dict[bool, Planned] = {}
+        self.options, self.terms = self._road.options, self._road.terms
+        self.found, self._many = list[Plan](), many
+        self._ordered: dict[tuple[bool, str], Stop] = {}
+        self._firsts: dict[Terms, Planned] = {}
+        self._choices: dict[str, retain.Choice] = {}
+        self._minimum: dict[str, Planned] = {}
 
-    def limit(self, asked: budget.Budget) -> Bytes:
-        """A budget in bytes, 0 for the lowest peak."""
-        return _in_bytes(self._clean.graph, asked, self._road.eager_needs) or 0
+    def terms_of(self, asked: budget.Budget) -> Terms:
+        """What a budget asks for."""
+        return _terms(self._clean.graph, asked, self._road.eager_needs)
 
     @property
     def has_reruns(self) -> bool:
@@ -171,101 +191,120 @@ class Trials:
             VerifyError: a pass left an invalid graph.
             BudgetError: no plan was found that keeps the budget.
         """
-        limit = self.options.limit_bytes
-        return _finished(self.fit(limit, quick=quick), limit, self._begun)
+        return _finished(self.fit(self.terms, quick=quick), self.terms.limit, self._begun)
 
-    def fit(self, limit: Bytes | None, *, together: bool = False, quick: bool = False) -> Planned:
-        """A plan within the limit at the least added time, 0 for the lowest peak; that of the lowest if none is.
+    def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
+        """A plan within the limit at the least added time; that of the lowest peak if there is none.
 
         Args:
-            limit: bytes; None to run nothing again, whatever the peak.
-            together: as for :meth:`attempt`.
+            terms: what it is made for.
             quick: as for :func:`roamc.budget.fit`.
         """
-        if limit is None or not self.has_reruns:
+        if terms.limit is None or not self.has_reruns:
             if not self._many:
                 return self._noted(self._road.arrive(self._clean))
-            return dataclasses.replace(self.first, plan=dataclasses.replace(self.first.plan, step_seconds=0.0))
-        if self._many:  # that it is among those found, for the budgets to come
-            self.first  # noqa: B018 - is made when it is asked for
+            planned = self._first(terms)
+            return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
 
         def lowest() -> _Attempt:
-            return _Attempt(self.minimum(together=together))
+            return _made_already(self.minimum(terms.allowed))
 
-        ask = functools.partial(self._search, together=together)
-        return budget.fit(ask, lowest, limit, quick=quick).planned
+        ask = functools.partial(self._search, terms)
+        planned = budget.fit(ask, lowest, terms.limit, quick=quick).planned
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, budget_bytes=terms.limit))
 
-    def minimum(self, *, together: bool = False) -> Planned:
-        """The plan of the smallest budget, as :mod:`roamc.budget` defines it; made once. ``together`` as above."""
-        if together not in self._minimum:
-            found = [self.lowest(together=together)]
-            if found[0].plan.needed_bytes > self._least:
-                found.append(self.first)
-            ask = functools.partial(self._search, together=together)
-            self._minimum[together] = budget.lower([_Attempt(planned) for planned in found], ask).planned
-        return self._minimum[together]
+    def minimum(self, allowed: str = "all") -> Planned:
+        """The plan of the smallest budget, as :mod:`roamc.budget` defines it; made once."""
+        if allowed not in self._minimum:
+            terms = Terms(0, allowed)
+            found = [self.lowest(terms)]
+            if found[0].plan.needed_bytes > self._least(terms):
+                found.append(self._first(terms))
+            self._choice(allowed).forget()
+            attempt = functools.partial(self._attempt, terms)
+            self._minimum[allowed] = budget.lower([_made_already(planned) for planned in found], attempt).planned
+        return self._minimum[allowed]
 
-    def _search(self, limit: Bytes, *, together: bool) -> list[_Attempt]:
+    def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
         """The plans made in search of one within ``limit``, which is not 0."""
+        self._choice(terms.allowed).forget()
 
         def first() -> _Attempt:
-            return _Attempt(self.first)
+            return _made_already(self._first(terms))
 
-        def attempt(target: Bytes) -> _Attempt:
-            return _Attempt(self.attempt(target, together=together), target)
+        return budget.search(first, self._least(terms), functools.partial(self._attempt, terms), limit)
 
-        return budget.search(first, self._least, attempt, limit)
+    def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
+        kept = self._choice(terms.allowed).decide(target)
+        return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
 
-    def attempt(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Planned:
+    def attempt(
+        self, target: Bytes, terms: Terms | None = None, *, together: bool = False, walks: int = WALKS
+    ) -> Planned:
         """A plan with ``target`` live bytes asked of ``retain``.
 
         Args:
             target: live bytes.
+            terms: what it is made for; None for the lowest peak.
             together: begin the choice with one for more bytes. The plan then depends on those made together before.
             walks: the solver's work is limited to that of so many walks.
         """
-        return self._made(self.choice.decide(target, together=together, walks=walks))
+        terms = terms or Terms(0, self.terms.allowed)
+        return self._made(self._choice(terms.allowed).decide(target, together=together, walks=walks), terms)
 
-    def lowest(self, *, together: bool = False) -> Planned:
+    def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
         """The plan that needs the fewest bytes of those with as few live ones as ``retain`` finds.
 
-        Of two that hardly differ, the one with less added time. ``together`` as for :meth:`attempt`.
+        Of two that hardly differ, the one with less added time. ``terms`` and ``together`` as for :meth:`attempt`.
         """
+        terms = terms or Terms(0, self.terms.allowed)
         made = list[Planned]()
-        for kept in self.choice.lowest(together=together):
+        for kept in self._choice(terms.allowed).lowest(together=together):
             close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + PADDING)
             if not made or made[0].plan.needed_bytes > close:  # else this one can hardly need less
-                made.append(self._made(kept))
+                made.append(self._made(kept, terms))
         least = min(planned.plan.needed_bytes for planned in made)
         low = [planned for planned in made if planned.plan.needed_bytes <= least + least // budget.ALIGNED]
         return min(low, key=lambda planned: planned.plan.added_seconds)
 
-    def _made(self, kept: retain.Decision) -> Planned:
-        return self._noted(self._road.arrive(_fresh(self._clean), kept, self.alone))
-
-    @functools.cached_property
-    def first(self) -> Planned:
-        """The plan in which nothing runs again."""
-        return self._noted(self._road.place(self._ordered, self.alone))
-
-    @functools.cached_property
-    def choice(self) -> retain.Choice:
-        """What can be dropped or kept smaller."""
-        graph, ordered = self._clean.graph, self._ordered.decisions.get(reorder.NAME)
-        order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
-        return retain.Choice(graph, self.options, order, self._profile, self._prices, self._road.allowed)
+    def _made(self, kept: retain.Decision, terms: Terms) -> Planned:
+        return self._noted(self._road.under(terms).arrive(_fresh(self._clean), kept, self.alone))
 
     @property
-    def _least(self) -> Bytes:
+    def first(self) -> Planned:
+        """The plan in which nothing runs again."""
+        return self._first(self.terms)
+
+    def _first(self, terms: Terms) -> Planned:
+        if terms not in self._firsts:
+            ordered = _fresh(self._in_order(terms))
+            self._firsts[terms] = self._noted(self._road.under(terms).place(ordered, self.alone))
+        return self._firsts[terms]
+
+    @property
+    def choice(self) -> retain.Choice:
+        """What can be dropped or kept smaller."""
+        return self._choice(self.terms.allowed)
+
+    def _choice(self, allowed: str) -> retain.Choice:
+        if allowed not in self._choices:
+            graph, ordered = self._clean.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
+            order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
+            self._choices[allowed] = retain.Choice(graph, self.options, order, self._profile, self._prices, allowed)
+        return self._choices[allowed]
+
+    def _least(self, terms: Terms) -> Bytes:
         """No order has fewer live bytes if nothing runs again."""
-        ordered = self._ordered.decisions.get(reorder.NAME)
+        ordered = self._in_order(terms).decisions.get(reorder.NAME)
         return ordered.bound_bytes if ordered else 0
 
-    @functools.cached_property
-    def _ordered(self) -> Stop:
-        """Nothing runs again, and the operators are in their order."""
-        nothing = dataclasses.replace(retain.NOTHING, allowed=self._road.allowed)
-        return self._road.order(_fresh(self._clean), nothing)
+    def _in_order(self, terms: Terms) -> Stop:
+        """Nothing runs again, and the operators are in their order, which is the same for all limits."""
+        key = terms.limit is None, terms.allowed
+        if key not in self._ordered:
+            nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
+            self._ordered[key] = self._road.under(terms).order(_fresh(self._clean), nothing)
+        return self._ordered[key]
 
     @functools.cached_property
     def alone(self) -> Seconds:
@@ -293,9 +332,7 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     graph = graph.replace(eager_bytes=int(live.max(initial=0)))
     most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
-    allowed = "light" if options.memory_budget == budget.LIGHT else "all"
-    limit = _in_bytes(graph, options.memory_budget, needs)
-    road = _Road(dataclasses.replace(options, memory_budget=limit), plan, deep, mark, allowed, needs)
+    road = _Road(options, plan, deep, mark, needs).under(_terms(graph, options.memory_budget, needs))
     flow = value_flow.read(graph, value_flow.Numbers())
     return road, road.travel(Stop(graph, {}, {}, flow), PIPELINE[:SHARED])
 
@@ -309,10 +346,11 @@ def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
     return planned
 
 
-def _in_bytes(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:
-    """The budget in bytes; shares are of ``eager_needs``."""
+def _terms(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Terms:
+    """What a budget asks for; shares are of ``eager_needs``."""
     state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
-    return budget.resolve(asked, eager_needs, main_device(graph), state)
+    limit = budget.resolve(asked, eager_needs, main_device(graph), state)
+    return Terms(limit, "light" if asked == budget.LIGHT else "all")
 
 
 @dataclass(frozen=True)
@@ -324,16 +362,26 @@ class _Road:
         plan: decisions to use, if there are any.
         deep: derive all metadata again.
         mark: fingerprint of the graph.
-        allowed: what may run again, see :data:`roamc.passes.retain.decide.ALLOWED`.
         eager_needs: what eager PyTorch takes at its worst step, operators' own memory and objects included.
+        allowed: see :class:`Terms`.
     """
 
     options: Options
     plan: Plan | None
     deep: bool
     mark: str
-    allowed: str
     eager_needs: Bytes = 0
+    allowed: str = "all"
+
+    @property
+    def terms(self) -> Terms:
+        """What plans are made for."""
+        return Terms(self.options.limit_bytes, self.allowed)
+
+    def under(self, terms: Terms) -> _Road:
+        """The same for other terms."""
+        options = dataclasses.replace(self.options, memory_budget=terms.limit)
+        return dataclasses.replace(self, options=options, allowed=terms.allowed)
 
     def arrive(self, clean: Stop, kept: retain.Decision | None = None, alone: Seconds = 0.0) -> Planned:
         """Run the passes behind the shared ones, check the layout and write the plan.
@@ -404,10 +452,22 @@ class _Road:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A finished plan, as the search for a budget sees it: made with ``target`` live bytes asked of retain, if any."""
+    """A plan as the search for a budget sees it; it is made when more is asked than what retain has foreseen.
 
-    planned: Planned
-    target: Bytes | None = None
+    Attributes:
+        asked_bytes: live bytes that retain foresaw.
+        strained: whether these are more than were asked of it.
+        make: the rest of the road.
+    """
+
+    asked_bytes: Bytes
+    strained: bool
+    make: Callable[[], Planned]
+
+    @functools.cached_property
+    def planned(self) -> Planned:
+        """The plan."""
+        return self.make()
 
     @property
     def needed_bytes(self) -> Bytes:
@@ -417,14 +477,10 @@ class _Attempt:
     def added_seconds(self) -> Seconds:
         return self.planned.plan.added_seconds
 
-    @property
-    def asked_bytes(self) -> Bytes:
-        decision = self.planned.plan.decisions[retain.NAME]
-        return int(decision["peak_bytes"])
 
-    @property
-    def strained(self) -> bool:
-        return self.target is not None and self.asked_bytes > self.target
+def _made_already(planned: Planned) -> _Attempt:
+    """A plan that was not made for live bytes, in the same form."""
+    return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
 
 
 def _fresh(stop: Stop) -> Stop:

@@ -167,23 +167,29 @@ def test_lowest_plan_is_not_made_where_it_cannot_be_the_answer() -> None:
         budget.fit(lambda limit: [Guess(105, 105, 1.0)], lowest, 100, quick=True)
 
 
-def test_lowest_plan_is_looked_for_below_the_budgets_that_are_kept() -> None:
-    """To the step: one refused budget is not the end, two in a row are."""
+def test_lowest_plan_is_looked_for_between_the_lowest_and_that_with_the_fewest_live_bytes() -> None:
+    """One with fewer live bytes may need more, and one with more less; plans above their target end it, unseen."""
     asked: list[int] = []
 
-    def ask(limit: int) -> list[Guess]:
-        asked.append(limit)
-        return [Guess(limit, limit, 1.0) if limit in (995, 985) else Guess(999, 999, 1.0)]
+    def attempt(target: int) -> Guess:
+        asked.append(target)
+        live = max(88_000, target // 100 * 100)
+        return Guess(live + (40_000 if live < 88_500 else 20_000), live, 1.0, strained=live > target)
 
-    assert budget.lower([Guess(1100, 1100, 0.0), Guess(1000, 1000, 0.0)], ask).needed_bytes == 995
-    assert asked == [995, 991, 986]
-    asked.clear()
+    found = [Guess(120_000, 120_000, 0.0), Guess(110_000, 70_000, 9.0)]
+    assert 108_500 <= budget.lower(found, attempt).needed_bytes < 109_000
+    assert asked == sorted(asked, reverse=True)
+    assert asked[-1] < 88_000 <= asked[-2]
 
-    def falling(limit: int) -> list[Guess]:
-        asked.append(limit)
-        return [Guess(limit, limit, 1.0)]
 
-    assert budget.lower([Guess(1000, 1000, 0.0)], falling).needed_bytes == asked[-1] < 970
+def test_lowest_plan_is_looked_for_so_often_and_no_more() -> None:
+    asked: list[int] = []
+
+    def falling(target: int) -> Guess:
+        asked.append(target)
+        return Guess(target, target, 1.0)
+
+    assert budget.lower([Guess(100_000, 100_000, 0.0)], falling).needed_bytes == asked[-1] < 96_500
     assert len(asked) == budget.DESCENTS
 
 

@@ -112,7 +112,8 @@ class Choice:
         self.memory = build_memory(graph)
         self._asked: dict[tuple[Candidate, ...], tuple[Question, Mapping[str, Mark]]] = {}
         self._known: Known = {}
-        self._won: tuple[Bytes, tuple[Candidate, ...]] = (0, ())
+        self._won: tuple[Bytes, tuple[Candidate, ...]]
+        self.forget()
 
     def decide(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Decision:
         """Choose so that no step has more than ``target`` live bytes, at the least added time.
@@ -153,6 +154,10 @@ class Choice:
         self._won = target, tuple(c for c in self.candidates if c.code.storage in names)
         return _bounded(best, target, bound)
 
+    def forget(self) -> None:
+        """Begin anew: what won for another peak says nothing about the next."""
+        self._won = 0, ()
+
     def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
         """The lowest peak that is found, and the same or less again, mostly at less added time.
 
@@ -165,7 +170,7 @@ class Choice:
         """
         known = self._known if together else {}
         least = int(self.bounds.alone * (1 + LITTLE))
-        self._won = 0, ()
+        self.forget()
         found = self._decide(least, known)
         for number in range(DESCENTS):
             if found.peak_bytes <= least:
@@ -272,7 +277,7 @@ class Choice:
 
     def _frontier(self, codes: tuple[Candidate, ...], known: Known) -> Frontier:
         if codes not in known:
-            known[codes] = Frontier(self._coded(codes)[0].problem)
+            known[codes] = Frontier(self._coded(codes)[0].ground)
         return known[codes]
 
     def _decision(self, codes: tuple[Candidate, ...], solution: RetainSolution) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from roamc.regions import is_kept
 from roamc.solvers.retain import (
     WALKS,
     Frontier,
+    Ground,
     RetainProblem,
     RetainSolution,
     make_problem,
@@ -79,6 +81,11 @@ class Question:
     storages: tuple[Storage, ...]
     allowed: str
 
+    @functools.cached_property
+    def ground(self) -> Ground:
+        """What the solver keeps of the problem for further peaks."""
+        return Ground(self.problem)
+
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Keep everything. Under a budget the pipeline asks :func:`choose`, several times if need be."""
@@ -97,7 +104,7 @@ def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks:
     Raises:
         VerifyError: the solver broke a rule of its problem.
     """
-    known = known or Frontier(asked.problem)
+    known = known or Frontier(asked.ground)
     solution = known.solve(target, work_limit=walks * asked.problem.num_ops)
     report = validate(asked.problem, target, solution)
     if not report.good:

@@ -5,7 +5,7 @@ decision costs) and `portfolio.py`.
 """
 
 from roamc.solvers.retain.bound import Bounds, Codes
-from roamc.solvers.retain.portfolio import WALKS, Frontier, frontier, solve
+from roamc.solvers.retain.portfolio import WALKS, Frontier, Ground, frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, schedule, validate
@@ -15,6 +15,7 @@ __all__ = [
     "Bounds",
     "Codes",
     "Frontier",
+    "Ground",
     "Rerun",
     "RetainProblem",
     "RetainReport",

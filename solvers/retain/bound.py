@@ -29,6 +29,7 @@ extra[k]. Other operators read k itself, also when they run again; for them ther
 The bound then holds for every choice of reruns and of smaller forms.
 """
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -106,7 +107,10 @@ class _Network:
 
 @dataclass(eq=False)
 class Bounds:
-    """Cuts of one problem, kept for further budgets, and the arcs that they took."""
+    """Cuts of one problem, kept for further budgets, and the arcs that they took.
+
+    cuts: those that were asked for. work: arcs of their networks since `new_work` was last called.
+    """
 
     problem: RetainProblem
     codes: Codes | None = None
@@ -118,6 +122,7 @@ class Bounds:
     work: int = 0
     _smaller: BoolArray = field(init=False)
     _late: BoolArray = field(init=False)
+    _made: dict[tuple[Step, float], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = renumber(self.problem.order, self.problem.sequence)
@@ -146,6 +151,12 @@ class Bounds:
         sure = reachability_bound(self.order, hottest)
         chosen = hottest[np.argsort(-sure, kind="stable")[:count]]
         self.networks = [self._network(int(step)) for step in chosen]
+
+    def anew(self) -> "Bounds":
+        """The same networks, and nothing asked yet: a cut that was made before counts as work, and takes no time."""
+        fresh = copy.copy(self)
+        fresh.cuts, fresh.work = {}, 0
+        return fresh
 
     def seconds(self, budget: Bytes) -> Seconds:
         """No reruns that keep to `budget` add less; infinite if there are none."""
@@ -246,7 +257,10 @@ class Bounds:
         """The least cut for a rate, infinite for the fewest bytes whatever the seconds."""
         key = network.step, rate
         if key not in self.cuts:
-            self.cuts[key] = self._new_cut(network, rate)
+            if key not in self._made:
+                self._made[key] = self._new_cut(network, rate)
+            self.work += len(network.tail)
+            self.cuts[key] = self._made[key]
         return self.cuts[key]
 
     def _new_cut(self, network: _Network, rate: float) -> Cut:
@@ -264,7 +278,6 @@ class Bounds:
         capacity = np.concatenate([capacity, np.floor(time * scale).astype(np.int64)])
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(network.tail, network.head, capacity)
-        self.work += len(capacity)
         yes = np.zeros(2 + 2 * order.num_buffers + order.num_ops, dtype=np.bool_)
         value = 0.0
         if flow.num_nodes() > _SINK and (network.tail == _SOURCE).any():

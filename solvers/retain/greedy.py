@@ -5,6 +5,8 @@ bytes until that read (or, if a rerun brought it back too early, until then), at
 the area above the budget, not the peak: where several steps tie, a single drop does not lower the peak.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
@@ -107,14 +109,15 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     return worth
 
 
-def descend(search: Search, budget: int, work_limit: int, step: float) -> None:
+def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
     """Go down from the lowest state seen, each time to `step` of the peak, and keep there what can stay.
 
-    What is dropped for the first targets need not have been dropped for the last. `search.lowest` holds the answer; the
-    budget says when to stop and nothing else, so a lower one goes the same way, and further.
+    What is dropped for the first targets need not have been dropped for the last. Yields the lowest state seen, in
+    front of every stage.
     """
     state = search.lowest.copy()
-    while search.work < work_limit and search.lowest.score.peak > budget:
+    while search.work < work_limit:
+        yield search.lowest
         target = int(state.score.peak * step)
         found = lower(search, state, target, work_limit)
         if found.score.peak <= target:

@@ -5,6 +5,7 @@ drop a few buffers at the peak; and turn round a whole family, the like gaps of 
 """
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -21,19 +22,27 @@ _PROMISING = 1.5
 _INSTANT = 1e-12
 
 
-def improve(search: Search, best: State, budget: int, work_limit: int, enough: float, low_enough: int = -1) -> State:
+def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
     """The best state found from `best`, until nothing better turns up for long: within the budget the fewest seconds,
     above it the lowest peak.
 
-    enough, low_enough: seconds and a peak that need not be improved on. Seeded: the same search gives the same answer.
+    enough: seconds that need not be improved on. Seeded: the same search gives the same answer.
     """
+    found = best
+    for found in improvements(search, best, budget, work_limit):
+        if found.score.seconds <= enough:
+            break
+    return found
+
+
+def improvements(search: Search, best: State, budget: int, work_limit: int) -> Iterator[State]:
+    """The best state so far in front of every change, and at last."""
     dice = random.Random(0)
     family = _families(search)
     worth = np.full(len(search.gaps.begin), np.inf)
     in_vain = 0
     while search.work < work_limit and in_vain < _PATIENCE:
-        if best.score.seconds <= enough or best.score.peak <= low_enough:
-            break
+        yield best
         target = max(budget, int(best.score.peak * _LOWER)) if above(best, budget) else budget
         state = _changed(search, best, target, dice, family)
         if state.score.peak > target:
@@ -45,7 +54,7 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
         if rank(state, budget) < rank(best, budget):
             in_vain = 0 if rank(state, budget)[:2] < rank(best, budget)[:2] else in_vain
             best = state.copy()
-    return best
+    yield best
 
 
 def above(state: State, budget: int) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from roamc.solvers.order.problem import Bytes
 from roamc.solvers.retain.anneal import LESS, anneal, settle
 from roamc.solvers.retain.bound import Bounds
+from roamc.solvers.retain.descent import Descent
 from roamc.solvers.retain.exact import affordable, exact
-from roamc.solvers.retain.greedy import descend, keep, lower
+from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
 from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds, rank_of
 from roamc.solvers.retain.reruns import decisions, list_reruns
@@ -21,7 +22,6 @@ WALKS = 12_000
 
 _MOST_STARTS = 6
 _SHARE = 2
-_STEPS = (0.6, 0.8, 0.9, 0.97)
 _AFTERWARDS = 4
 _ROUNDS = 6
 _VAIN_ROUNDS = 2
@@ -42,30 +42,53 @@ def solve(
     The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
     of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
     """
-    search = Search(problem)
-    return _Run(search, _bounds(search), budget, _limit(problem, work_limit)).solve(start)
+    ground = Ground(problem)
+    return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, _limit(problem, work_limit)).solve(start)
+
+
+@dataclass(eq=False)
+class Ground:
+    """What searches in one problem have in common. No answer depends on those before that stood on it: it saves time.
+
+    search, bounds: to begin others with, see `anew`.  descents: by their limit of work.
+    """
+
+    problem: RetainProblem
+    search: Search = field(init=False)
+    bounds: Bounds = field(init=False)
+    descents: dict[int, Descent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.search = Search(self.problem)
+        self.bounds = Bounds(self.problem)
+        self.bounds.look_at()
+
+    def descent(self, work_limit: int) -> Descent:
+        """The way to the lowest peak with so much work."""
+        if work_limit not in self.descents:
+            self.descents[work_limit] = Descent(self.search, work_limit)
+        return self.descents[work_limit]
 
 
 @dataclass(eq=False)
 class Frontier:
     """Solutions of one problem for one budget after another: each search begins with the nearest.
 
-    found: all solutions so far.
+    ground: what other frontiers of the problem may share.  found: all solutions so far.
     """
 
-    problem: RetainProblem
+    ground: Ground
     found: list[RetainSolution] = field(default_factory=list)
     _search: Search = field(init=False)
     _bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
-        self._search = Search(self.problem)
-        self._bounds = _bounds(self._search)
+        self._search, self._bounds = self.ground.search.anew(), self.ground.bounds.anew()
 
     def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
         """As the function `solve`, and never worse than what was found for another budget."""
-        limit = self._search.work + _limit(self.problem, work_limit)
-        own = _Run(self._search, self._bounds, budget, limit).solve(self._start(budget))
+        limit = self._search.work + _limit(self.ground.problem, work_limit)
+        own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
         self.found.append(own)
         return self.best(budget, own)
 
@@ -101,19 +124,13 @@ def frontier(
     Largest first, each to begin with the one before, and that of another budget where it is better: so a lower budget
     never has a higher peak or fewer seconds.
     """
-    known = Frontier(problem)
+    known = Frontier(Ground(problem))
     own = {budget: known.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
     return tuple(known.best(budget, own[budget]) for budget in budgets)
 
 
 def _limit(problem: RetainProblem, work_limit: int | None) -> int:
     return WALKS * problem.num_ops if work_limit is None else work_limit
-
-
-def _bounds(search: Search) -> Bounds:
-    bounds = Bounds(search.problem)
-    bounds.look_at()
-    return bounds
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
@@ -140,6 +157,7 @@ class _Run:
 
     search: Search
     bounds: Bounds
+    ground: Ground
     budget: Bytes
     limit: int
     bound: Seconds = 0.0
@@ -170,7 +188,7 @@ class _Run:
             if not self.complete:
                 self.from_cuts()
                 if above(self.best, self.budget):
-                    self.go_low(plain)
+                    self.go_low()
                 self.improve()
                 self.anneal()
         found = self.answer()
@@ -202,22 +220,15 @@ class _Run:
         for state in ranked[:_MOST_STARTS]:
             self.greedy(state)
 
-    def go_low(self, plain: State) -> None:
-        """Find the lowest peak, with as much work as for everything else, and stop where it is within the budget.
-
-        The road does not depend on the budget: whatever peak is found for one is found for that peak as the budget too.
-        """
-        search, seen, work = self.search, self.search.lowest, self.limit - self.began
-        limit = search.work + work
-        search.lowest = plain.copy()
-        for step in _STEPS:
-            descend(search, self.budget, search.work + (limit - search.work) // _SHARE, step)
-        if above(search.lowest, self.budget):
-            search.note(improve(search, search.lowest.copy(), 0, limit, 0.0, self.budget))
-        low = keep(search, search.lowest, max(self.budget, search.lowest.score.peak))
+    def go_low(self) -> None:
+        """Find the lowest peak, with as much work as for everything else, and stop where it is within the budget."""
+        search, work = self.search, self.limit - self.began
+        stop = self.ground.descent(work).to(self.budget)
+        search.work += stop.work
+        low = keep(search, stop.lowest, max(self.budget, stop.lowest.score.peak))
         if not above(low, self.budget):
             self.limit = max(self.limit, search.work + work // _AFTERWARDS)
-        search.note(seen)
+        search.lowest = min(stop.lowest, search.lowest, key=lambda state: state.score.peak)
         self.offer(low)
 
     def improve(self) -> None:

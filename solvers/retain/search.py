@@ -4,6 +4,7 @@ A move sets `release` and `hold` of a gap, sometimes of others with it. Many are
 whole walk: a walk sees chains, donation and ties, which estimates do not, and takes about twenty nanoseconds per run.
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +48,13 @@ class Search:
         self.gaps = make_gaps(self.problem)
         self.room = make_room(self.tables, _MOST_RUNS * self.problem.num_ops + _FEWEST_RUNS)
         self.lowest = self.keep_everything()
+
+    def anew(self) -> "Search":
+        """A search in the same tables and the same room, before which nothing was seen."""
+        fresh = copy.copy(self)
+        fresh.work = 0
+        fresh.lowest = fresh.keep_everything()
+        return fresh
 
     @property
     def steps(self) -> int:

@@ -7,8 +7,13 @@ from itertools import pairwise
 
 import pytest
 
+from roamc import pipeline
+from roamc.budget import Budget
+from roamc.errors import BudgetError
+from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.pipeline import Trials
+from roamc.plan import Plan
 from roamc.report.chart import Mark
 from roamc.report.curve import BETWEEN, Curve, Spot, staircase, targets, trace
 from roamc.report.curve_chart import HEIGHT, WIDTH, curve_chart
@@ -33,11 +38,23 @@ def test_ten_falling_budgets_have_no_higher_peak_and_no_less_time(name: str, rou
     assert points[-1].plan.added_seconds > points[0].plan.added_seconds
 
 
-def test_budgets_may_come_in_any_sequence() -> None:
-    graph, _ = model_graph("nanogpt", "step")
-    falling = {point.budget: point.plan for point in frontier(graph, QUICK, ("90%", "70%", "min"))}
-    mixed = {point.budget: point.plan for point in frontier(graph, QUICK, ("min", "90%", "70%"))}
-    assert mixed == falling
+@pytest.mark.parametrize(
+    ("name", "budgets"), [("nanogpt", ("min", "90%", 1, "light")), ("nanogpt-dropout", (150_000, "80%"))]
+)
+def test_budgets_may_come_in_any_sequence(name: str, budgets: tuple[Budget, ...]) -> None:
+    """Each has the plan that it has alone, a refused one that of "min"."""
+    graph, _ = model_graph(name, "step")
+    points = frontier(graph, Options(), budgets)
+    assert [(point.budget, point.fits) for point in points] == [(budget, budget != 1) for budget in budgets]
+    assert [point.plan for point in points] == [plan_alone(graph, budget) for budget in budgets]
+    assert len({point.plan.needed_bytes for point in points}) == len(budgets) - (1 in budgets)
+
+
+def plan_alone(graph: TrainGraph, budget: Budget) -> Plan:
+    try:
+        return pipeline.run(copied(graph), Options(memory_budget=budget)).plan
+    except BudgetError as error:
+        return error.plan
 
 
 @pytest.fixture(scope="module", params=["nanogpt", "nanogpt-dropout"])

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
-from roamc.solvers.retain import Frontier, RetainProblem, RetainSolution, frontier, make_problem, solve, validate
+from roamc.solvers.retain import (
+    Frontier,
+    Ground,
+    RetainProblem,
+    RetainSolution,
+    frontier,
+    make_problem,
+    solve,
+    validate,
+)
 from roamc.solvers.retain.drops import list_drops, try_drops
 from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
@@ -69,7 +78,7 @@ def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
     problem = layered(5, seed)
-    known = Frontier(problem)
+    known = Frontier(Ground(problem))
     budgets = [full_peak(problem) * percent // 100 for percent in (70, 40, 55, 1)]
     for budget in budgets:
         solution = known.solve(budget, work_limit=300_000)
