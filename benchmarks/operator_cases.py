@@ -105,6 +105,7 @@ def _rows(layout: Callable[..., Maker]) -> dict[str, Case]:
         "mse_loss": (aten.mse_loss, (x, y)),
         "smooth_l1_loss": (aten.smooth_l1_loss, (x, y)),
         "huber_loss": (aten.huber_loss, (x, y)),
+        "soft_margin_loss": (aten.soft_margin_loss, (x, y)),
         "binary_cross_entropy": (aten.binary_cross_entropy, (x, y)),
         "binary_cross_entropy_with_logits": (aten.binary_cross_entropy_with_logits, (x, y)),
         "embedding_dense_backward": (

@@ -132,6 +132,9 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (floats(4, 1024, 72).mT,),
         4 * 1024 * 72 * 4,
     ),
+    "a mean of squares has them all": (aten.mse_loss, (floats(256, 512).double(), floats(256, 512).double()), MB),
+    "squares without a mean take nothing": (lambda x, y: aten.mse_loss(x, y, 0), (floats(256, 512).half(),) * 2, 0),
+    "a mean of margins has them all": (aten.soft_margin_loss, (floats(512, 512), floats(512, 512)), MB),
     "an image to columns": (
         lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]),
         (floats(4, 8, 32, 32),),
@@ -164,3 +167,7 @@ def test_workspace_of_an_operator(case: str) -> None:
 def test_eager_windows_take_an_image_first() -> None:
     node = node_of(lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]), floats(4, 8, 64, 128))
     assert workspace(node, eager=True) == MB
+
+
+def test_eager_margins_lie_behind_their_mean() -> None:
+    assert workspace(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), eager=True) == 0

@@ -176,12 +176,6 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
     return all(stride == inner * count for (inner, count), (stride, _) in itertools.pairwise(rows))
 
 
-def _compared(call: Call, made: torch.Tensor) -> Bytes:
-    """The losses make one tensor of differences, and in half precision some in float32."""
-    read = tensor_at(call, 0)
-    return read.numel() * (4 if read.itemsize == 4 else 6)
-
-
 def _crossed(call: Call, made: torch.Tensor) -> Bytes:
     """Two tensors in float32, three where they do not lie alike."""
     read = tensor_at(call, 0)
@@ -193,15 +187,16 @@ def _half(call: Call, made: torch.Tensor) -> Bytes:
     return 4 * made.numel() if made.itemsize == 2 else 0
 
 
-def _half_of_first(call: Call, made: torch.Tensor) -> Bytes:
-    """The same, for as many elements as are read."""
-    return _half(call, tensor_at(call, 0))
-
-
 def _losses(call: Call, made: torch.Tensor) -> Bytes:
-    """The loss of every element, where one number is made of them."""
+    """The loss of every element, where one number is made of them; half precision is summed in float32."""
     read = tensor_at(call, 0)
-    return _half(call, read) + (read.nbytes if made.numel() < read.numel() else 0)
+    return read.nbytes + _half(call, read) if made.numel() < read.numel() else 0
+
+
+def _losses_behind(call: Call, made: torch.Tensor) -> Bytes:
+    """The same, where they lie in the storage of the result."""
+    read = tensor_at(call, 0)
+    return _half(call, read) if made.numel() < read.numel() else 0
 
 
 def _across(call: Call, made: torch.Tensor) -> Bytes:
@@ -264,10 +259,10 @@ _RULES: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
     "_safe_softmax": lambda call, made: made.numel(),
     "_fused_rms_norm": _rms_norm,
     "logsumexp": _first_again,
-    "mse_loss": _compared,
-    "smooth_l1_loss": _compared,
-    "huber_loss": _compared,
-    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _losses),
+    **dict.fromkeys(
+        ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+        _losses,
+    ),
     "binary_cross_entropy_with_logits": _crossed,
     "gather": _half,
     "scatter": _half,
@@ -296,6 +291,5 @@ _EAGER = {
     **_RULES,
     "native_dropout_backward": _first_again,
     "im2col": _first_again,
-    # The losses are in the storage of the result.
-    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _half_of_first),
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _losses_behind),
 }
