@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -76,6 +78,32 @@ def check_clip(limit: object) -> None:
         return
     if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit) or limit <= 0:
         raise OptionError(f"clip_grad_norm must be a positive number, not {limit!r}")
+
+
+def check_call(loss_fn: Callable[..., object], batch: tuple[object, ...], named: dict[str, object]) -> None:
+    """Refuse a batch that a loss function cannot be called with; one whose signature nobody knows passes.
+
+    Raises:
+        CaptureError: says how it is called, and for a criterion how to write it.
+    """
+    criterion = isinstance(loss_fn, nn.Module)
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *batch, **named)
+    except TypeError as error:
+        name = type(loss_fn).__name__ if criterion else getattr(loss_fn, "__name__", "loss_fn")
+        call = ", ".join(["model", *("..." for _ in batch), *(f"{key}=..." for key in named)])
+        advice = (
+            f"write lambda model, x, y: {name}()(model(x), y)"
+            if criterion
+            else "its arguments are the model and what the step is called with"
+        )
+        raise CaptureError(
+            f"the loss function is called as {name}({call}), which does not fit: {error}; {advice}"
+        ) from None
 
 
 def _shown(value: object) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
-from roamc.arguments import check_clip, check_loss_function, check_module, check_optimizer
+from roamc.arguments import check_call, check_clip, check_loss_function, check_module, check_optimizer
 from roamc.capture import python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
@@ -218,6 +218,7 @@ class TrainStep:
             return batch
 
         def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+            check_call(self.loss_fn, batch, named)
             return self.loss_fn(model, *batch, **named)
 
         return StepRequest(

@@ -237,6 +237,12 @@ def test_name_of_a_file_that_is_no_function_is_said_to_be_none(tmp_path: Path) -
     assert run("plan", f"{path}:batch", code=1).stderr == f"error: {path}: 'batch' is an int, not a function\n"
 
 
+@pytest.mark.parametrize("limit", ["-1", "0", "nan"])
+def test_limit_of_clipping_is_checked(limit: str) -> None:
+    said = run("plan", "gpt", *SMALL, "--clip-grad-norm", limit, code=1).stderr
+    assert said == f"error: clip_grad_norm must be a positive number, not {float(limit)}\n"
+
+
 def test_debug_shows_the_traceback(file: str) -> None:
     assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roamc import news, pipeline, zoo
+from roamc.arguments import check_clip
 from roamc.budget import parse_budget
 from roamc.codegen.source import emit
 from roamc.errors import OptionError
@@ -126,8 +127,9 @@ def options_of(request: Request) -> Options:
     """roamc's options.
 
     Raises:
-        OptionError: an option is unknown or out of range.
+        OptionError: an option, or the limit of clipping, is unknown or out of range.
     """
+    check_clip(request.clip_grad_norm)
     given = dict(parse_setting(text) for text in request.options)
     if request.memory_budget is not None:
         given["memory_budget"] = request.memory_budget

@@ -304,6 +304,25 @@ def test_loss_function_that_is_none() -> None:
     refused(lambda: roamc.train_step(model, sgd(model), square), roamc.CaptureError, wanted, "SGD")  # type: ignore[arg-type]
 
 
+def test_loss_function_that_takes_other_arguments() -> None:
+    model = net()
+    criterion = roamc.train_step(model, nn.MSELoss(), sgd(model))
+    wanted = (
+        "MSELoss(model, ..., ...)",
+        "too many positional arguments",
+        "write lambda model, x, y: MSELoss()(model(x), y)",
+    )
+    refused(lambda: criterion(X, X), roamc.CaptureError, *wanted)
+    step = roamc.train_step(model, square_of_difference, sgd(model))
+    refused(lambda: step(X), roamc.CaptureError, "square_of_difference(model, ...)", "missing a required argument: 'y'")
+    refused(lambda: step.plan(X, z=X), roamc.CaptureError, "square_of_difference(model, ..., z=...)")
+    step(X, y=X)
+
+
+def square_of_difference(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
 class Branches(nn.Module):
     """torch.cond, or a while loop."""
 
