@@ -72,9 +72,10 @@ def train_step(
     The batch may be any nest of lists, tuples, dicts, dataclasses and their like with tensors, numbers and strings in
     it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
 
-    What Python reads during the first call with a batch of some shape is fixed for that shape: global variables,
-    tensors that the loss function closes over (by reference). What it writes beside tensors (lists, counters, prints)
-    it writes in that call only. Numbers, flags and hooks of modules are watched.
+    What Python reads during the first call with a batch of some shape is fixed for that shape. Modules, what tracing
+    reads of them, groups of the optimizer, and what the loss function names are watched: a change makes another plan.
+    Attributes of other objects are not. What Python writes beside tensors (lists, counters, prints) it writes in that
+    call only.
 
     Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
     program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the
