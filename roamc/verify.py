@@ -96,6 +96,7 @@ def check_layout(graph: TrainGraph) -> None:
         raise VerifyError("after pass 'layout': the graph has no layout")
     lives = _storage_lives(graph)
     _check_places(graph.layout, lives)
+    _check_elements(graph, graph.layout)
     closed = _closed(graph, graph.layout)
     _check_holes(graph.layout, lives, closed)
     _check_peak(graph, graph.layout, lives, closed)
@@ -125,6 +126,20 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
         raise VerifyError(
             f"after pass 'layout': the arena has {layout.arena_bytes} bytes and its last tensor ends at {end}"
         )
+
+
+def _check_elements(graph: TrainGraph, layout: Layout) -> None:
+    """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
+    owner: dict[int, str] = {}
+    for node in graph.graph.nodes:
+        many = not isinstance(node.meta.get("val"), torch.Tensor)
+        for position, tensor in tensors_of(node):
+            name = owner.setdefault(identity(tensor), f"{node.name}#{position}" if many else node.name)
+            if layout.offset.get(name, 0) % tensor.dtype.itemsize:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "
+                    f"{tensor.dtype.itemsize} bytes"
+                )
 
 
 def _closed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:

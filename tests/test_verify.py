@@ -313,6 +313,16 @@ def test_offset_is_misaligned_or_outside(name: str, route: str, offset: int) -> 
 
 
 @pytest.mark.parametrize(("name", "route"), CASES)
+def test_offset_inside_of_an_element(name: str, route: str) -> None:
+    """An alignment of 1 allows every offset; tensors do not."""
+    graph = planned(name, route)
+    assert graph.layout is not None
+    moved = {name: offset + 1 for name, offset in graph.layout.offset.items()}
+    changed = with_layout(graph, offset=moved, alignment=1, arena_bytes=graph.layout.arena_bytes + 1)
+    refused_layout(changed, "is misaligned: .* has elements of [248] bytes")
+
+
+@pytest.mark.parametrize(("name", "route"), CASES)
 def test_arena_is_too_small(name: str, route: str) -> None:
     graph = planned(name, route)
     assert graph.layout is not None

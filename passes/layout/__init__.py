@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, main_device
+from roamc.graph import TrainGraph, main_device, tensors_of
 from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
@@ -72,7 +72,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decision:
     """As :func:`decide`, for the storages of ``memory``, which may be those of ``graph`` in another order."""
     device = main_device(graph).type
-    alignment = options.alignment or ALIGNMENT[device]
+    alignment = max(options.alignment or ALIGNMENT[device], _largest_element(graph))
     table = make_table(memory, device, alignment, boundary=graph.boundary)
     found = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
     split, solution = found.split, found.solution
@@ -94,6 +94,11 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         status=str(solution.status.value),
         algorithm=solution.algorithm,
     )
+
+
+def _largest_element(graph: TrainGraph) -> Bytes:
+    """Bytes of the largest element of any tensor: a tensor begins at a multiple of it."""
+    return max((tensor.dtype.itemsize for node in graph.graph.nodes for _, tensor in tensors_of(node)), default=1)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:

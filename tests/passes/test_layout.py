@@ -76,9 +76,9 @@ def test_result_without_an_out_form_that_lives_long_is_copied_where_that_is_lowe
 def test_every_offset_is_aligned(alignment: int) -> None:
     graph = traced(lambda x: x[:3, :5].contiguous().sin().cos().sum().exp(), KB)
     _, decision = laid_out(graph, Options(alignment=alignment))
-    assert decision.alignment == alignment
+    assert decision.alignment == max(alignment, torch.float32.itemsize), "no tensor begins inside of an element"
     assert decision.offset
-    assert all(offset % alignment == 0 for offset in decision.offset.values())
+    assert all(offset % decision.alignment == 0 for offset in decision.offset.values())
 
 
 def test_cpu_default_alignment_is_torchs() -> None:
