@@ -126,7 +126,10 @@ def run(
     mark = fingerprint(graph)
     _check_plan(plan, graph, mark)
     road, clean = _set_out(graph, options, plan, deep, mark)
-    return _finished(road.arrive(clean), road.options.limit_bytes, begun)
+    limit = road.options.limit_bytes
+    planned = road.arrive(clean, alone=plan.step_seconds)
+    asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
+    return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Plan:
             PlanError: the text is not a plan of this format; says what is wrong.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"not a plan: {error}") from None
         return _from_dict(data)
@@ -150,6 +150,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the JSON text.
+
+    Raises:
+        ValueError: a key is there twice, and which one counts would be a guess.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found
 
 
 STATUSES = ("optimal", "gap", "limit")

@@ -85,6 +85,11 @@ def test_text_that_is_no_plan(bad: str) -> None:
         Plan.from_json(bad)
 
 
+def test_a_key_that_stands_twice_is_refused() -> None:
+    with pytest.raises(PlanError, match="not a plan: 'decisions' stands twice in one object"):
+        Plan.from_json(text().rstrip()[:-1] + ', "decisions": {}}')
+
+
 @pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True])
 def test_other_format_says_to_plan_again(version: object) -> None:
     with pytest.raises(PlanError, match=rf"plan format .*this roamc reads format {FORMAT}: plan again"):
