@@ -1,18 +1,23 @@
-"""Gradients of graphs that communicate, on several ranks of one machine, against those of one rank: a table.
+"""Gradients of graphs that communicate, on several ranks of one machine, against those of one rank.
 
-    python -m benchmarks.collectives                 2 and 4 ranks, all models, splits, ways, budgets; 50 runs each
-    python -m benchmarks.collectives --runs 5 --ranks 2 --kinds gpt --busy
+    python -m benchmarks.collectives --busy           2 and 4 ranks, all models, splits, ways, budgets; 50 runs each
+    python -m benchmarks.collectives --runs 5 --ranks 2 --models gpt --layers 1
 
 Ways: R = torch.compile(backend="roamc"), O = roamc.optimize, S = roamc.train_step (DDP; the others are to be refused).
-``worst`` is the largest relative error of a gradient in any run, ``eager`` the same for eager, ``unwaited`` how many
-collectives were never waited for, and ``same`` whether all runs gave the bits of eager.
+Runs are forward and backward passes of one process group, each compared. "worst" is the largest relative error of a
+gradient in any run, "eager" the same for one run of eager, "same" whether all runs gave the bits of eager, "unwaited"
+how many ranks left a collective that nobody waited for, "refused" what a budget or a way was refused with, and "fault"
+what else happened: an error, or no end in time. The exit code is 1 if there is a fault, an unwaited collective, or an
+error above 5e-7.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +35,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import roamc
+from benchmarks._measure import save
 from roamc.errors import BudgetError, CaptureError
 from tests.parallel import BOUND, KINDS, SPLITS, batch, build, reference, run_backward, whole_gradients, worst_error
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("R", "O", "S")
 BUDGETS = ("none", "50%", "min")
+LENGTH = 48
+"""Tokens in a row: activations outweigh the gradients then, which are handed out and which no budget makes smaller."""
 Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, split in one way: the rows that one group of processes measures.
+
+    Attributes:
+        kind: a name of ``tests.parallel.KINDS``.
+        split: a name of ``tests.parallel.SPLITS``.
+        ranks: how many processes.
+        layers: of the model.
+        runs: forward and backward passes of each way under each budget.
+    """
+
+    kind: str
+    split: str
+    ranks: int
+    layers: int
+    runs: int
+
+    def row(self, way: str, budget: str) -> dict[str, Any]:
+        """What names one row."""
+        kind = f"{self.ranks} ranks, {self.split}, {way}, {budget}"
+        names = {"split": self.split, "ranks": self.ranks, "way": way, "budget": budget}
+        return {"model": self.kind, "kind": kind, **names, "layers": self.layers}
 
 
 def gradients_of_step(model: nn.Module, options: dict[str, Any]) -> Callable[[], Gradients]:
@@ -43,7 +77,7 @@ def gradients_of_step(model: nn.Module, options: dict[str, Any]) -> Callable[[],
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     step = roamc.train_step(model, lambda model, x: model(x), optimizer, **options)
     rank = dist.get_rank()
-    mine = batch().chunk(dist.get_world_size())[rank]
+    mine = batch(length=LENGTH).chunk(dist.get_world_size())[rank]
 
     def run() -> Gradients:
         optimizer.state.clear()
@@ -66,47 +100,54 @@ def gradients_of(model: nn.Module, split: str, way: str, options: dict[str, Any]
         roamc.optimize(model, **options)
 
     def run() -> Gradients:
-        run_backward(compiled, split)
+        run_backward(compiled, split, LENGTH)
         return whole_gradients(model, split)
 
     return run
 
 
-def measure(kind: str, split: str, way: str, budget: str, runs: int, wanted: Gradients) -> dict[str, Any]:
-    """One row of the table, in every rank."""
+def cells(split: str, ways: Sequence[str], budgets: Sequence[str]) -> list[tuple[str, str]]:
+    """Ways and budgets of one model and split, in the sequence in which all ranks take them."""
+    refused = [budget for budget in budgets[:1] if split != "DDP"]
+    return [(way, budget) for way in ways for budget in (refused or budgets if way == "S" else budgets)]
+
+
+def measure(case: Case, way: str, budget: str, wanted: Gradients) -> dict[str, Any]:
+    """What a row says of one way and budget, in every rank."""
     torch._dynamo.reset()
+    split = case.split
     options: dict[str, Any] = {"strict": True, **({} if budget == "none" else {"memory_budget": budget})}
-    eager = gradients_of(SPLITS[split](build(kind)), split, "eager", {})()
-    row = {"kind": kind, "split": split, "way": way, "budget": budget, "runs": 0, "eager": worst_error(eager, wanted)}
+    eager = gradients_of(SPLITS[split](build(case.kind, case.layers)), split, "eager", {})()
     try:
-        run = gradients_of(SPLITS[split](build(kind)), split, way, options)
+        run = gradients_of(SPLITS[split](build(case.kind, case.layers)), split, way, options)
         found = run()
-    except (BudgetError, CaptureError) as error:
-        return {**row, "said": str(error)}
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        return {**row, "said": str(error.inner_exception)}
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
+        if not isinstance(cause, BudgetError) and (way != "S" or split == "DDP" or not isinstance(cause, CaptureError)):
+            raise
+        return {"refused": str(cause)}
     worst, same = 0.0, True
-    for number in range(runs):
+    for number in range(case.runs):
         found = run() if number else found
         worst = max(worst, worst_error(found, wanted))
         same = same and all(torch.equal(found[name], eager[name]) for name in eager)
-    return {**row, "runs": runs, "worst": worst, "same": same}
+    return {"runs": case.runs, "worst": worst, "eager": worst_error(eager, wanted), "same": same}
 
 
 def rank_main(arguments: Sequence[str]) -> None:
     """A rank: all ways and budgets of one model and split; the first rank prints a line of JSON for each."""
-    kind, split, store, rank, ranks, runs, ways, budgets = arguments
+    store, rank, ways, budgets, *rest = arguments
+    case = Case(*rest[:2], *map(int, rest[2:]))
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=case.ranks, timeout=timeout
     )
-    wanted = reference(kind, split, int(ranks))
+    wanted = reference(case.kind, case.split, case.ranks, case.layers, LENGTH)
     warnings.filterwarnings("ignore")
-    for way in ways.split(","):
-        for budget in budgets.split(",") if way != "S" or split == "DDP" else ["none"]:
-            row = measure(kind, split, way, budget, int(runs), wanted)
-            if rank == "0":
-                print(json.dumps({"ranks": int(ranks), **row}), flush=True)
+    for way, budget in cells(case.split, ways.split(","), budgets.split(",")):
+        row = measure(case, way, budget, wanted)
+        if rank == "0":
+            print(json.dumps({**case.row(way, budget), **row}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -122,79 +163,92 @@ def busy(wanted: bool) -> Iterator[None]:
             process.kill()
 
 
-def run_group(kind: str, split: str, ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one model and split; what went wrong is a row as well."""
-    rest = [str(options.runs), ",".join(options.ways), ",".join(options.budgets)]
-    where = {"kind": kind, "split": split, "ranks": ranks}
+def run_group(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model and split; what went wrong stands in the rows that it left without a result."""
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
+        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(case.ranks)]
+        given = [",".join(options.ways), ",".join(options.budgets), *map(str, dataclasses.astuple(case))]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.collectives", "--rank", kind, split, f"{folder}/store", str(rank),
-                 str(ranks), *rest],
+                [sys.executable, "-m", "benchmarks.collectives", "--rank", f"{folder}/store", str(rank), *given],
                 cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=out.open("w"), stderr=err.open("w"),
             )
             for rank, (out, err) in enumerate(outputs)
         ]  # fmt: skip
-        end, late = time.monotonic() + options.seconds, False
-        try:
-            for process in processes:
-                process.wait(timeout=max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            for process in processes:
+        fault = ended(processes, options.seconds)
+        said = [(out.read_text(), err.read_text()) for out, err in outputs]
+    found = {row["kind"]: row for row in map(json.loads, (x for x in said[0][0].splitlines() if x.startswith("{")))}
+    if not fault and any(process.returncode for process in processes):
+        fault = next(err for (_, err), process in zip(said, processes, strict=True) if process.returncode)[-400:]
+    rows = [case.row(*cell) for cell in cells(case.split, options.ways, options.budgets)]
+    unwaited = sum("unwaited collective" in err for _, err in said)
+    return [
+        {**found.get(row["kind"], {**row, "fault": fault or "no result"}), "busy": options.busy, "unwaited": unwaited}
+        for row in rows
+    ]
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> str:
+    """Wait until all have ended, or one has failed; what went wrong, where they are still running after ``seconds``."""
+    end = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                return ""
+            if time.monotonic() > end:
+                return f"no end after {seconds:.0f} s"
+            time.sleep(0.2)
+        return ""
+    finally:
+        for process in processes:
+            if process.poll() is None:
                 process.kill()
                 process.wait()
-        said = [(out.read_text(), err.read_text()) for out, err in outputs]
-    rows = [json.loads(line) for line in said[0][0].splitlines() if line.startswith("{")]
-    unwaited = sum("unwaited collective" in text for _, text in said)
-    rows = [{**row, "unwaited": unwaited} for row in rows]
-    if late:
-        rows.append({**where, "said": f"no end after {options.seconds:.0f} s"})
-    elif any(process.returncode for process in processes):
-        rows.append({**where, "said": said[0][1][-400:].replace("\n", " ")})
-    return rows
+
+
+def sound(row: dict[str, Any]) -> bool:
+    """Whether a row is as it should be."""
+    return "fault" not in row and not row["unwaited"] and ("refused" in row or row["worst"] <= BOUND)
 
 
 def line_of(row: dict[str, Any]) -> str:
     """One row as text."""
-    where = f"{row['ranks']} | {row['kind']} | {row['split']} | {row.get('way', '')} | {row.get('budget', '')}"
-    if "said" in row:
-        return f"| {where} | {row['said'][:160]} | | | | |"
-    held = "yes" if row["worst"] <= BOUND else "NO"
-    same = "yes" if row["same"] else "no"
+    where = f"{row['model']:<6}{row['kind']:<37}"
+    said = str(row.get("fault", row.get("refused", ""))).replace("\n", " ")
+    if said:
+        return f"{where}{'FAULT' if 'fault' in row else 'refused'}: {said[-160:] if 'fault' in row else said[:160]}"
     return (
-        f"| {where} | {held} | {row['worst']:.2e} | {row['eager']:.2e} | {same} | {row['unwaited']} (runs: "
-        f"{row['runs']}) |"
+        f"{where}{'' if sound(row) else 'WRONG '}worst {row['worst']:.2e}  eager {row['eager']:.2e}  "
+        f"{'same bits' if row['same'] else 'other bits'}  unwaited {row['unwaited']}  runs {row['runs']}"
     )
 
 
-def main() -> None:
-    """Print the table, a row as soon as its group of ranks has ended."""
+def main() -> int:
+    """Measure, print a line for each row as soon as its ranks have ended, write the results file."""
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2:])
-        return
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--models", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=list(SPLITS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), help="as memory_budget, or none")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=1800.0, help="limit for one model and split")
     parser.add_argument("--busy", action="store_true", help="beside a process that keeps a core busy")
     options = parser.parse_args()
-    print(f"| ranks | model | split | way | budget | <= {BOUND:.0e} | worst | eager | same | unwaited |", flush=True)
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    rows = []
     with busy(options.busy):
-        for ranks in options.ranks:
-            for kind in options.kinds:
-                for split in options.splits:
-                    for row in run_group(kind, split, ranks, options):
-                        print(line_of(row), flush=True)
+        for ranks, kind, split in itertools.product(options.ranks, options.models, options.splits):
+            rows += run_group(Case(kind, split, ranks, options.layers, options.runs), options)
+            print("\n".join(map(line_of, rows[-len(cells(split, options.ways, options.budgets)) :])), flush=True)
+            path = save("collectives", rows, __doc__ or "")
+    print(path)
+    return 0 if all(map(sound, rows)) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

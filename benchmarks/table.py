@@ -26,6 +26,7 @@ def full() -> str:
             *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
+            *_collectives(_rows_of("collectives")),
             *_planning(_rows_of("planning")),
             *_cost(_rows_of("cost")),
             *_order_layout(_rows_of("order_layout")),
@@ -204,6 +205,37 @@ def _kept(rows: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|" + "---|" * len(kept.BUDGETS),
         *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in found.items()),
     ]
+
+
+def _collectives(rows: list[dict[str, Any]]) -> list[str]:
+    """Gradients of several ranks against those of one."""
+    if not rows:
+        return []
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((str(row["ranks"]), row["split"], row["way"]), []).append(row)
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    budgets = ", ".join(dict.fromkeys(row["budget"] for row in rows))
+    return [
+        "",
+        f"Gradients of several gloo ranks against those of one rank: {models}; budgets {budgets}. R is "
+        '`torch.compile(backend="roamc")`, O `roamc.optimize`, S `roamc.train_step`, which refuses what is split in '
+        "another way than by DDP. Worst is the largest relative error of a gradient in any pass; a fault is an error, "
+        "no end, or a collective that nobody waited for.",
+        "",
+        "| ranks | split | way | plans | refused | passes | worst | eager's | eager's bits | faults |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join((*name, *_collective_cells(group)))} |" for name, group in sorted(found.items())),
+    ]
+
+
+def _collective_cells(rows: list[dict[str, Any]]) -> list[str]:
+    measured = [row for row in rows if "worst" in row]
+    faults = sum("fault" in row or bool(row["unwaited"]) for row in rows)
+    counts = [len(rows), sum("refused" in row for row in rows), sum(row["runs"] for row in measured)]
+    errors = [f"{max(row[key] for row in measured):.1e}" if measured else "–" for key in ("worst", "eager")]
+    same = f"{sum(row['same'] for row in measured)} of {len(measured)}" if measured else "–"
+    return [*map(str, counts), *errors, same, str(faults)]
 
 
 def _kept_cell(row: dict[str, Any]) -> str:

@@ -102,7 +102,11 @@ def build(kind: str, layers: int = 2) -> Model:
     return Model(kind, layers)
 
 
-def batch(size: int = 4, length: int = 12) -> Tensor:
+SHORT = 12
+"""Tokens in a row of the batch, where nothing else is said."""
+
+
+def batch(size: int = 4, length: int = SHORT) -> Tensor:
     """The whole batch."""
     return torch.randint(0, VOCAB, (size, length), generator=torch.Generator().manual_seed(1))
 
@@ -203,10 +207,11 @@ BY_BATCH = ("DDP", "fully_shard")
 """Splits in which every rank has its own part of the batch, and of the random numbers."""
 
 
-def run_backward(model: nn.Module, split: str) -> float:
+def run_backward(model: nn.Module, split: str, length: int = SHORT) -> float:
     """Forward and backward of this rank's part of the batch, with the random numbers that belong to it; the loss."""
     rank = dist.get_rank() if split in BY_BATCH else 0
-    mine = batch().chunk(dist.get_world_size())[rank] if split in BY_BATCH else batch()
+    whole = batch(length=length)
+    mine = whole.chunk(dist.get_world_size())[rank] if split in BY_BATCH else whole
     model.zero_grad()
     torch.manual_seed(rank)
     loss = model(mine)
@@ -214,10 +219,11 @@ def run_backward(model: nn.Module, split: str) -> float:
     return float(loss.detach())
 
 
-def reference(kind: str, split: str, ranks: int, layers: int = 2) -> dict[str, Tensor]:
+def reference(kind: str, split: str, ranks: int, layers: int = 2, length: int = SHORT) -> dict[str, Tensor]:
     """The gradients of one rank, without a process group and without compilation."""
     model = build(kind, layers)
-    parts = batch().chunk(ranks) if split in BY_BATCH else (batch(),)
+    whole = batch(length=length)
+    parts = whole.chunk(ranks) if split in BY_BATCH else (whole,)
     for seed, part in enumerate(parts):
         torch.manual_seed(seed)
         (model(part) / len(parts)).backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import summary, table
+from benchmarks import collectives, summary, table
 from benchmarks._measure import HERE
 
 ROW = {"model": "gpt", "dtype": "float32", "kind": "optimize 50%", "budget": 100}
@@ -36,3 +36,13 @@ def test_falling_budgets_are_a_line_of_peaks_and_one_of_times() -> None:
     *_, peaks, times = table._falling(rows)
     assert peaks.count("| 2.0 ") == times.count("| 1.000 ") == len(rows) - 1
     assert peaks.endswith("| – |")
+
+
+def test_collectives_are_counted_by_split_and_way() -> None:
+    place = {"model": "gpt", "ranks": 2, "split": "DDP", "way": "R", "budget": "none", "unwaited": 0}
+    measured = {**place, "runs": 50, "worst": 2e-7, "eager": 1e-7, "same": True}
+    other = {**measured, "worst": 6e-7, "same": False, "unwaited": 1}
+    rows = [measured, other, {**place, "refused": "needs 3 MB"}, {**place, "fault": "no end after 10 s"}]
+    assert table._collectives(rows)[-1] == "| 2 | DDP | R | 4 | 1 | 100 | 6.0e-07 | 1.0e-07 | 1 of 2 | 2 |"
+    assert [collectives.sound(row) for row in rows] == [True, False, True, False]
+    assert not collectives.sound({**other, "unwaited": 0})
