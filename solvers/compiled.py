@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from numba.core import cpu
+from numba.core import cpu, types
 from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
@@ -118,6 +118,10 @@ class _Function(CPUDispatcher):
         if time.perf_counter() > _thread.deadline:
             raise _TooSlow
         return self.py_func(*args)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """What a call in a compiled function means; a constant is a number like others, nothing to compile anew for."""
+        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
 
 
 class _Compiler:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
-from roamc.solvers.compiled import compiled, compiled_uncounted
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.walk import Room
@@ -109,21 +109,33 @@ def _list_drops(
     return count
 
 
-@compiled
 def _reach(live: LongArray, budget: int, first: LongArray, behind: LongArray, size: LongArray) -> FloatArray:
     """The sum of min(size, live - budget) over the runs above the budget from `first` to `behind`, of each drop."""
     above = np.flatnonzero(live > budget)
-    total = np.zeros(len(above) + 1)
-    reach = np.empty(len(size))
+    begin, end = np.searchsorted(above, first), np.searchsorted(above, behind)
+    reach, total = np.empty(len(size)), np.zeros(len(above) + 1)
+    _sum_up(live[above] - budget, np.argsort(size, kind="stable"), begin, end, size, total, reach)
+    return reach
+
+
+@compiled_uncounted
+def _sum_up(
+    excess: LongArray,
+    by_size: LongArray,
+    begin: LongArray,
+    end: LongArray,
+    size: LongArray,
+    total: FloatArray,
+    reach: FloatArray,
+) -> None:
+    """Fill `reach`. Sorting and searching stay outside: they take longer to compile than to run."""
     known = -1
-    for number in np.argsort(size, kind="mergesort"):
+    for number in by_size:
         if size[number] != known:
             known = size[number]
-            for row in range(len(above)):
-                total[row + 1] = total[row] + min(known, live[above[row]] - budget)
-        begin, end = np.searchsorted(above, first[number]), np.searchsorted(above, behind[number])
-        reach[number] = total[end] - total[begin]
-    return reach
+            for row in range(len(excess)):
+                total[row + 1] = total[row] + min(known, excess[row])
+        reach[number] = total[end[number]] - total[begin[number]]
 
 
 @compiled_uncounted

@@ -92,3 +92,12 @@ def test_an_error_of_the_solver_passes_and_the_next_problem_is_interpreted(monke
         interpreted_first(3, lambda: 1 // 0)
     assert interpreted_first(3, rounds.solve) == 6.0
     assert not rounds.is_compiled
+
+
+def test_a_constant_argument_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled._process, "patience", 0.0)
+    monkeypatch.setattr(compiled._Function, "enable_caching", lambda function: None)
+    inner = compiled.compiled(lambda array, number: array.sum() + number)
+    outer = compiled.compiled(lambda array: inner(array, 0) + inner(array, 1) + inner(array, len(array)))
+    assert outer(np.arange(4.0)) == 23.0
+    assert len(inner.overloads) == 1  # type: ignore[attr-defined]
