@@ -60,7 +60,11 @@ def max_batch(
         CaptureError: the function does not return what it should, or a model that was built outside of it.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
-    if isinstance(parsed.memory_budget, str) and parsed.memory_budget != "device":
+    if not callable(make):
+        raise CaptureError(
+            f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
+        )
+    if parsed.memory_budget is None or (isinstance(parsed.memory_budget, str) and parsed.memory_budget != "device"):
         raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {memory_budget!r}")
     _check_size("smallest", smallest, 1)
     _check_size("largest", largest, smallest)

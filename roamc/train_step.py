@@ -130,6 +130,7 @@ class TrainStep:
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
 
+    @torch.compiler.disable
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
 
@@ -264,6 +265,7 @@ class TrainStep:
 
     def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, python_state.Reads]:
         """The program of a step that is captured now, and what it depends on beside its key."""
+        self._warn_of_gradients()
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
@@ -287,6 +289,15 @@ class TrainStep:
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound, reads
+
+    def _warn_of_gradients(self) -> None:
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            notices.warn(
+                self.model,
+                "gradients",
+                "parameters have a .grad from an earlier backward: train_step computes gradients of its own, and "
+                "neither adds to .grad nor uses it. To accumulate over several batches, sum their losses in loss_fn",
+            )
 
     def _warn_of_many(self, before: _Key, now: _Key) -> None:
         batch = before.batch != now.batch

@@ -83,7 +83,12 @@ def test_model_built_outside_of_the_function() -> None:
         roamc.max_batch(lambda size: (model, torch.empty(size, WIDTH), loss), "1MB")
 
 
-@pytest.mark.parametrize("budget", ["80%", "min"])
-def test_budget_must_not_grow_with_the_size(budget: str) -> None:
+@pytest.mark.parametrize("budget", ["80%", "min", None])
+def test_budget_must_not_grow_with_the_size(budget: Any) -> None:
     with pytest.raises(OptionError, match="needs a memory_budget in bytes"):
         roamc.max_batch(make, budget)
+
+
+def test_what_makes_the_model_is_a_function() -> None:
+    with pytest.raises(CaptureError, match=r"takes a function of a size .* not tuple"):
+        roamc.max_batch(make(1), "1MB")  # type: ignore[arg-type]

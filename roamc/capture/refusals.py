@@ -45,6 +45,11 @@ def _text(error: RuntimeError) -> str | None:
             "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
             "torch.compile or roamc.optimize"
         )
+    if "backward through the graph a second time" in str(error):
+        return (
+            "loss_fn runs backward itself: let it return the loss alone, train_step adds backward and the optimizer's "
+            "step"
+        )
     if not isinstance(error, NotImplementedError):
         return None
     operator = _HIGHER_ORDER.search(str(error))

@@ -321,3 +321,42 @@ def test_plan_of_a_function_has_the_name_of_its_model() -> None:
     model = Trunk(False)
     torch.compile(lambda x: model(x).sum(), backend="roamc")(noise(4, 8)).backward()
     assert roamc.plans()[-1].name == "Trunk"
+
+
+def ready_step() -> tuple[nn.Module, torch.optim.Optimizer, roamc.TrainStep]:
+    model = seeded(lambda: nn.Linear(8, 8))
+    optimizer = plain_sgd(model)
+    return model, optimizer, roamc.train_step(model, square, optimizer, strict=True)
+
+
+def test_compiled_step_is_the_step_itself() -> None:
+    (model, _, step), (twin, optimizer, _) = ready_step(), ready_step()
+    compiled = torch.compile(step)
+    for seed in range(3):
+        x = noise(4, 8, seed=seed)
+        assert torch.equal(compiled(x), eager_step(twin, square, optimizer, x))
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+def test_loss_function_that_runs_backward_is_told_to_return_the_loss() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = square(model, x)
+        loss.backward()
+        return loss
+
+    model = nn.Linear(8, 8)
+    with pytest.raises(roamc.RoamcError, match="loss_fn runs backward itself: let it return the loss alone"):
+        roamc.train_step(model, loss_fn, plain_sgd(model))(X)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_from_before_are_left_alone_with_one_warning() -> None:
+    (model, _, step), (twin, _, other) = ready_step(), ready_step()
+    square(model, X).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.warns(UserWarning, match=r"neither adds to \.grad nor uses it"):
+        step(X)
+    for each, x in ((other, X), (step, noise(2, 8)), (other, noise(2, 8))):
+        each(x)
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert all(torch.equal(old, now.grad) for old, now in zip(before, model.parameters(), strict=True))
