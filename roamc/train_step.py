@@ -130,7 +130,7 @@ class TrainStep:
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
 
