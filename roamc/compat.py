@@ -386,8 +386,9 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own split of a joint graph at full save: what eager saves, nothing recomputed.
 
-    Two faults of torch's are mended: a random operator with several results that nobody reads fails an
-    assertion, and backward gets dead copies of forward's random operators, which would draw again.
+    Three faults of torch's are mended: a random operator with several results that nobody reads fails an
+    assertion, backward gets dead copies of forward's random operators, which would draw again, and the running
+    statistics of a batch norm in training are saved, which its backward takes and does not read.
     """
     from torch._functorch.partitioners import default_partition as split
 
@@ -395,6 +396,8 @@ def default_partition(
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
             _pick_first(node)
+        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
     forward, backward = split(joint, inputs, **how)
     early = {node.name for node in forward.graph.nodes}
     for node in reversed(list(backward.graph.nodes)):

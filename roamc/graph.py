@@ -99,6 +99,7 @@ class TrainGraph:
         waits: node of the update to the gradient node that it must not run before, though it may not read it.
         notes: sentences about the capture that the plan passes on to the user.
         eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
+        eager_floor: what it holds at least at every step, of small graphs; see :func:`roamc.passes.layout.eager_floor`.
         donated: operator to the position of the argument whose memory its result takes over; both have one storage.
         layout: where every tensor lies, once the layout pass has run.
         encodings: the storages that some readers read from a smaller form.
@@ -115,6 +116,7 @@ class TrainGraph:
     waits: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     eager_bytes: Bytes | None = None
+    eager_floor: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict, repr=False)
     donated: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
@@ -135,8 +137,7 @@ def copied(graph: TrainGraph) -> TrainGraph:
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         made[node] = fresh.node_copy(node, made.__getitem__)
-        if made[node].name != node.name:
-            raise ValueError(f"the copy of {node.name} would be called {made[node].name}")
+        made[node].name = node.name  # which fx would not give to a new node where it is a word of Python's
     return graph.replace(module=fx.GraphModule(graph.module, fresh))
 
 

@@ -213,6 +213,17 @@ def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
     return born, dead
 
 
+def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
+    """``dead`` if outputs of forward go when it has ended, or after their last use in backward."""
+    earlier = dead.copy()
+    for row, storage in enumerate(memory.counted):
+        made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
+        if storage.place is Place.OUTPUT and made:
+            last = max(memory.uses[storage.index], default=0) + 1
+            earlier[row] = max(memory.boundary, last)
+    return earlier
+
+
 def eager_live_bytes(memory: MemoryModel) -> Int64s:
     """What eager PyTorch holds at every step: program order, and gradients live to the end of the step.
 

@@ -23,12 +23,14 @@ from roamc.errors import BudgetError, PlanError
 from roamc.fingerprint import fingerprint
 from roamc.graph import Role, TrainGraph, copied, main_device
 from roamc.memory import (
+    MemoryModel,
     build_memory,
     eager_lifetimes,
     eager_live_bytes,
     input_bytes,
     lifetimes,
     most_alive,
+    rearranged,
     sizes,
     timeline,
 )
@@ -205,7 +207,7 @@ class Trials:
         """
         if terms.limit is None or not self.has_reruns:
             if not self._many:
-                return self._noted(self._road.arrive(self._clean))
+                return self._noted(self._below_eager(self._road, lambda road: road.arrive(self._start)))
             planned = self._first(terms)
             return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
 
@@ -280,8 +282,14 @@ class Trials:
 
     def _first(self, terms: Terms) -> Planned:
         if terms not in self._firsts:
-            ordered = _fresh(self._in_order(terms))
-            self._firsts[terms] = self._noted(self._road.under(terms).place(ordered, self.alone))
+            ours = self._road.under(terms)
+
+            def make(road: _Road) -> Planned:
+                nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
+                ordered = self._in_order(terms) if road is ours else road.order(_fresh(self._clean), nothing)
+                return road.place(_fresh(ordered), self.alone)
+
+            self._firsts[terms] = self._noted(self._below_eager(ours, make))
         return self._firsts[terms]
 
     @property
@@ -309,6 +317,20 @@ class Trials:
             self._ordered[key] = self._road.under(terms).order(_fresh(self._clean), nothing)
         return self._ordered[key]
 
+    def _below_eager(self, road: _Road, make: Callable[[_Road], Planned]) -> Planned:
+        """A plan; that of the program's order where the one of ours could take more than eager does."""
+        planned = make(road)
+        over = layout.above_eager(planned.graph, road.options)
+        if not over or not joint.may_look_again(road.options):
+            return planned
+        other = make(road.in_program_order)
+        return other if layout.above_eager(other.graph, road.options) < over else planned
+
+    @property
+    def _start(self) -> Stop:
+        """What the shared passes left; a copy where it may be needed twice."""
+        return _fresh(self._clean) if self._clean.graph.eager_floor else self._clean
+
     @functools.cached_property
     def alone(self) -> Seconds:
         """Predicted time of a step in which nothing runs again."""
@@ -332,12 +354,20 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     verify.check_graph(graph, "capture", deep=deep)
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
-    graph = graph.replace(eager_bytes=int(live.max(initial=0)))
+    peak = int(live.max(initial=0))
+    graph = graph.replace(eager_bytes=peak, eager_floor=_floor(graph, memory) if peak < layout.SMALL else {})
     most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     road = _Road(options, plan, deep, mark, needs).under(_terms(graph, options.memory_budget, needs))
     flow = value_flow.read(graph, value_flow.Numbers())
     return road, road.travel(Stop(graph, {}, {}, flow), PIPELINE[:SHARED])
+
+
+def _floor(graph: TrainGraph, memory: MemoryModel) -> Mapping[str, tuple[Bytes, Bytes]]:
+    """What eager holds at least, everything that may be written over an argument being so."""
+    order = range(len(memory.operators))
+    in_place = rearranged(memory, order, joint.due(memory, order, donate.all_gifts(memory)))
+    return layout.eager_floor(in_place, boundary=graph.boundary)
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
@@ -399,6 +429,11 @@ class _Road:
     def order(self, clean: Stop, kept: retain.Decision | None) -> Stop:
         """The part of the road up to the order of the operators."""
         return self.travel(clean, PIPELINE[SHARED:ORDERED], {retain.NAME: kept})
+
+    @property
+    def in_program_order(self) -> _Road:
+        """The same, but operators run as they were traced."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, order="program"))
 
     def place(self, ordered: Stop, alone: Seconds) -> Planned:
         """The rest of it."""

@@ -15,9 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def arenas_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of a few hundred bytes get an arena, too, so that programs over arenas can be tested with them.
 
-    Without this, the allocator has everything where the arena's alignment alone would be above eager's peak.
+    Without this, the allocator has everything where the arena's alignment alone, or what operators take
+    beside the arena, would be above eager's peak.
     """
+    from roamc.passes import layout
     from roamc.passes.layout import choose, held
 
+    monkeypatch.setattr(layout, "SMALL", 0)
     for module in (choose, held):
         monkeypatch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + held.LITTLE)

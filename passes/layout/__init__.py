@@ -10,15 +10,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, tensors_of
 from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.choose import best
-from roamc.passes.layout.held import make_table, outside_live, peak
+from roamc.passes.layout.eager import SMALL, eager_floor
+from roamc.passes.layout.held import Table, excess, make_table, outside_live, peak
 from roamc.passes.layout.holes import Gap
 from roamc.units import Bytes
+
+__all__ = ["ALIGNMENT", "NAME", "SMALL", "Decision", "above_eager", "apply", "decide", "eager_floor", "lay_out"]
 
 NAME = "layout"
 
@@ -72,8 +77,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decision:
     """As :func:`decide`, for the storages of ``memory``, which may be those of ``graph`` in another order."""
     device = main_device(graph).type
-    alignment = max(options.alignment or ALIGNMENT[device], _largest_element(graph))
-    table = make_table(memory, device, alignment, boundary=graph.boundary)
+    alignment = _alignment(graph, options)
+    table = _table(memory, graph, options)
     found = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
     split, solution = found.split, found.solution
     names = [operator.node.name for operator in memory.operators]
@@ -96,9 +101,30 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
     )
 
 
+def _alignment(graph: TrainGraph, options: Options) -> Bytes:
+    """What every tensor of the arena starts at a multiple of."""
+    return max(options.alignment or ALIGNMENT[main_device(graph).type], _largest_element(graph))
+
+
 def _largest_element(graph: TrainGraph) -> Bytes:
     """Bytes of the largest element of any tensor: a tensor begins at a multiple of it."""
     return max((tensor.dtype.itemsize for node in graph.graph.nodes for _, tensor in tensors_of(node)), default=1)
+
+
+def above_eager(graph: TrainGraph, options: Options) -> Bytes:
+    """Bytes by which the laid out ``graph`` may take more than eager does, operators' own memory included; else 0."""
+    memory, layout = build_memory(graph), graph.layout
+    if layout is None or not graph.eager_floor or options.limit_bytes is not None:
+        return 0
+    held = np.array([storage.name in layout.held for storage in memory.counted], dtype=bool)
+    return excess(_table(memory, graph, options), held, layout.arena_bytes)
+
+
+def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
+    """What is known of the storages; with what eager holds, if no budget says what is to be kept."""
+    device, alignment = main_device(graph).type, _alignment(graph, options)
+    floor = graph.eager_floor if options.limit_bytes is None else None
+    return make_table(memory, device, alignment, boundary=graph.boundary, floor=floor, idle=options.keeps_arena)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:

@@ -2,7 +2,9 @@
 
 What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
 the arena that are given back and come again. A budget comes first, and then that no peak is above eager's: where the
-arena loses so much to its alignment or to fragmentation that all others are, the allocator gets everything.
+arena loses so much to its alignment or to fragmentation that all others are, the allocator gets everything. So it does
+in small graphs where operators, or what the caller runs, may take so much beside the arena, see
+:mod:`roamc.passes.layout.eager`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from roamc.passes.layout.held import (
     Table,
     arena_live,
     cost,
+    excess,
     is_above,
     outside_live,
     outsides,
@@ -47,8 +50,9 @@ WORSE = 256
 """A choice with less effort may be above the one without holes by this part."""
 
 
-Rank = tuple[bool, bool, bool, Bytes]
-"""Above the budget; within it but above eager's peak; higher than without holes; price, or bytes above the budget."""
+Rank = tuple[bool, bool, Bytes, bool, Bytes]
+"""Above the budget; within it but above eager's peak; bytes by which operators' own memory may bring it above that;
+higher than without holes; price, or bytes above the budget."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     without_arena = next(split for split in plain if (split.held | table.foreign).all())
     found: list[tuple[Rank, Laid]] = []
     for split in (plain[0], *cheapest, *within, lowest, without_arena):
-        if found and min(rank for rank, _ in found) <= (False, False, False, estimate[id(split)]):
+        if found and min(rank for rank, _ in found) <= (False, False, 0, False, estimate[id(split)]):
             continue
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no holes: no other is to be much above it.
@@ -100,7 +104,8 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
             higher = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = limit is None or laid.needed_bytes <= limit
             above = fits and is_above(laid.peak_bytes, eager_bytes)
-            found.append(((not fits, above, higher, laid.cost if fits else laid.needed_bytes), laid))
+            over = excess(table, split.held, int(laid.solution.arena_bytes)) if fits else 0
+            found.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
     return min(found, key=lambda item: item[0])[1]
 
 

@@ -20,15 +20,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from roamc.cost import workspaces
 from roamc.forms import FormKind, form_of
-from roamc.graph import Phase
-from roamc.memory import Int64s, MemoryModel, Operator, Place, lifetimes, sizes, timeline
+from roamc.memory import Int64s, MemoryModel, Operator, Place, dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
-
-Bools = npt.NDArray[np.bool_]
 
 HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
 """In one trial each, results without an ``out=`` form that live at most this many steps are held."""
@@ -68,6 +65,7 @@ class Table:
         allocated: temporaries made by an operator without an ``out=`` form.
         elsewhere: temporaries on another device than the arena's.
         workspace: per step, what its operator takes for itself, as estimated.
+        eager: what eager holds at every moment; None if that is no limit.
     """
 
     steps: int
@@ -82,6 +80,7 @@ class Table:
     allocated: Bools
     elsewhere: Bools
     workspace: Int64s
+    eager: Moments | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +105,19 @@ class Split:
     given_up: bool
 
 
-def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool) -> Table:
-    """The graph's storages in its present order, for an arena on ``device``."""
+def make_table(
+    memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool, floor: Floor | None = None, idle: bool = True
+) -> Table:
+    """The graph's storages in its present order, for an arena on ``device``.
+
+    ``floor`` is what eager holds, if no moment is to be above that; ``idle`` that the arena is kept after backward.
+    """
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}
     waiting = {storage.index for storage in memory.saved} if boundary else set()
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
+    workspace = workspaces(memory.operators)
     return Table(
         steps=len(memory.operators),
         boundary=memory.boundary if boundary else 0,
@@ -120,24 +125,14 @@ def make_table(memory: MemoryModel, device: str, alignment: Bytes, *, boundary: 
         padded=-(-size // alignment) * alignment,
         born=born,
         dead=dead,
-        dropped=_dropped(memory, dead) if boundary else dead,
+        dropped=dropped_lifetimes(memory, dead) if boundary else dead,
         foreign=~temporary,
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
-        workspace=workspaces(memory.operators),
+        workspace=workspace,
+        eager=moments(memory, workspace, floor, idle=idle) if floor else None,
     )
-
-
-def _dropped(memory: MemoryModel, dead: Int64s) -> Int64s:
-    """Deaths if outputs of forward go when it has ended, or after their last use in backward."""
-    earlier = dead.copy()
-    for row, storage in enumerate(memory.counted):
-        made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
-        if storage.place is Place.OUTPUT and made:
-            last = max(memory.uses[storage.index], default=0) + 1
-            earlier[row] = max(memory.boundary, last)
-    return earlier
 
 
 def _mask(flags: Iterable[bool]) -> Bools:
@@ -164,8 +159,9 @@ def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
         tried.append(_relieve(table, min(tried, key=_preference)))
         found |= {split.held.tobytes(): split for split in tried}
 
-    def rank(split: Split) -> tuple[bool, Bytes, Bytes]:
-        return is_above(split.peak_bytes, eager_bytes), cost(split.total // 2, split), split.passed
+    def rank(split: Split) -> tuple[bool, Bytes, Bytes, Bytes]:
+        over = excess(table, split.held, peak(arena_live(table, split.held))) if table.eager else 0
+        return is_above(split.peak_bytes, eager_bytes), over, cost(split.total // 2, split), split.passed
 
     return sorted(found.values(), key=rank)
 
@@ -173,6 +169,24 @@ def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
 def is_above(peak_bytes: Bytes, eager_bytes: Bytes | None) -> bool:
     """Whether a peak is above eager's; never where that is None."""
     return eager_bytes is not None and peak_bytes > eager_bytes
+
+
+def excess(table: Table, held: Bools, arena_bytes: Bytes) -> Bytes:
+    """Bytes by which a moment may be above eager's peak; 0 if none can be, or where eager's is no limit."""
+    eager = table.eager
+    if eager is None:
+        return 0
+    outside = table.size * (held | table.foreign)
+    ours = np.stack(
+        [
+            at_moments(_outside(table, held, table.size, dead), outside, table.born, dead, eager.output, table.boundary)
+            for dead in (table.dead, table.dropped)
+        ]
+    )
+    waits = table.boundary and (eager.idle or (table.saved & ~held).any())
+    there = np.append(np.ones(table.steps, dtype=np.int64), [bool(waits), bool(table.boundary and eager.idle)])
+    ours += arena_bytes * there
+    return max(0, int(np.where(ours <= eager.floor, 0, ours + eager.slack - eager.most).max(initial=0)))
 
 
 def cost(peak_bytes: Bytes, split: Split) -> Bytes:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.memory import Int64s, Step
-from roamc.passes.layout.held import Bools
+from roamc.passes.layout.eager import SMALL, Bools
 from roamc.units import Bytes
 
 LARGE: Bytes = 2 << 20
@@ -32,7 +32,7 @@ PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
 MOST = 1024
 """So many pieces at most: larger ones in an arena that would have more."""
 
-LEAST: Bytes = 4 * LARGE
+LEAST: Bytes = SMALL
 """Arenas below that have no holes."""
 
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
