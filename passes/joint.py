@@ -168,6 +168,13 @@ def due(memory: MemoryModel, order: Sequence[int], gifts: Iterable[donate.Gift])
     return found
 
 
+def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
+    """What eager holds at least at every moment, everything that may be written over an argument being so."""
+    order = range(len(memory.operators))
+    in_place = rearranged(memory, order, due(memory, order, donate.all_gifts(memory)))
+    return layout.eager_floor(in_place, boundary=graph.boundary)
+
+
 def note(ordered: reorder.Decision | None, placed: layout.Decision) -> tuple[str, ...]:
     """What the user should know about an arena above what lives in it; nothing where it is not."""
     if not falls_short(placed):

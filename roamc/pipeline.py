@@ -23,14 +23,12 @@ from roamc.errors import BudgetError, PlanError
 from roamc.fingerprint import fingerprint
 from roamc.graph import Role, TrainGraph, copied, main_device
 from roamc.memory import (
-    MemoryModel,
     build_memory,
     eager_lifetimes,
     eager_live_bytes,
     input_bytes,
     lifetimes,
     most_alive,
-    rearranged,
     sizes,
     timeline,
 )
@@ -355,19 +353,12 @@ def _set_out(graph: TrainGraph, options: Options, plan: Plan | None, deep: bool,
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))
-    graph = graph.replace(eager_bytes=peak, eager_floor=_floor(graph, memory) if peak < layout.SMALL else {})
+    graph = graph.replace(eager_bytes=peak, eager_floor=joint.eager_floor(graph, memory) if peak < layout.SMALL else {})
     most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     road = _Road(options, plan, deep, mark, needs).under(_terms(graph, options.memory_budget, needs))
     flow = value_flow.read(graph, value_flow.Numbers())
     return road, road.travel(Stop(graph, {}, {}, flow), PIPELINE[:SHARED])
-
-
-def _floor(graph: TrainGraph, memory: MemoryModel) -> Mapping[str, tuple[Bytes, Bytes]]:
-    """What eager holds at least, everything that may be written over an argument being so."""
-    order = range(len(memory.operators))
-    in_place = rearranged(memory, order, joint.due(memory, order, donate.all_gifts(memory)))
-    return layout.eager_floor(in_place, boundary=graph.boundary)
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:

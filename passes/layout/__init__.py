@@ -18,12 +18,23 @@ from roamc.layout import Hole, Layout
 from roamc.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.choose import best
-from roamc.passes.layout.eager import SMALL, eager_floor
+from roamc.passes.layout.eager import SMALL, Floor, eager_floor
 from roamc.passes.layout.held import Table, excess, make_table, outside_live, peak
 from roamc.passes.layout.holes import Gap
 from roamc.units import Bytes
 
-__all__ = ["ALIGNMENT", "NAME", "SMALL", "Decision", "above_eager", "apply", "decide", "eager_floor", "lay_out"]
+__all__ = [
+    "ALIGNMENT",
+    "NAME",
+    "SMALL",
+    "Decision",
+    "Floor",
+    "above_eager",
+    "apply",
+    "decide",
+    "eager_floor",
+    "lay_out",
+]
 
 NAME = "layout"
 
