@@ -18,9 +18,14 @@ def arenas_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     Without this, the allocator has everything where the arena's alignment alone, or what operators take
     beside the arena, would be above eager's peak.
     """
+    allow_arenas_of_any_size(monkeypatch)
+
+
+def allow_arenas_of_any_size(patch: pytest.MonkeyPatch) -> None:
+    """What the fixture does, for a process of its own."""
     from roamc.passes import layout
     from roamc.passes.layout import choose, held
 
-    monkeypatch.setattr(layout, "SMALL", 0)
+    patch.setattr(layout, "SMALL", 0)
     for module in (choose, held):
-        monkeypatch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + held.LITTLE)
+        patch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + held.LITTLE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from roamc import compat
 from roamc.errors import CaptureError
 
-_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
+_HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator |Higher Order Operator: torch\.)(\w+)")
 """In torch's errors: an operator whose arguments are functions."""
 
 
@@ -50,8 +50,6 @@ def _text(error: RuntimeError) -> str | None:
             "loss_fn runs backward itself: let it return the loss alone, train_step adds backward and the optimizer's "
             "step"
         )
-    if not isinstance(error, NotImplementedError):
-        return None
     operator = _HIGHER_ORDER.search(str(error))
     if operator is not None:
         name = operator[1].removesuffix("_stack_output")
@@ -59,6 +57,8 @@ def _text(error: RuntimeError) -> str | None:
             f"train_step cannot plan torch's {name}, whose branches are graphs of their own; use torch.where, "
             "or torch.compile or roamc.optimize, which take it"
         )
+    if not isinstance(error, NotImplementedError):
+        return None
     # torch up to 2.12 has no place for a generator in a graph.
     return (
         f"the step hands an operator what no graph can hold ({error}); draw from a generator of your own "

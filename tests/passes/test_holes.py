@@ -25,7 +25,10 @@ from roamc.verify import check_layout
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
 from tests.random_graphs import random_model
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only"),
+    pytest.mark.usefixtures("arenas_of_any_size"),
+]
 
 
 def room(rows: list[tuple[int, int, int, int]], outside: list[int]) -> Room:

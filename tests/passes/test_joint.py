@@ -21,6 +21,8 @@ from tests.graphs import assert_same, clones, graph_and_inputs, run_real
 from tests.random_graphs import random_model
 from tests.test_pipeline import run_program
 
+pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
+
 NO_SEARCH = Options(layout_nodes=0)
 """With heuristics alone the layouts of many random graphs fall short."""
 
@@ -100,7 +102,10 @@ def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
 
 
 SCRIPT = """
+import pytest
+from tests.conftest import allow_arenas_of_any_size
 from tests.passes.test_joint import planned
+allow_arenas_of_any_size(pytest.MonkeyPatch())
 print(planned(5, "step").to_json())
 """
 
