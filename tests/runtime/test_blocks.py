@@ -176,6 +176,7 @@ def test_batches_of_different_sizes_share_memory() -> None:
     assert held() < sum(sizes)
 
 
+@pytest.mark.usefixtures("arenas_of_any_size")
 @pytest.mark.parametrize("idle", ["keep", "free"])
 def test_idle_arenas_hold_memory_only_where_it_is_kept(idle: str) -> None:
     model, x = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)), torch.randn(2048, 32)
