@@ -88,7 +88,7 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
     """What is said where :func:`finish` has no results. Arguments as there."""
     stopped = _stopped(program, filename, entry, error)
     name = stopped[0] if stopped is not None else "an operator"
-    said = written_before(graph, program, filename, entry, error) or "parameters and optimizer state are as before"
+    said = written_before(graph, program, filename, entry, error) or "parameters, buffers and optimizer state are as before"
     return UnfinishedError(
         f"{graph.name} failed in {name} ({type(error).__name__}: {error}), which may have done half of its work, so "
         f"this step cannot be finished with the same numbers; {said}. Later steps run operator by operator"
@@ -105,9 +105,11 @@ def written_before(graph: TrainGraph, program: Program, filename: str, entry: En
         if stopped is not None and node.name == stopped[0]:
             break
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    parameters = [node for node, port in fed if port.role is Role.PARAMETER]
-    done = [node for node in parameters if any(identity(t) in storages for _, t in tensors_of(node))]
-    return f"{len(done)} of {len(parameters)} parameters were updated in it: load a checkpoint" if done else ""
+    kept = [node for node, port in fed if port.role in (Role.PARAMETER, Role.BUFFER)]
+    done = [node for node in kept if any(identity(t) in storages for _, t in tensors_of(node))]
+    if not done:
+        return ""
+    return f"{len(done)} of {len(kept)} parameters and buffers were updated in it: load a checkpoint"
 
 
 def _stopped(program: Program, filename: str, entry: Entry, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
