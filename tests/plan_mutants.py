@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -9,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,7 @@ from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.passes.layout import holes
 from roamc.plan import Plan
+from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
 from tests.models import NanoGPT, next_token, tokens
 from tests.random_graphs import random_model
@@ -89,7 +91,18 @@ def _trials(model: int, route: str) -> tuple[TrainGraph, list[Any], pipeline.Tri
     torch.manual_seed(3)
     returned, _ = run_real(copied(graph), used)
     expected = [*returned, *used, torch.get_rng_state()]
-    return graph, inputs, pipeline.Trials(copied(graph), Options()), expected
+    with small_graphs_have_arenas_with_holes():
+        return graph, inputs, pipeline.Trials(copied(graph), Options()), expected
+
+
+@contextlib.contextmanager
+def small_graphs_have_arenas_with_holes() -> Iterator[None]:
+    """Else only those of megabytes have any."""
+    with pytest.MonkeyPatch.context() as patch:
+        allow_arenas_of_any_size(patch)
+        patch.setattr(holes, "LEAST", 1)
+        patch.setattr(holes, "PIECES", (4096,))
+        yield
 
 
 @functools.cache
@@ -98,7 +111,7 @@ def valid_plan(number: int) -> Valid:
     model, rest = divmod(number, 2 * len(SHARES))
     share, route = SHARES[rest // 2], ("step", "joint")[rest % 2]
     graph, inputs, trials, expected = _trials(model, route)
-    with mock.patch.multiple(holes, LEAST=1, PIECES=(4096,)):  # else only arenas of megabytes have any
+    with small_graphs_have_arenas_with_holes():
         if share is None:
             planned = trials.first
         elif share == 0:

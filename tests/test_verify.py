@@ -23,6 +23,8 @@ from roamc.verify import Constraints, check_graph, check_layout, constraints
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
+pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
+
 CASES = [("random", "step"), ("random", "joint"), ("nanogpt-dropout", "step"), ("nanogpt-dropout", "joint")]
 STEPS = [case for case in CASES if case[1] == "step"]
 JOINTS = [case for case in CASES if case[1] == "joint"]

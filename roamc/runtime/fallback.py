@@ -88,7 +88,10 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
     """What is said where :func:`finish` has no results. Arguments as there."""
     stopped = _stopped(program, filename, entry, error)
     name = stopped[0] if stopped is not None else "an operator"
-    said = written_before(graph, program, filename, entry, error) or "parameters, buffers and optimizer state are as before"
+    said = (
+        written_before(graph, program, filename, entry, error)
+        or "parameters, buffers and optimizer state are as before"
+    )
     return UnfinishedError(
         f"{graph.name} failed in {name} ({type(error).__name__}: {error}), which may have done half of its work, so "
         f"this step cannot be finished with the same numbers; {said}. Later steps run operator by operator"
