@@ -1,5 +1,15 @@
 """Every error that roamc raises on purpose. Each message says what to do next."""
 
+REQUIRED = frozenset({"layout"})
+"""Passes that no option leaves out: without them there is no program."""
+
+
+def way_out(after: str) -> str:
+    """What to do about a graph that breaks a rule behind a pass."""
+    if after in REQUIRED:
+        return "please report this model, and leave roamc out until then"
+    return f"leave the pass out with options={{'disable': {after!r}}}"
+
 
 class RoamcError(Exception):
     """Base of all errors raised by roamc."""

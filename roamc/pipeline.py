@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from roamc import budget, cost, news, typed, value_flow, verify
-from roamc.errors import BudgetError, PlanError
+from roamc.errors import REQUIRED, BudgetError, PlanError
 from roamc.fingerprint import fingerprint
 from roamc.graph import Role, TrainGraph, copied, main_device
 from roamc.memory import (
@@ -68,10 +68,6 @@ SHARED = 2
 
 ORDERED = 4
 """Behind so many the operators are in their order."""
-
-REQUIRED = frozenset({layout.NAME})
-"""Passes that no option leaves out: without them there is no program."""
-
 
 PADDING = 0.001
 """A peak is still optimal above the bound of live bytes by this share: sizes are rounded up to the alignment."""

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from roamc import ops
-from roamc.errors import VerifyError
+from roamc.errors import VerifyError, way_out
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, tensors_of
 from roamc.memory import identity
 from roamc.ops import Need
@@ -462,9 +462,7 @@ def _fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | Non
         if now.numbers.key(wanted)[:-1] == now.numbers.key(found)[:-1]:
             said = "would run an operator again that may give other bits each time"
     through = f" through {via}, which" if via != reader else ""
-    raise VerifyError(
-        f"after pass {after!r}: {reader}{through} {said}; leave the pass out with options={{'disable': {after!r}}}"
-    )
+    raise VerifyError(f"after pass {after!r}: {reader}{through} {said}; {way_out(after)}")
 
 
 def _fail_effects(now: Flow, before: Flow, after: str) -> None:

@@ -19,7 +19,7 @@ from roamc import ops
 from roamc.capture.corrections import corrected
 from roamc.compat import OpOverload
 from roamc.cost import workspace
-from roamc.errors import VerifyError
+from roamc.errors import VerifyError, way_out
 from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.layout import Layout
@@ -72,7 +72,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
         graph.graph.lint()
     except (RuntimeError, AssertionError) as error:
         what = str(error).splitlines()[0]
-        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {_leave_out(after)}") from None
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {way_out(after)}") from None
     _check_ports(graph, after)
     _check_phases(graph, after)
     _check_finished(graph, after)
@@ -255,12 +255,8 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
         mark = ">" if other is node else " "
         shown.append(f"  {mark} {other.format_node()}")
     log.debug("after pass %r: %s\n%s", after, what, "\n".join(shown))
-    hint = "" if after == "capture" else f"{_leave_out(after)}; "
+    hint = "" if after == "capture" else f"{way_out(after)}; "
     raise VerifyError(f'after pass {after!r}: {what}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
-
-
-def _leave_out(after: str) -> str:
-    return f"leave the pass out with options={{'disable': {after!r}}}"
 
 
 def _check_ports(graph: TrainGraph, after: str) -> None:
@@ -305,7 +301,7 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
     for name in kept.effects:
         if name not in position:
             raise VerifyError(
-                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone; {_leave_out(after)}"
+                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone; {way_out(after)}"
             )
     for before, behind in kept.order:
         if before in position and behind in position and position[before] > position[behind]:

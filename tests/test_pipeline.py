@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roamc import pipeline
-from roamc.errors import BudgetError, PlanError, VerifyError
+from roamc.errors import REQUIRED, BudgetError, PlanError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, eager_live_bytes
 from roamc.options import Options
@@ -20,7 +20,7 @@ from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run
 from tests.models import MODELS
 from tests.random_graphs import random_model
 
-OPTIONAL = tuple(step.name for step in pipeline.PIPELINE if step.name not in pipeline.REQUIRED)
+OPTIONAL = tuple(step.name for step in pipeline.PIPELINE if step.name not in REQUIRED)
 IDLE = ("checkpoint", "retain")  # do nothing without marks and without a budget
 ALWAYS = tuple(name for name in OPTIONAL if name not in IDLE)
 SUBSETS = [subset for count in range(len(ALWAYS) + 1) for subset in itertools.combinations(ALWAYS, count)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from roamc import ops, pipeline
-from roamc.errors import VerifyError
+from roamc.errors import PlanError, VerifyError, way_out
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, placeholders
 from roamc.layout import Layout
 from roamc.memory import build_memory, lifetimes
@@ -351,3 +351,18 @@ def test_output_is_the_last_node() -> None:
     operators(graph.graph)[3].prepend(output_node(graph.graph))
     with pytest.raises(VerifyError, match="after pass 'broken'"):
         check_graph(graph, "broken")
+
+
+def test_only_a_pass_that_can_be_left_out_is_advised_to_be() -> None:
+    for step in pipeline.PIPELINE:
+        advised = f"'disable': {step.name!r}" in way_out(step.name)
+        try:
+            pipeline.run(small_graph(), Options(disable=(step.name,)))
+        except PlanError:
+            assert not advised
+        else:
+            assert advised
+
+
+def small_graph() -> TrainGraph:
+    return traced(lambda x: x.sin().cos(), torch.randn(4, 4))
