@@ -196,6 +196,7 @@ def by_hand() -> Calls:
     image, volume, small = torch.randn(2, 3, 6, 5), torch.randn(1, 2, 4, 5, 4), torch.randint(-9, 9, (20, 32)).char()
     flat, cube = torch.randn(4, 3, 3, 2), torch.randn(3, 2, 2, 2, 2)
     up, up3 = torch.randn(3, 4, 3, 2), torch.randn(2, 3, 2, 2, 2)
+    eighth, one = torch.randn(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     two, three = ([3, 2], None, [1, 1], [0, 0]), ([2, 2, 2], None, [1] * 3, [0] * 3)
     calls: dict[Any, list[tuple[Any, ...]]] = {
         aten._add_relu.Tensor: [(x, y)],
@@ -211,7 +212,6 @@ def by_hand() -> Calls:
         aten.isin.Tensor_Scalar: [(torch.arange(5), 3)],
         aten.lift_fresh_copy.default: [(x,)],
         aten.linalg_eigvals.default: [(x[:, :5],)],
-        aten.norm.ScalarOpt_dim_dtype: [(x, 2, [1], False)],
         aten.normal.float_Tensor: [(0.5, x.abs())],
         aten._slow_conv2d_forward.default: [(image, flat, *two)],
         aten.slow_conv3d_forward.default: [(volume, cube, *three)],
@@ -219,10 +219,16 @@ def by_hand() -> Calls:
         aten.slow_conv_transpose3d.default: [(volume, up3, [2, 2, 2])],
         aten._upsample_bicubic2d_aa.default: [(image, [4, 7], False)],
         aten._upsample_bicubic2d_aa_backward.default: [(torch.randn(2, 3, 4, 7), [4, 7], [2, 3, 6, 5], False)],
+        aten._scaled_mm.default: [(eighth, eighth.t(), one, one, None, None, torch.float32)],
         aten._convert_indices_from_coo_to_csr.default: [(torch.tensor([0, 0, 2]), 4)],
         aten._convert_indices_from_csr_to_coo.default: [(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 0]))],
     }
-    return {target: [(args, {}) for args in some] for target, some in calls.items()}
+    if hasattr(aten, "_upsample_lanczos2d_aa"):  # new in torch 2.13
+        calls[aten._upsample_lanczos2d_aa.default] = [(image, [4, 7], False)]
+        calls[aten._upsample_lanczos2d_aa_backward.default] = [(torch.randn(2, 3, 4, 7), [4, 7], [2, 3, 6, 5], False)]
+    made: Calls = {target: [(args, {}) for args in some] for target, some in calls.items()}
+    made[aten.norm.ScalarOpt_dim_dtype] = [((x, 2, [1], False), {"dtype": torch.float64})]
+    return made
 
 
 FULL = (67, 131)

@@ -51,6 +51,8 @@ UNREACHED = frozenset(
     {
         # Made of other operators before a graph is captured.
         aten.conj_physical.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+        # On sparse tensors, which no arena holds, and with scales by blocks, which no CPU has.
+        aten.sspaddmm.default, *([aten._scaled_mm_v2.default] if hasattr(aten, "_scaled_mm_v2") else []),
     }
 )  # fmt: skip
 """Operators with an ``out=`` form that no call here reaches."""
@@ -112,6 +114,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = (t.resolve_conj().resolve_neg() for t in (a, b))
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.itemsize == 1:  # floats of eight bits have no signbit
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
     if a.is_floating_point() and not torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan()):
         return False
     return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
