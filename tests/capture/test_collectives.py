@@ -118,9 +118,10 @@ def test_result_is_noted_as_its_kernel_makes_it() -> None:
         (lambda x: functional.all_reduce(x, "sum", "0"), "all_reduce.default is never waited for"),
         (lambda x: functional.all_reduce_coalesced([x], "sum", "0")[0] + 1, "is never waited for in the graph"),
         (lambda x: functional.wait_tensor(x), "waits for a collective that was started outside of it"),
-        (
+        pytest.param(
             lambda x: functional.isend(x, 1, 0, "0"),
             r"roamc does not know when _c10d_functional\.isend\.default is finished",
+            marks=pytest.mark.skipif(not hasattr(functional, "isend"), reason="new behind torch 2.11"),
         ),
         (
             lambda x: functional.all_reduce_(x, "sum", "0"),

@@ -145,12 +145,13 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verd
 
 
 REFERENCES = {
-    "compile": ("aot_eager",),
+    "compile": ("aot_eager", "eager"),
     "optimize": ("aot_eager", "eager"),
     "step": ("eager step", "aot_eager step"),
 }
 """Whose bits a route gives, one of them. ``roamc.optimize`` traces recurrent layers as eager runs them; aot_eager ends
-a graph there, and lays a gradient that enters the next one like its tensor, which sums in another order."""
+a graph there, and lays a gradient that enters the next one like its tensor, which sums in another order. Its gradients
+are wrong (torch 2.13) where a checkpointed part updates a buffer and then reads it; roamc's are eager's there."""
 
 
 @functools.lru_cache(maxsize=4)
