@@ -166,53 +166,49 @@ def binary_cross_entropy(
 ) -> None:
     """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the storage of the result,
     with ``out=`` in the memory behind it."""
-    if reduction == 0:
-        aten.binary_cross_entropy.out(self, target, weight, 0, out=out)
-    else:
-        _reduce(aten.binary_cross_entropy.default(self, target, weight, 0), reduction, out)
+    _by_element(aten.binary_cross_entropy, (self, target, weight), reduction, out=out)
 
 
 @_writes(aten.huber_loss.default)
 def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0, *, out: Tensor) -> None:
     """Loss of each element, then its mean or sum; ATen's own with ``out=`` writes every element's loss into the memory
     behind it."""
-    if reduction == 0:
-        aten.huber_loss.out(self, target, 0, delta, out=out)
-    else:
-        _reduce(aten.huber_loss.default(self, target, 0, delta), reduction, out)
+    _by_element(aten.huber_loss, (self, target), reduction, delta, out=out)
 
 
 @_writes(aten.mse_loss.default, lean=True)
 def mse_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
     """Loss of each element, then its mean or sum; ATen's own first gives the result the size of its arguments, so that
     its storage, with ``out=`` the arena, grows by as much."""
-    if reduction == 0:
-        aten.mse_loss.out(self, target, 0, out=out)
-    else:
-        _reduce(aten.mse_loss.default(self, target, 0), reduction, out)
+    _by_element(aten.mse_loss, (self, target), reduction, out=out)
 
 
 @_writes(aten.smooth_l1_loss.default, lean=True)
 def smooth_l1_loss(self: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0, *, out: Tensor) -> None:
     """Loss of each element, then its mean or sum; see :func:`mse_loss`."""
-    if reduction == 0:
-        aten.smooth_l1_loss.out(self, target, 0, beta, out=out)
-    else:
-        _reduce(aten.smooth_l1_loss.default(self, target, 0, beta), reduction, out)
+    _by_element(aten.smooth_l1_loss, (self, target), reduction, beta, out=out)
 
 
 @_writes(aten.soft_margin_loss.default, lean=True)
 def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
     """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the result's storage."""
+    _by_element(aten.soft_margin_loss, (self, target), reduction, out=out)
+
+
+def _by_element(loss: Any, read: tuple[Any, ...], reduction: int, *settings: float, out: Tensor) -> None:
+    """All losses of the elements (reduction 0), or their mean (1) or sum (2), as ATen numbers them.
+
+    Args:
+        loss: of ATen.
+        read: its arguments before the reduction.
+        reduction: what is made of the losses.
+        settings: its arguments behind the reduction.
+        out: where the result goes.
+    """
     if reduction == 0:
-        aten.soft_margin_loss.out(self, target, 0, out=out)
+        loss.out(*read, 0, *settings, out=out)
     else:
-        _reduce(aten.soft_margin_loss.default(self, target, 0), reduction, out)
-
-
-def _reduce(losses: Tensor, reduction: int, out: Tensor) -> None:
-    """Mean (1) or sum (2) of all elements, as ATen numbers them."""
-    (torch.mean if reduction == 1 else torch.sum)(losses, [], out=out)
+        (torch.mean if reduction == 1 else torch.sum)(loss.default(*read, 0, *settings), [], out=out)
 
 
 @_writes(aten.stack.default)
