@@ -433,6 +433,17 @@ def identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
+    """Names of the graph's inputs whose storage one of the operators ``nodes`` writes, through a view too."""
+    arguments = [argument for node in nodes for argument in ops.mutated_arguments(node)]
+    storages = {identity(tensor) for argument in arguments for _, tensor in tensors_of(argument)}
+    return {
+        node.name
+        for node in placeholders(graph.graph)
+        if any(identity(tensor) in storages for _, tensor in tensors_of(node))
+    }
+
+
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
     """Bytes by role of the caller's tensors that stay: parameters, optimizer state, buffers, inputs; no tangents."""
     total: dict[str, Bytes] = {}

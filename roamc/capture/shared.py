@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from roamc import ops
 from roamc.capture.step import Source
 from roamc.errors import CaptureError
-from roamc.graph import TrainGraph, operators, placeholders, tensors_of
-from roamc.memory import identity
+from roamc.graph import TrainGraph, operators, placeholders
+from roamc.memory import identity, written_inputs
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -38,7 +37,9 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
         CaptureError: names both.
     """
     known = [source for source in sources if source in given]
-    written = _written(graph, sources)
+    names = written_inputs(graph, operators(graph.graph))
+    fed = zip(placeholders(graph.graph), sources, strict=True)
+    written = {source for node, source in fed if node.name in names}
     for group in sharing(given[source] for source in known):
         mine = sorted((known[position] for position in group), key=lambda source: source.kind != "batch")
         if mine[0].kind == "batch" and not written.isdisjoint(mine):
@@ -46,14 +47,6 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
                 f"{_words(mine[0], given)} shares memory with {_words(mine[1], given)}, and the step writes there; "
                 "pass its .clone()"
             )
-
-
-def _written(graph: TrainGraph, sources: Sequence[Source]) -> set[Source]:
-    """The inputs that the step writes to."""
-    nodes = [argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node)]
-    storages = {identity(tensor) for node in nodes for _, tensor in tensors_of(node)}
-    fed = zip(placeholders(graph.graph), sources, strict=True)
-    return {source for node, source in fed if any(identity(tensor) in storages for _, tensor in tensors_of(node))}
 
 
 def _words(source: Source, given: Mapping[Source, torch.Tensor]) -> str:

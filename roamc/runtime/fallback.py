@@ -21,8 +21,8 @@ from roamc import ops
 from roamc.codegen.source import Entry, Program
 from roamc.errors import UnfinishedError
 from roamc.forms import FormKind, form_of
-from roamc.graph import Role, TrainGraph, attribute, operators, placeholders, tensors_of
-from roamc.memory import identity
+from roamc.graph import Role, TrainGraph, attribute, operators, placeholders
+from roamc.memory import written_inputs
 from roamc.runtime.arena import Arena, fill
 from roamc.runtime.kernels import KERNELS
 
@@ -101,15 +101,15 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
 def written_before(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> str:
     """What a step that ``error`` has ended had updated; empty if nothing. Arguments as for :func:`finish`."""
     stopped = _stopped(program, filename, entry, error)
-    storages = set()
+    begun = []
     for node in operators(graph.graph):
         if graph.phase[node.name] in entry.phases:
-            storages |= {identity(t) for a in ops.mutated_arguments(node) for _, t in tensors_of(a)}
+            begun.append(node)
         if stopped is not None and node.name == stopped[0]:
             break
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    kept = [node for node, port in fed if port.role in (Role.PARAMETER, Role.BUFFER)]
-    done = [node for node in kept if any(identity(t) in storages for _, t in tensors_of(node))]
+    kept = {node.name for node, port in fed if port.role in (Role.PARAMETER, Role.BUFFER)}
+    done = kept & written_inputs(graph, begun)
     if not done:
         return ""
     return f"{len(done)} of {len(kept)} parameters and buffers were updated in it: load a checkpoint"
