@@ -183,8 +183,9 @@ def run_group(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
         fault = next(err for (_, err), process in zip(said, processes, strict=True) if process.returncode)[-400:]
     rows = [case.row(*cell) for cell in cells(case.split, options.ways, options.budgets)]
     unwaited = sum("unwaited collective" in err for _, err in said)
+    beside = {"busy": options.busy, "date": datetime.date.today().isoformat()}
     return [
-        {**found.get(row["kind"], {**row, "fault": fault or "no result"}), "busy": options.busy, "unwaited": unwaited}
+        {**found.get(row["kind"], {**row, "fault": fault or "no result"}), **beside, "unwaited": unwaited}
         for row in rows
     ]
 
@@ -245,7 +246,7 @@ def main() -> int:
         for ranks, kind, split in itertools.product(options.ranks, options.models, options.splits):
             rows += run_group(Case(kind, split, ranks, options.layers, options.runs), options)
             print("\n".join(map(line_of, rows[-len(cells(split, options.ways, options.budgets)) :])), flush=True)
-            path = save("collectives", rows, __doc__ or "")
+            path = save("collectives", rows, __doc__ or "", across_days=True)
     print(path)
     return 0 if all(map(sound, rows)) else 1
 
