@@ -24,11 +24,18 @@ aten = torch.ops.aten
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
 
 
-def correct(graph: fx.Graph) -> None:
-    """Give the nodes of ``graph`` the metadata of the real kernels, in place."""
+def correct(graph: fx.Graph) -> dict[str, str]:
+    """Give the nodes of ``graph`` the metadata of the real kernels, in place.
+
+    A view that the real memory does not allow becomes one of a copy, as ``reshape`` has it in eager.
+
+    Returns:
+        name of each copy to that of its view.
+    """
     mode = mode_of(graph)
+    copies: dict[str, str] = {}
     if mode is None:
-        return
+        return copies
     changed: set[fx.Node] = set()
     moved: set[fx.Node] = set()  # what lies in memory otherwise than torch noted, and so does what is made of it
     for node in graph.nodes:
@@ -42,14 +49,17 @@ def correct(graph: fx.Graph) -> None:
                 node.meta["val"] = fixed
                 changed.add(node)
         elif not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
-            fresh = _derive(node, mode)
+            if not _allowed(node, mode):
+                copies[_read_copy(node, mode)] = node.name
+            fresh = derived(node, mode)
             moved.update([node] if _geometry(fresh) != _geometry(node.meta["val"]) else [])
             if node in moved or _shares(node):
                 node.meta["val"] = fresh
                 changed.add(node)
         elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
-            node.meta["val"] = _derive(node, mode)
+            node.meta["val"] = derived(node, mode)
             changed.add(node)
+    return copies
 
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
@@ -89,16 +99,28 @@ def _shares(node: fx.Node) -> bool:
     return bool(rule.view_of or rule.mutates)
 
 
-def _derive(node: fx.Node, mode: FakeTensorMode) -> Any:
+def _allowed(node: fx.Node, mode: FakeTensorMode) -> bool:
+    """Whether the memory of what a view reads is laid out as the view needs it."""
+    if node.target is not aten.view.default:
+        return True
     try:
-        return derived(node, mode)
-    except (RuntimeError, ValueError) as error:
-        if node.target is not aten.view.default:
-            raise
-        raise CaptureError(
-            "torch traced a view that the memory of the real tensor does not allow, and aot_eager fails there too: "
-            "call .contiguous() in front of the batch norm, or use roamc.train_step"
-        ) from error
+        derived(node, mode)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _read_copy(node: fx.Node, mode: FakeTensorMode) -> str:
+    """Let a view read a contiguous copy of its input, and name the copy.
+
+    torch traced ``reshape`` as a view, by strides that it had guessed; eager copies.
+    """
+    read = node.all_input_nodes[0]
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.clone.default, (read,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**node.meta, "val": derived(copy, mode)}
+    node.replace_input_with(read, copy)
+    return copy.name
 
 
 def _derivable(node: fx.Node) -> bool:
@@ -182,7 +204,7 @@ def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The kernel clones the whole storage of its first argument; the decomposition notes the part that is seen."""
-    fresh = _derive(node, mode)
+    fresh = derived(node, mode)
     return None if _nbytes(fresh) == _nbytes(node.meta["val"]) else fresh
 
 

@@ -76,7 +76,7 @@ def stitch(
     made.graph.output((*first, *second))
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
     stands_for = join(module)
-    correct(made.graph)
+    copies = correct(made.graph)
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     return TrainGraph(
@@ -84,7 +84,7 @@ def stitch(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        phase=_without(stands_for, made.phase),
+        phase=_phases(made.phase, stands_for, copies),
         boundary=True,
         saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)),
     )
@@ -99,18 +99,20 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.graph.output(tuple(results))
     planned = fx.GraphModule(_attributes(module), made.graph)
     stands_for = join(planned)
-    correct(made.graph)
+    copies = correct(made.graph)
     return TrainGraph(
         name=name,
         module=planned,
         inputs=tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph))),
         outputs=tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results))),
-        phase=_without(stands_for, made.phase),
+        phase=_phases(made.phase, stands_for, copies),
     )
 
 
-def _without(gone: Mapping[str, str], phase: Mapping[str, Phase]) -> dict[str, Phase]:
-    return {name: now for name, now in phase.items() if name not in gone}
+def _phases(phase: Mapping[str, Phase], gone: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:
+    """Phases without the nodes that are gone, and with the copies that views read now."""
+    left = {name: now for name, now in phase.items() if name not in gone}
+    return {**left, **{copy: left[view] for copy, view in copies.items()}}
 
 
 def role_of(position: int, static: Sequence[int]) -> Role:

@@ -117,8 +117,8 @@ def _layers(cell: Cell) -> Callable[..., Any]:
     ) -> Any:
         initial = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
         drop = dropout if train and num_layers > 1 else 0.0
-        if cell is _lstm and not drop and not _wants_gradient(x, *initial, *flat):
-            return NotImplemented  # torch's own has the oneDNN layer that eager runs
+        if cell is _lstm and not drop and x.numel() and not _wants_gradient(x, *initial, *flat):
+            return NotImplemented  # torch's own has the oneDNN layer that eager runs; it divides by the rows
         states = list(zip(*(part.unbind(0) for part in initial), strict=True))
         projected = len(initial) == 2 and initial[0].size(2) != initial[1].size(2)
         each = len(flat) // len(states)

@@ -80,6 +80,14 @@ def test_an_lstm_that_needs_no_gradient_is_left_to_onednn() -> None:
     assert_same(found, layer(x))
 
 
+def test_an_lstm_of_no_rows_is_not_left_to_onednn() -> None:
+    """oneDNN's layer divides by the rows, and the process would end; eager does not call it either."""
+    layer, x = nn.LSTM(8, 11, 2).requires_grad_(False), noise(3, 0, 8)
+    with onednn(True), enable_python_dispatcher(), decomposed():
+        found = layer(x)
+    assert_same(found, layer(x))
+
+
 def test_only_the_thread_that_traces_has_these_decompositions() -> None:
     calls: list[str] = []
 
