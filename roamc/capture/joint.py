@@ -4,6 +4,11 @@ AOTAutograd hands the joint graph to our partition function. torch's own default
 saved, nothing recomputed but what the user's ``checkpoint`` asks for) fixes what is forward, what is saved,
 and in which order AOTAutograd passes it on. The two halves are then stitched into one TrainGraph with a
 boundary between them, so that one plan and one arena serve both.
+
+A checkpointed part that updates a buffer, such as a running mean, runs again in backward: eager updates the buffer
+twice, once in each run. Under torch.compile, by roamc as by any backend, AOTAutograd keeps the writes of forward alone:
+the buffer is updated once, and gradients are those of eager's second run, which reads the buffer as forward left it.
+``roamc.train_step`` traces what eager does and updates it twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a random model by every route and budget, and compare with aot_eager, or for a whole step with eager."""
+"""Train a random model by every route and budget, and compare with aot_eager or eager, each as a whole."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ def optimizer_of(source: Example, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def trained(source: Example, wrap: Callable[[nn.Module], nn.Module]) -> Results:
-    """Losses, gradients and tensors of one forward and backward per batch; gradients add up."""
+def trained(source: Example, wrap: Callable[[nn.Module], nn.Module], *, kept: bool = True) -> Results:
+    """Losses, gradients and tensors of one forward and backward per batch; gradients add up.
+
+    Unless ``kept``, what backward writes to buffers is undone after it.
+    """
     torch._dynamo.reset()
     model = source.make()
     compiled = wrap(model)
@@ -48,7 +51,10 @@ def trained(source: Example, wrap: Callable[[nn.Module], nn.Module]) -> Results:
     for number, batch in enumerate(source.batches):
         torch.manual_seed(number)
         loss = loss_of(compiled, *copy.deepcopy(batch))
+        before = [(buffer, buffer.clone()) for buffer in model.buffers() if not kept]
         loss.backward()
+        for buffer, was in before:
+            buffer.copy_(was)
         found[f"loss {number}"] = loss.detach()
         _note(found, model, number)
     return found
@@ -124,7 +130,8 @@ def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, 
 def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verdict:
     """The verdict; "refused" is an error in one line, "falls back" a warning and the right bits.
 
-    A budget that cannot be met is tried again as "min".
+    "no graph": torch.compile runs the model in eager and hands nothing to any backend; "silent": roamc was handed a
+    graph, and neither planned it nor said so. A budget that cannot be met is tried again as "min".
     """
     at = "reference"
     try:
@@ -137,6 +144,8 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verd
             wrong = different(found, wanted)
             if wrong and any(not different(found, reference(seed, kind)) for kind in others):
                 wrong = ""
+            if not wrong and not plans and route == "compile" and not graphs_of(example(seed)):
+                return Verdict("no graph", "torch.compile runs the model in eager")
     except OutOfTime:
         return Verdict("left out" if at == "reference" else "time", f"{at}: over {seconds} s")
     except Exception as error:  # whatever fails is a line of the log
@@ -145,21 +154,37 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verd
 
 
 REFERENCES = {
-    "compile": ("aot_eager", "eager"),
-    "optimize": ("aot_eager", "eager"),
+    "compile": ("aot_eager", "eager", "eager forward's buffers"),
+    "optimize": ("aot_eager", "eager", "eager forward's buffers"),
     "step": ("eager step", "aot_eager step"),
 }
-"""Whose bits a route gives, one of them. ``roamc.optimize`` traces recurrent layers as eager runs them; aot_eager ends
-a graph there, and lays a gradient that enters the next one like its tensor, which sums in another order. Its gradients
-are wrong (torch 2.13) where a checkpointed part updates a buffer and then reads it; roamc's are eager's there."""
+"""Whose bits a route gives: all of them one reference's. ``roamc.optimize`` traces recurrent layers as eager runs them;
+aot_eager ends a graph there, and lays a gradient that enters the next one like its tensor, which sums in another order.
+
+Where a checkpointed part updates a buffer, its second run in backward updates the buffer again in eager, and computes
+the update without keeping it under torch.compile: that is eager with forward's buffers put back after backward.
+aot_eager's gradients (torch 2.13) are wrong where the part also reads what it has updated."""
 
 
 @functools.lru_cache(maxsize=4)
 def reference(seed: int, kind: str) -> Results:
     """What torch gives for a model: by one of ``REFERENCES``."""
-    if kind in ("aot_eager", "eager"):
-        return trained(example(seed), aot_eager if kind == "aot_eager" else lambda model: model)
-    return stepped(example(seed), eager if kind == "eager step" else by_aot_eager)
+    if kind.endswith("step"):
+        return stepped(example(seed), eager if kind == "eager step" else by_aot_eager)
+    wrap = aot_eager if kind == "aot_eager" else lambda model: model
+    return trained(example(seed), wrap, kept=kind != "eager forward's buffers")
+
+
+def graphs_of(source: Example) -> int:
+    """How many graphs torch.compile hands to a backend while it trains the model."""
+    handed: list[torch.fx.GraphModule] = []
+
+    def count(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        handed.append(gm)
+        return gm.forward
+
+    trained(source, lambda model: torch.compile(model, backend=count, dynamic=False))
+    return len(handed)
 
 
 def _planned_or_smallest(model: Example, route: str, budget: str | None) -> tuple[Results, Plans]:

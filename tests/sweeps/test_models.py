@@ -103,3 +103,30 @@ def test_torch_compile_may_have_the_bits_of_eager_where_aot_eager_is_wrong() -> 
     """A checkpointed part of model 135 updates a buffer and reads it: aot_eager reads another value in backward."""
     assert different(models_compare.reference(135, "aot_eager"), models_compare.reference(135, "eager")) != ""
     assert judge(135, "compile", None).outcome == "same"
+
+
+def test_the_second_run_of_a_checkpointed_part_updates_no_buffer_under_torch_compile() -> None:
+    """Every tensor of model 174 is eager's, had backward left the buffer as forward wrote it; neither twin's is."""
+    once = models_compare.reference(174, "eager forward's buffers")
+    for kind in ("aot_eager", "eager"):
+        assert different(once, models_compare.reference(174, kind)) != ""
+    assert judge(174, "compile", None).outcome == "same"
+
+
+def test_a_mixture_of_two_references_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, plans = models_compare.by_roamc(example(174), "compile", None)
+    twice = "blocks.0.inner.1.0.0.mean after 0"
+    mixed = {**found, twice: models_compare.reference(174, "eager")[twice]}
+    monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (mixed, plans))
+    assert judge(174, "compile", None).outcome == "differs"
+
+
+def test_a_model_that_dynamo_runs_in_eager_has_no_graph() -> None:
+    assert models_compare.graphs_of(example(60)) == 0
+    assert judge(60, "compile", None).outcome == "no graph"
+
+
+def test_a_graph_that_is_not_planned_without_a_word_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = models_compare.by_roamc
+    monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (found(*way)[0], []))
+    assert judge(3, "compile", None).outcome == "silent"
