@@ -136,10 +136,26 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     """Trace ``function(*args)`` to ATen operators under ``mode``; nothing is computed or allocated.
 
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
-    (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element).
+    (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element). Where the caller's autocast
+    caches casts of weights, so does the trace, with one cast of each as in eager; torch's tracer turns the cache off.
     """
+    function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
     with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _checkpoints_followed(), _quiet_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:
+    """``function``, with autocast's cache of casts as told while it runs."""
+
+    def run(*args: Any) -> Any:
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(enabled)
+        try:
+            return function(*args)
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    return run
 
 
 def graph_so_far() -> fx.Graph:

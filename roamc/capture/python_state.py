@@ -87,7 +87,8 @@ def of_torch() -> tuple[object, ...]:
     """What is set for the whole process or thread, and decides which operators are traced."""
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     settings = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
-    return casts, settings, compat_hooks.kernels_of_attention(), tuple(map(Same, compat_hooks.function_modes()))
+    cached = torch.is_autocast_cache_enabled()
+    return casts, cached, settings, compat_hooks.kernels_of_attention(), tuple(map(Same, compat_hooks.function_modes()))
 
 
 @dataclass(frozen=True)

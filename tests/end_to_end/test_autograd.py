@@ -257,6 +257,49 @@ def test_autocast_around_a_train_step() -> None:
     assert len(step.plans) == 2
 
 
+class Thrice(nn.Module):
+    """One weight, used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.inner(x).tanh()
+        with torch.autocast("cpu", enabled=False):
+            return self.last(x.float())
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["around the step", "inside the loss"])
+def test_autocast_casts_a_weight_once_per_step_if_its_cache_is_on(around: bool) -> None:
+    """As in eager, where gradients of all uses are then added in bfloat16; the step holds one cast."""
+    model, x = seeded(Thrice), noise(8, 64)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+
+    def autocast(cache: bool) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+
+    def inside(cache: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+        def loss(m: nn.Module, x: Tensor) -> Tensor:
+            with autocast(cache):
+                return square(m, x)
+
+        return loss
+
+    for cache in (True, False, True):
+        if around:
+            with autocast(cache):
+                assert_same(seeded(step, x), seeded(eager_step, twin, square, reference, x))
+        else:
+            step.loss_fn = inside(cache)
+            assert_same(seeded(step, x), seeded(eager_step, twin, inside(cache), reference, x))
+        assert_same(tensors_of(model), tensors_of(twin))
+    once, thrice = sorted(step.plans, key=lambda plan: plan.baseline_bytes)
+    assert thrice.baseline_bytes - once.baseline_bytes >= 2 * 2 * 64 * 64
+
+
 def test_changed_shapes_of_an_optimized_module() -> None:
     model = assert_backward_equal(MLP(), square, [(noise(rows, 8),) for rows in (4, 2, 4, 6)])
     assert len(roamc.plans(model)) == 3
@@ -324,6 +367,36 @@ def test_checkpoint_inside_the_model() -> None:
 
 def test_checkpoint_inside_a_train_step() -> None:
     assert_steps_equal(Checkpointed(), square, sgd, [(noise(4, 8, seed=seed),) for seed in range(2)])
+
+
+class CheckpointedBuffer(nn.Module):
+    """A checkpointed part that updates a buffer and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def part(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.inner(x - self.mean).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_a_buffer_in_a_checkpoint_is_updated_once_by_a_module_and_twice_by_a_step_as_in_eager() -> None:
+    """Gradients of both are eager's; a module's backward leaves the buffer as forward wrote it."""
+    eager, x = CheckpointedBuffer(), noise(4, 8)
+    module, other = optimized(copy.deepcopy(eager)), copy.deepcopy(eager)
+    square(eager, x).backward()
+    square(module, x).backward()
+    assert_same(gradients_of(module), gradients_of(eager))
+    assert torch.equal(module.mean, x.mean(0) * 0.5)
+    step = roamc.train_step(other, square, sgd(other), strict=True)
+    step(x)
+    assert torch.equal(other.mean, eager.mean)
+    assert not torch.equal(eager.mean, module.mean)
 
 
 def test_checkpoint_around_an_optimized_module() -> None:
