@@ -133,6 +133,28 @@ class _Loss(nn.Module):
         return self.loss_fn(self.model, *batch)
 
 
+def _of_mapping(found: Workload, inputs: Mapping[str, Any]) -> Workload:
+    """The workload whose inputs are a dictionary, handed over as the model or the loss function takes them."""
+    loss_fn = found.loss_fn
+    if loss_fn is None:
+        forward = found.model.forward
+        by_name = _takes(forward, **inputs) or not _takes(forward, inputs)
+        return replace(found, model=_Keywords(found.model), batch=(dict(inputs),)) if by_name else found
+    one, by_name = _takes(loss_fn, found.model, inputs), _takes(loss_fn, found.model, **inputs)
+    if not by_name or (one and inspect.signature(loss_fn).parameters.keys().isdisjoint(inputs)):
+        return found
+    return replace(found, loss_fn=lambda model, batch: loss_fn(model, **batch), batch=(dict(inputs),))
+
+
+def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
+    """Whether a function can be called with such arguments; False if nothing is known of it."""
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class _Keywords(nn.Module):
     """A model whose inputs come as a dictionary."""
 
@@ -184,7 +206,9 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
 
     Args:
         name: for reports.
-        returned: ``(model, inputs)``, ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)``.
+        returned: ``(model, inputs)``, ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)``. Inputs
+            in a dictionary are keyword arguments of the model or the loss function, or one argument: whichever of the
+            two the function takes. A model that takes both gets keywords, a loss function does if it names one of them.
         target: what the function is called in errors.
 
     Raises:
@@ -201,8 +225,8 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
         raise CaptureError(f"{target}: loss_fn is a {type(loss_fn).__name__}, not a function of (model, *inputs)")
     batch = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     found = Workload(name, model, batch, loss_fn)
-    if loss_fn is None and isinstance(inputs, dict):
-        return replace(found, model=_Keywords(model))
+    if isinstance(inputs, Mapping):
+        found = _of_mapping(found, inputs)
     return replace(found, optimizer=_factory(target, rest[1])) if len(rest) == 2 else found
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from roamc import pipeline, zoo
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import Phase, operators, source_line
 from roamc.options import Options
-from roamc.workload import capture, from_file, parse_setting
+from roamc.workload import capture, from_file, made, parse_setting
 
 TEXT = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 64}
 SMALL: dict[str, dict[str, int]] = {
@@ -174,6 +176,40 @@ def test_function_may_bring_loss_and_optimizer(file: str, function: str) -> None
 
 def test_inputs_may_be_a_dictionary(file: str) -> None:
     assert capture(from_file(f"{file}:keywords", {})).boundary
+
+
+class _Rows(nn.Module):
+    """Takes keywords, or one dictionary of them."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.forward = self.named if by_name else self.whole
+
+    def named(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x) * mask
+
+    def whole(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.named(**batch)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("by_name", [True, False], ids=["keywords", "one argument"])
+def test_a_dictionary_of_inputs_goes_in_as_the_function_takes_it(by_name: bool, kind: type) -> None:
+    """As ``step(**batch)`` and ``step(batch)`` do."""
+    inputs = kind(x=torch.randn(4, 8), mask=torch.ones(4, 8))
+
+    def loss_by_name(model: nn.Module, x: Tensor, **others: Tensor) -> Tensor:
+        return _Rows.named(model, x, **others).sum()
+
+    def loss_of_one(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss_by_name(model, **batch)
+
+    model = _Rows(by_name)
+    assert capture(made("model", (model, inputs))).boundary
+    loss_fn = loss_by_name if by_name else loss_of_one
+    assert not capture(made("step", (model, inputs, loss_fn))).boundary
+    assert capture(made("halves", (model, inputs, loss_fn)), forward_backward=True).boundary
 
 
 @pytest.mark.parametrize(
