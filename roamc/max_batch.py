@@ -57,7 +57,8 @@ def max_batch(
         BudgetError: not even the smallest size fits.
         OptionError: an option is unknown or out of range; the budget is a share of what eager holds, which grows
             with the batch.
-        CaptureError: the function does not return what it should, or a model that was built outside of it.
+        CaptureError: the function does not return what it should, a model that was built outside of it, or the same
+            step whatever the size.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
     if not callable(make):
@@ -80,7 +81,13 @@ def max_batch(
     except BudgetError as error:
         why = str(error).removesuffix(pipeline.SMALLER)
         raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
-    return _search(plan_of, Fit(smallest, first, None), largest)
+    found = _search(plan_of, Fit(smallest, first, None), largest)
+    if found.size > smallest and found.plan.fingerprint == first.fingerprint:
+        raise CaptureError(
+            f"the step does not grow with its size: sizes {smallest} and {found.size} give the same one; let the "
+            "function make the inputs of the size that it is called with"
+        )
+    return found
 
 
 def _check_size(name: str, given: object, least: int) -> None:

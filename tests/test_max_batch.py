@@ -48,6 +48,15 @@ def test_no_size_above_the_largest_is_tried() -> None:
     assert (found.size, found.too_large) == (5, None)
 
 
+def test_a_function_that_ignores_its_size_is_refused() -> None:
+    with pytest.raises(CaptureError, match="does not grow with its size: sizes 1 and 8 give the same one; let the"):
+        roamc.max_batch(lambda size: make(4), "1GB", largest=8)
+
+
+def test_sizes_that_are_rounded_up_may_repeat_a_step() -> None:
+    assert roamc.max_batch(lambda size: make(max(size, 4)), "1GB", largest=8).size == 8
+
+
 def test_budget_below_any_size_is_an_error() -> None:
     with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .* above memory_budget=1 kB") as error:
         roamc.max_batch(make, "1kB")
