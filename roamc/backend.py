@@ -20,9 +20,10 @@ from torch import fx
 
 from roamc import compat, compat_dynamo, notices, pipeline
 from roamc.capture import joint, recurrent
+from roamc.capture.shared import shared_by
 from roamc.codegen.halves import halves_of
 from roamc.dynamic_shapes import BySize, has_open_sizes
-from roamc.errors import BudgetError, OptionError
+from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph import TrainGraph
 from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
@@ -212,8 +213,14 @@ class _Unit:
         backend = compat.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
-        with recurrent.decomposed():
-            compiled: Callable[..., Any] = backend(gm, inputs)
+        try:
+            with recurrent.decomposed():
+                compiled: Callable[..., Any] = backend(gm, inputs)
+        except (RoamcError, compat_dynamo.DynamoError):
+            raise
+        except Exception as error:  # AOTAutograd takes less than eager does
+            self.job.fall_back(shared_by(error) or error, "eager PyTorch")
+            return gm.forward
         return compiled
 
     def partition(

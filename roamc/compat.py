@@ -284,6 +284,12 @@ def number_backward(loss: torch.Tensor) -> None:
         setup_stacktrace_preservation_hooks([loss.grad_fn])
 
 
+def backward_of() -> int | None:
+    """Behind an error in a backward that is being traced: the ``meta["seq_nr"]`` of the forward call it belongs to."""
+    found = fx.traceback.current_meta.get("grad_fn_seq_nr")
+    return int(found[-1]) if found else None
+
+
 def fake_parameter(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake of a parameter or buffer; shared storage stays shared. Meta tensors move to ``device``."""
     return fake_input(mode, like, device) if like.device.type == "meta" else mode.from_tensor(like, static_shapes=True)

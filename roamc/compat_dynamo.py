@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+DynamoError = TorchDynamoException
+"""What a backend raises to tell dynamo to trace anew or to leave a frame to eager."""
 
 
 def compiled_module() -> torch.nn.Module | None:

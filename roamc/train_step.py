@@ -207,6 +207,11 @@ class TrainStep:
             raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)
+        if torch.is_anomaly_enabled():
+            raise CaptureError(
+                "torch.autograd.detect_anomaly() is around a train_step, where it finds nothing: backward is a part of "
+                "the planned program; leave it out, or look for the anomaly in eager or with roamc.optimize"
+            )
         if compat.saved_tensor_hooks_active():
             raise CaptureError(
                 "saved_tensors_hooks, such as save_on_cpu, are around a train_step, which plans by itself what it "

@@ -90,6 +90,31 @@ def structure(rule: Rule, group: Group) -> tuple[object, ...]:
     return tuple(bool(group.get(flag)) for flag in rule.flags)
 
 
+def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, parameter: torch.Tensor, group: Group) -> None:
+    """Refuse state that was made for a parameter of another dtype, device or shape.
+
+    Raises:
+        CaptureError: names the state, and how it is moved.
+    """
+    state = optimizer.state.get(parameter, {})
+    for key in rule.states(group):
+        held = state.get(key)
+        if isinstance(held, torch.Tensor) and _kind(held) != _kind(parameter):
+            raise CaptureError(
+                f"the optimizer's {key} of {name} is {_words(held)}, the parameter {_words(parameter)}: the model was "
+                "changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) brings dtype and "
+                "device after it, a new optimizer anything"
+            )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tuple(tensor.shape)
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+
+
 def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group) -> None:
     """Give ``parameter`` the state that torch makes at its first step, if it has none."""
     if not rule.has_step and not rule.states(group):

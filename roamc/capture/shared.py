@@ -7,6 +7,7 @@ The trace knows of parameters and buffers which of them share a storage. A batch
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -47,6 +48,22 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
                 f"{_words(mine[0], given)} shares memory with {_words(mine[1], given)}, and the step writes there; "
                 "pass its .clone()"
             )
+
+
+_ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
+"""In AOTAutograd's error: two inputs that share memory although neither is a view of the other, as ``.data =`` makes
+them; one of them is written to."""
+
+
+def shared_by(error: Exception) -> CaptureError | None:
+    """The refusal of a graph that AOTAutograd did not take for such a pair of inputs; None for any other error."""
+    found = _ALIASED.search(str(error))
+    if found is None:
+        return None
+    return CaptureError(
+        f"{found[1]} and {found[2]} share memory that the step writes to, as .data = makes them; let both names hold "
+        "one tensor (module.b = module.a), or a view made by an operator"
+    )
 
 
 def _words(source: Source, given: Mapping[Source, torch.Tensor]) -> str:

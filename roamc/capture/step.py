@@ -22,7 +22,7 @@ from roamc.capture.corrections import correct
 from roamc.capture.fakes import FAKES
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_views import as_views
-from roamc.capture.optimizers import Rule, check_dense, rule_for, structure
+from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
@@ -199,8 +199,8 @@ class _Trace:
             batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
         model = self.request.model
         with (
-            torch.enable_grad(), compat.reparametrized(model, held), rewinds.followed(), closures,
-            followed(self.replicas) as called,
+            torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
+            rewinds.followed(), closures, followed(self.replicas) as called,
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)
@@ -208,7 +208,8 @@ class _Trace:
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            with user_line.of_backward():
+                found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         check_gradients(wanted, found)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
         check_called(self.replicas, called, self.updated)
@@ -334,6 +335,7 @@ class _Assembly:
         for name in self.traced.updated:
             group = groups[name]
             check_dense(name, self.traced.parameters[name], group)
+            check_state(self.request.optimizer, self.rule, name, self.traced.parameters[name], group)
             cohort = cohort_of(self.request.optimizer, self.traced.parameters[name], group, group["index"], self.rule)
             self.cohorts[name] = cohort
             if cohort not in scalars:

@@ -441,3 +441,89 @@ def test_plan_with_a_loss_but_no_optimizer() -> None:
 
 def test_plans_of_something_else() -> None:
     refused(lambda: roamc.plans(net()), roamc.RoamcError, "was not made by", "roamc.plans()")
+
+
+def test_anomaly_detection_around_a_step_is_refused_and_a_plan_needs_none() -> None:
+    step = roamc.train_step(model := net(), square, sgd(model), strict=True)
+    with torch.autograd.set_detect_anomaly(True):
+        refused(lambda: step(X), roamc.CaptureError, "detect_anomaly()", "roamc.optimize")
+        assert step.plan(X).peak_bytes > 0
+    step(X)
+    with torch.autograd.set_detect_anomaly(True):
+        refused(lambda: step(X), roamc.CaptureError, "detect_anomaly()")
+
+
+def test_state_of_another_dtype_than_the_model_is_named_with_what_helps() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = roamc.train_step(model, square, optimizer, strict=True)
+    step(X)
+    model.double()
+    twin = copy.deepcopy((model, optimizer))
+    refused(lambda: step(X.double()), roamc.CaptureError, "exp_avg of 0.weight", "float32", "load_state_dict")
+    for one in (optimizer, twin[1]):
+        one.load_state_dict(one.state_dict())
+    found, wanted = step(X.double()), eager_step(twin[0], square, twin[1], X.double())
+    assert_same((found, tensors_of(model)), (wanted, tensors_of(twin[0])))
+
+
+class _Wrong(torch.autograd.Function):
+    """Its gradient has another shape than its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(3, 3)
+
+
+def test_an_error_in_backward_has_the_line_of_the_forward_call() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return _Wrong.apply(model(x))
+
+    step = roamc.train_step(model := net(), loss, sgd(model), strict=True)
+    with pytest.raises(RuntimeError, match="invalid gradient") as caught:
+        step(X)
+    line = _Wrong.forward.__code__.co_firstlineno + 2
+    assert f"in the backward of test_bad_input.py:{line}" in caught.value.__notes__
+
+
+class _SharedByData(nn.Module):
+    """Two buffers, one of them over the memory of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("a", torch.zeros(8))
+        self.register_buffer("b", torch.zeros(8))
+        self.b.data = self.a.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.add_(1)
+        return self.inner(x) + self.b
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "optimize"])
+def test_buffers_that_share_memory_by_data_run_in_eager_with_one_warning(way: str) -> None:
+    model = _SharedByData()
+    twin = copy.deepcopy(model)
+
+    def compiled(**options: Any) -> nn.Module:
+        if way == "optimize":
+            return roamc.optimize(copy.deepcopy(model), **options)
+        return torch.compile(copy.deepcopy(model), backend="roamc", options=options, dynamic=False)
+
+    called = compiled()
+    with pytest.warns(UserWarning, match=r"eager PyTorch: .*'a'.* and .*'b'.* share memory .*module.b = module.a"):
+        found = [square(called, X), square(called, X)]
+    assert_same(found, [square(twin, X), square(twin, X)])
+    found[1].backward()
+    with pytest.raises(Exception, match="share memory") as caught:
+        compiled(strict=True)(X)
+    refused(lambda: _raise(caught.value.inner_exception), roamc.CaptureError, "share memory")
+
+
+def _raise(error: Exception) -> None:
+    raise error
