@@ -83,10 +83,13 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
 
 
 def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: Bools, boundary: int) -> Int64s:
-    """Live bytes of n steps, and behind them those of the caller's two moments; 0 where there is no ``boundary``."""
+    """Live bytes of n steps, and behind them those of the caller's two moments; 0 where there is no ``boundary``.
+
+    Between forward and backward the output is there, whoever drops it then: the loss is made of it.
+    """
     if not boundary:
         return np.append(live, [0, 0])
-    between = size[(born < boundary) & (dead > boundary)].sum()
+    between = size[(born < boundary) & ((dead > boundary) | output)].sum()
     after = size[output & (dead == len(live))].sum()
     return np.append(live, [between, after])
 

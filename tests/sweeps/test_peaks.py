@@ -12,6 +12,7 @@ from tests.sweeps.measured_peaks import eagers, judge
 CASES = {
     "batch norm, whose backward takes a tensor for itself, and running statistics": (4, "optimize"),
     "the loss stands beside the arena": (17, "optimize"),
+    "the output stands beside the loss that is made of it": (110, "optimize"),
     "a convolution takes more than all tensors are": (18, "compile with its loss"),
     "the same where gradients die early": (15, "step"),
 }
