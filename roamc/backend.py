@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from roamc import compat, compat_dynamo, notices, pipeline
+from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
 from roamc.codegen.halves import halves_of
@@ -90,7 +91,9 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """One dynamo graph through AOTAutograd with roamc's partition and compilers: a program per combination of sizes."""
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
-    job = _Job(_name(gm, record), options, record, about, compat_dynamo.graph_break(gm))
+    split = compat_dynamo.graph_break(gm)
+    piece = split is not None or compat_dynamo.behind_a_break()
+    job = _Job(_name(gm, record), options, record, about, split, piece)
     job.check_split()
     if not has_open_sizes(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
@@ -124,6 +127,7 @@ class _Job:
         record: gets the programs.
         about: the model or function that warnings are about; each is given once.
         split: where dynamo ended the graph before the model's end; None if it did not.
+        piece: dynamo has split the model, before this graph or behind it.
     """
 
     name: str
@@ -131,6 +135,7 @@ class _Job:
     record: Record
     about: object
     split: str | None
+    piece: bool
 
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
         """Compile the graph with its sizes known; a function that forgets its plans comes with it."""
@@ -165,6 +170,17 @@ class _Job:
         if self.options.strict:
             return None
         return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
+
+    def explained(self, error: Exception) -> Exception:
+        """``error``; where a piece of a model cannot keep its share, with what to do about that."""
+        if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
+            return error
+        why = str(error).removesuffix(pipeline.RAISE)
+        return BudgetError(
+            f"{why}A share is one of each piece that torch.compile splits the model into, and this one cannot keep it: "
+            "give memory_budget in bytes, which small pieces keep",
+            error.plan,
+        )
 
     def fall_back(self, error: Exception, who: str) -> None:
         """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, or about options."""
@@ -277,7 +293,7 @@ class _Unit:
         try:
             return plan()
         except Exception as error:  # law 8: whatever fails in here, training goes on
-            self.job.fall_back(error, "torch's aot_eager")
+            self.job.fall_back(self.job.explained(error), "torch's aot_eager")
             return None
 
 

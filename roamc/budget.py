@@ -84,6 +84,11 @@ def parse_budget(given: object) -> Budget | None:
     return given if share else count  # type: ignore[return-value]
 
 
+def is_share(budget: Budget | None) -> bool:
+    """Whether a budget is a share of what eager holds."""
+    return isinstance(budget, str) and budget.endswith("%")
+
+
 def _bytes(given: object) -> Bytes:
     """A size; one without a unit is whole."""
     if isinstance(given, str) and _FRACTION.fullmatch(given):

@@ -31,6 +31,12 @@ def compiled_code() -> object:
     return None if frame is None else frame.f_code
 
 
+def behind_a_break() -> bool:
+    """While dynamo compiles: whether the graph begins where another of the same call has ended."""
+    frame = _compiled_frame()
+    return frame is not None and frame.f_code.co_name.startswith("torch_dynamo_resume_in")
+
+
 def _compiled_frame() -> Any:
     """The frame that dynamo compiles now; None outside of dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

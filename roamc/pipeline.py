@@ -574,12 +574,15 @@ def _check_budget(planned: Planned, limit: Bytes | None) -> None:
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
         f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
-        f"Raise the budget{SMALLER}",
+        + RAISE,
         plan,
     )
 
 
 SMALLER = ", or use a smaller batch"
+"""How :data:`RAISE` ends."""
+
+RAISE = f"Raise the budget{SMALLER}"
 """How the error ends for a budget that no plan keeps."""
 
 

@@ -408,6 +408,40 @@ def test_checkpoint_around_an_optimized_module() -> None:
     both(use)
 
 
+@pytest.mark.parametrize("small_first", [True, False])
+@pytest.mark.parametrize("way", ["torch.compile", "optimize"])
+def test_a_share_that_one_piece_of_a_model_cannot_keep_asks_for_bytes(small_first: bool, way: str) -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            deep = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+            self.first, self.last = (nn.Linear(8, 8), deep) if small_first else (deep, nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(x)
+
+    def train(**options: Any) -> None:
+        torch._dynamo.reset()
+        model = Pieces()
+        if way == "optimize":
+            called = roamc.optimize(model, **options)
+        else:
+            called = torch.compile(model, backend="roamc", options=options, dynamic=False)
+        with pytest.warns(UserWarning, match="for each piece of 'Pieces'"):
+            square(called, noise(32, 8)).backward()
+
+    with pytest.raises(Exception, match="above memory_budget") as caught:
+        train(memory_budget="60%")
+    error = caught.value.inner_exception
+    assert isinstance(error, roamc.BudgetError)
+    assert str(error).endswith("this one cannot keep it: give memory_budget in bytes, which small pieces keep")
+    assert "\n" not in str(error)
+    assert error.plan is not None
+    train(memory_budget="100kB")
+
+
 def test_graph_break_runs_piecewise(capsys: pytest.CaptureFixture[str]) -> None:
     model = assert_backward_equal(Breaking(), square, [(noise(4, 8, seed=seed),) for seed in range(2)])
     first, last = roamc.plans(model)
