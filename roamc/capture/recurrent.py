@@ -122,12 +122,24 @@ def _layers(cell: Cell) -> Callable[..., Any]:
         states = list(zip(*(part.unbind(0) for part in initial), strict=True))
         projected = len(initial) == 2 and initial[0].size(2) != initial[1].size(2)
         each = len(flat) // len(states)
-        weights = [Parameters(flat[at : at + each], has_biases, projected) for at in range(0, len(flat), each)]
+        cast = [_cast_once(weight) for weight in flat]
+        weights = [Parameters(cast[at : at + each], has_biases, projected) for at in range(0, len(flat), each)]
         outputs, final = _stack(cell, x.transpose(0, 1) if batch_first else x, states, weights, drop, bidirectional)
         last = tuple(torch.stack(part) for part in zip(*final, strict=True))
         return outputs.transpose(0, 1) if batch_first else outputs, *last
 
     return run
+
+
+def _cast_once(weight: Tensor) -> Tensor:
+    """The weight as autocast hands it to every step of a layer: its cache, which AOTAutograd turns off, casts it once.
+
+    A leaf is left to the cache. Without ``cache_enabled``, eager casts for every step, which cannot be seen here.
+    """
+    device = weight.device.type
+    if weight.is_leaf or weight.dtype is not torch.float32 or not torch.is_autocast_enabled(device):
+        return weight
+    return weight.to(torch.get_autocast_dtype(device))
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

@@ -119,6 +119,21 @@ def test_an_lstm_that_needs_no_gradient_runs_in_onednn_as_in_eager() -> None:
     assert len(roamc.plans(model)) == 1
 
 
+class Cast(Sequence):
+    """The same under autocast, which casts a weight once for all steps of a layer."""
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, *states).float()
+
+
+@pytest.mark.parametrize("way", ["optimize", "train_step"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_layers_under_autocast_equal_eager(kind: type[nn.RNNBase], way: str) -> None:
+    model = Cast((kind, {"num_layers": 2}))
+    assert_eager(model, way, X)
+
+
 class Cells(nn.Module):
     """Two steps of a cell, and pieces of a tensor that torch declares to be no views, one of them written to."""
 

@@ -130,3 +130,10 @@ def test_a_graph_that_is_not_planned_without_a_word_is_found(monkeypatch: pytest
     found = models_compare.by_roamc
     monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (found(*way)[0], []))
     assert judge(3, "compile", None).outcome == "silent"
+
+
+def test_an_lstm_by_optimize_has_the_bits_of_atens_steps() -> None:
+    """Model 78 begins with a plain LSTM."""
+    by_onednn, by_aten = models_compare.reference(78, "eager"), models_compare.reference(78, "eager", True)
+    assert different(by_onednn, by_aten) != ""
+    assert judge(78, "optimize", None).outcome == "same"
