@@ -24,7 +24,7 @@ from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph, tensors_of
 from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
 from roamc.options import Options
-from roamc.rewrite import mode_of, placed_in
+from roamc.rewrite import mode_of, move
 from roamc.units import Bytes
 
 NAME = "donate"
@@ -133,7 +133,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         storage = node.args[position].meta["val"].untyped_storage()  # type: ignore[union-attr]
         with mode:
             for other, at in sharing[node]:
-                _move(other, at, storage)
+                move(other, at, storage)
     return graph.replace(donated=dict(decision.overwrites))
 
 
@@ -144,14 +144,3 @@ def _sharing(graph: TrainGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         for position, tensor in tensors_of(node):
             found.setdefault(identity(tensor), []).append((node, position))
     return {tensors[0][0]: tensors for tensors in found.values()}
-
-
-def _move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
-    """Give one fake tensor of ``node`` the same place in another storage."""
-    value = node.meta["val"]
-    old = value if isinstance(value, torch.Tensor) else value[position]
-    new = placed_in(old, storage)
-    if isinstance(value, torch.Tensor):
-        node.meta["val"] = new
-    else:
-        node.meta["val"] = type(value)(new if at == position else item for at, item in enumerate(value))

@@ -91,6 +91,12 @@ ROWS: dict[str, Row] = {
     "aten::grid_sampler_2d_backward": Row(recomputable=False),
     # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
     "aten::linalg_lstsq": Row(recomputable=False),
+    # Pointwise, though torch does not say so.
+    "aten::hardswish": Row(overwrites=(0,)),
+    **dict.fromkeys(
+        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardtanh", "leaky_relu", "softplus")],
+        Row(overwrites=(0, 1)),
+    ),
     # Whole rows are read before they are written, and every element of them before its place.
     "aten::_softmax": Row(overwrites=(0,)),
     "aten::_log_softmax": Row(overwrites=(0,)),

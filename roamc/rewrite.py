@@ -60,6 +60,21 @@ def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tens
     return with_bits(new, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
+def move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
+    """Give one fake tensor of ``node`` the same place in another storage; call it as :func:`placed_in`.
+
+    Args:
+        position: among the results of ``node``, as :func:`roamc.graph.tensors_of` counts.
+    """
+    value = node.meta["val"]
+    old = value if isinstance(value, torch.Tensor) else value[position]
+    new = placed_in(old, storage)
+    if isinstance(value, torch.Tensor):
+        node.meta["val"] = new
+    else:
+        node.meta["val"] = type(value)(new if at == position else item for at, item in enumerate(value))
+
+
 def value_of(node: fx.Node) -> Any:
     """The fake value that a node stands for."""
     return node.meta["val"]

@@ -21,6 +21,7 @@ from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.fakes import FAKES
 from roamc.capture.hooks import check_hooks, follow_hooks
+from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
@@ -268,6 +269,7 @@ class _Assembly:
         graph = self.module.graph
         join(self.module)
         correct(graph)
+        as_values(graph, self.mode)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._describe_inputs(inputs)
         end = output_node(graph)

@@ -1,0 +1,149 @@
+"""Operators that write over a value that nobody reads any more, as operators that make a value.
+
+    before                   after
+    y = relu_(x)             y = relu(x)
+    ... y ...                ... y ...
+
+What has been written over cannot be made again from what it was, so that no budget could drop ``y``, ``x`` or what
+``x`` is made of. The bits are the same, as :mod:`roamc.ops` says of a result that is written over its argument; and
+where no operator runs again, :mod:`roamc.passes.donate` writes ``y`` over ``x`` as before. The copy that autograd
+keeps of an ``x`` that is about to be written over goes with it: its readers read ``x``.
+
+As they are stay: operators that write to an input of the step, to a part of a storage, or to a storage that is read
+behind under another name, and those that :mod:`roamc.passes.donate` could not write over their argument.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.capture.corrections import corrected
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.forms import FormKind, form_of
+from roamc.graph import tensors_of
+from roamc.memory import identity
+from roamc.rewrite import derived, move
+
+aten = torch.ops.aten
+
+
+def as_values(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Exchange such operators for those that make a value, and put all views of the value into its storage."""
+    _erase_dead_views(graph)
+    _Exchange(graph, mode).run()
+
+
+def _erase_dead_views(graph: fx.Graph) -> None:
+    """Autograd makes every view of a storage anew when the storage is written; nobody may read them."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and ops.is_view(node.target):
+            graph.erase_node(node)
+
+
+@functools.cache
+def makes_value(target: object) -> OpOverload | None:
+    """The operator that makes what ``target`` writes over its first argument; None for all others,
+    and where it could not run again."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or ops.rule(target).mutates != (0,):
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, target._overloadname, None)
+    if not isinstance(twin, OpOverload) or twin is target or _arguments(twin) != _arguments(target):
+        return None
+    rule = ops.rule(twin)
+    return twin if rule.recomputable and 0 in rule.overwrites else None
+
+
+def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
+class _Exchange:
+    """One walk through a graph.
+
+    Attributes:
+        places: node to its position in the graph.
+        shared: storage to the tensors in it, in the order of the graph: (node, position among its results).
+        writes: how many operators write to a storage.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self.mode = mode
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self.shared: dict[int, list[tuple[fx.Node, int]]] = {}
+        self.writes: Counter[int] = Counter()
+        for node in graph.nodes:
+            for position, tensor in tensors_of(node):
+                self.shared.setdefault(identity(tensor), []).append((node, position))
+            written = [tensor for argument in ops.mutated_arguments(node) for _, tensor in tensors_of(argument)]
+            self.writes.update({identity(tensor) for tensor in written})
+
+    def run(self) -> None:
+        """Exchange what can be, first to last."""
+        for node in list(self.graph.nodes):
+            twin = makes_value(node.target)
+            if twin is not None and self._is_free(node) and self._exchange(node, twin):
+                self._drop_copies(node)
+
+    def _is_free(self, node: fx.Node) -> bool:
+        """Whether what ``node`` writes is the step's own, and read behind it by no name that is older."""
+        before = [other for other, _ in self._sharing(node) if self.places[other] < self.places[node]]
+        return all(
+            other.op == "call_function" and all(self.places[user] <= self.places[node] for user in other.users)
+            for other in before
+        )
+
+    def _sharing(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        return self.shared[identity(node.meta["val"])]
+
+    def _exchange(self, node: fx.Node, twin: OpOverload) -> bool:
+        """Let ``node`` call ``twin`` if the result has the geometry, and the size, of all that was written over."""
+        target, written = node.target, node.meta["val"]
+        node.target = twin
+        node.meta["val"] = value = corrected(node, derived(node, self.mode), self.mode)
+        fits = _geometry(value) == _geometry(written) and 0 in ops.may_overwrite(node)
+        if not fits or form_of(node, 1).kind is FormKind.ALLOCATE:
+            node.target, node.meta["val"] = target, written
+            return False
+        old = self.shared[identity(written)]
+        behind = [(other, position) for other, position in old if self.places[other] > self.places[node]]
+        self.shared[identity(written)] = [pair for pair in old if self.places[pair[0]] < self.places[node]]
+        self.shared[identity(value)] = [(node, 0)]
+        self.writes[identity(value)] = self.writes[identity(written)] - 1  # those in front count twice, at worst
+        self.writes[identity(written)] -= 1
+        self._put(behind, value)
+        return True
+
+    def _put(self, tensors: list[tuple[fx.Node, int]], into: torch.Tensor) -> None:
+        """Move ``tensors`` into the storage of ``into``."""
+        with self.mode:
+            for other, position in tensors:
+                move(other, position, into.untyped_storage())
+        self.shared[identity(into)] += tensors
+
+    def _drop_copies(self, node: fx.Node) -> None:
+        """Let the readers of copies of what ``node`` wrote over read that itself, where nobody writes to either."""
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        value = written.meta["val"]
+        for copy in [user for user in written.users if user.target is aten.clone.default]:
+            own = copy.meta["val"]
+            alike = _geometry(own) == _geometry(value) and copy.meta.get("custom") == written.meta.get("custom")
+            if alike and not self.writes[identity(own)] and not self.writes[identity(value)]:
+                views = [pair for pair in self._sharing(copy) if pair[0] is not copy]
+                del self.shared[identity(own)]
+                self._put(views, value)
+                copy.replace_all_uses_with(written)
+                self.graph.erase_node(copy)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    size = tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size

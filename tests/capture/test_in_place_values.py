@@ -1,0 +1,112 @@
+"""Operators that write over a value of the step's own make a value in a captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import roamc
+from roamc import ops
+from roamc.capture.in_place_values import makes_value
+from roamc.graph import Phase
+from tests.end_to_end.cases import Apply
+from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
+
+aten = torch.ops.aten
+
+ACTIVATIONS = {  # those whose backward reads the same in place and beside
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "hardswish": nn.Hardswish,
+}
+
+
+def chained(_: nn.Module, x: Tensor) -> Tensor:
+    """One storage written over several times, by views of it as well, which are read behind."""
+    y = (x * 2).add_(1).mul_(x)
+    flat = y.view(-1)
+    left, right = flat.mul_(3).clamp_(-0.5, 0.9).split(flat.numel() // 2)
+    return (left * right).masked_fill_(left > 0.5, 0.25).sum() * x
+
+
+def old_name(_: nn.Module, x: Tensor) -> Tensor:
+    """Read behind by a view that is older than the write."""
+    y = x * 2
+    first = y[0]
+    y.add_(1)
+    return y * first
+
+
+def part(_: nn.Module, x: Tensor) -> Tensor:
+    """A part of a storage is written."""
+    y = x * 2
+    y[:, 1:].mul_(3)
+    y.t().add_(x.t())
+    return y
+
+
+def widened(_: nn.Module, x: Tensor) -> Tensor:
+    """In place the result keeps a dtype and strides that it would not have by itself."""
+    y = (x * 2).bfloat16().add_(x)
+    z = (x * 3).t().contiguous().t().add_(y)
+    return y * z + (x[:1].expand(4, -1) * 1.0).mul_(x)
+
+
+def given(m: Any, x: Tensor) -> Tensor:
+    """A buffer is written."""
+    m.seen.add_(1)
+    return F.relu(x.mul_(2), inplace=True) * m.seen
+
+
+def written(step: roamc.TrainStep) -> list[Any]:
+    """In-place operators of the forward part that have a twin."""
+    graph = step.latest.executable.planned.graph
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    return [n.target for n in nodes if makes_value(n.target) and graph.phase[n.name] is Phase.FORWARD]
+
+
+def test_nothing_is_written_over_in_a_chain() -> None:
+    assert written(assert_steps_equal(Apply(chained), square, sgd, [(noise(4, 8),)] * 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("apply", "kept"),
+    [(old_name, [aten.add_.Tensor]), (part, [aten.mul_.Tensor]), (widened, [aten.add_.Tensor])],
+    ids=["old name", "part", "widened"],
+)
+def test_what_another_name_or_geometry_needs_stays(apply: Any, kept: list[Any]) -> None:
+    step = assert_steps_equal(Apply(apply), square, sgd, [(noise(4, 8),)] * 2)
+    assert set(kept) <= set(written(step))
+
+
+def test_a_buffer_is_still_written() -> None:
+    model = Apply(given)
+    model.register_buffer("seen", torch.zeros(()))
+    assert written(assert_steps_equal(model, square, sgd, [(noise(4, 8),)] * 2)) == [aten.add_.Tensor]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_budget_drops_what_an_activation_wrote_over(name: str) -> None:
+    def needed(inplace: bool) -> int:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 16), ACTIVATIONS[name](inplace=inplace)) for _ in range(6)]
+        model = nn.Sequential(*layers, nn.Linear(16, 1))
+        step = assert_steps_equal(model, square, sgd, [(noise(256, 16),)], memory_budget="min")
+        return roamc.plans(step)[0].peak_bytes
+
+    assert needed(True) <= 1.02 * needed(False)
+
+
+def test_the_twin_takes_the_same_arguments_and_may_be_written_over_its_first() -> None:
+    assert makes_value(aten.relu_.default) is aten.relu.default
+    assert makes_value(aten.masked_fill_.Tensor) is aten.masked_fill.Tensor
+    assert makes_value(aten.bernoulli_.float) is None
+    assert makes_value(aten.index_add_.default) is None
+    assert makes_value(aten.squeeze_.dim) is None
+    assert ops.rule(aten.relu.default).recomputable
