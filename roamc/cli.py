@@ -7,7 +7,9 @@ layout ``--capacity``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from roamc import layout_file
+from roamc import files, layout_file
 from roamc.budget import parse_budget
 from roamc.cost import store_profile
 from roamc.cost.measure import ROUNDS, calibrate
@@ -144,7 +146,7 @@ def plan(
             _check_writable(save)
         found = _answer(request).plan
         if save is not None:
-            save.write_text(found.to_json() + "\n", encoding="utf-8")
+            files.write_text(save, found.to_json() + "\n")
         if as_json:
             _print_json({**found.to_dict(seconds=True), "fragmentation": found.fragmentation, "fits": True})
         else:
@@ -333,6 +335,8 @@ def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise OptionError(f"{path.parent}: no such folder")
     new = not path.exists()
+    if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
     with path.open("a"):
         pass
     if new:

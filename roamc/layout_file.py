@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roamc import files
 from roamc.errors import PlanError, VerifyError
 from roamc.solvers.layout import NODE_LIMIT, solve, validate
 from roamc.solvers.layout.csv_form import CsvError, format_csv, read_csv
@@ -34,7 +35,7 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
     if not report.good:
         raise VerifyError(f"{solution.algorithm} gave a layout that is not legal: {report.detail}")
     if output is not None:
-        output.write_text(format_csv(instance, solution.offset), encoding="utf-8")
+        files.write_text(output, format_csv(instance, solution.offset))
     return {
         "storages": instance.problem.num_storages,
         "arena_bytes": solution.arena_bytes,

@@ -178,11 +178,17 @@ def _from_dict(data: Any) -> Plan:
     plan = typed.read(Plan, {"seconds": {}, **given}, "plan")
     if plan.status not in STATUSES:
         raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
-    return dataclasses.replace(plan, decisions={name: _frozen(item) for name, item in plan.decisions.items()})
+    return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})
 
 
-def _frozen(value: Any) -> Any:
-    """Tuples where JSON has lists, as the passes make them."""
+def _frozen(value: Any, where: str) -> Any:
+    """Tuples where JSON has lists, as the passes make them.
+
+    Raises:
+        PlanError: a number is negative or none, which no pass decides.
+    """
     if isinstance(value, Mapping):
-        return {key: _frozen(item) for key, item in value.items()}
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+        return {key: _frozen(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, int | float) and not value >= 0:
+        raise PlanError(f"the plan's decision of pass {where} must be a number from 0 on, not {value!r}")
+    return tuple(_frozen(item, where) for item in value) if isinstance(value, list) else value

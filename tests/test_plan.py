@@ -157,6 +157,21 @@ def test_wrong_type_inside_a_field_is_refused(fields: dict[str, Any]) -> None:
         Plan.from_json(changed(**fields))
 
 
+@pytest.mark.parametrize(
+    ("decision", "where"),
+    [
+        ({"layout": {"offset": {"mul": -64}}}, "layout: offset: mul"),
+        ({"retain": {"reruns": [["a", "b", ["c"], -1.0]]}}, "retain: reruns"),
+        ({"retain": {"added_seconds": float("nan")}}, "retain: added_seconds"),
+        ({"anything": {"sizes": [[-1]]}}, "anything: sizes"),
+    ],
+    ids=repr,
+)
+def test_negative_number_inside_a_decision_is_refused(decision: dict[str, Any], where: str) -> None:
+    with pytest.raises(PlanError, match=f"decision of pass {where} must be a number from 0 on, not "):
+        Plan.from_json(changed(decisions=decision))
+
+
 def test_huge_number_is_a_number_or_a_plan_error() -> None:
     assert Plan.from_json(changed(peak_bytes=10**30)).peak_bytes == 10**30
     with pytest.raises(PlanError):

@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from roamc import typed
+from roamc import files, typed
 from roamc.errors import PlanError, ProfileError
 from roamc.units import Bytes, Seconds
 
@@ -178,7 +178,7 @@ def store_profile(profile: DeviceProfile, path: Path | None = None) -> Path:
     """Write ``profile`` to ``path``, or to where :func:`load_profile` finds it."""
     target = path or folder() / f"{_slug(profile.device)}-{profile.threads}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(profile.to_json(), encoding="utf-8")
+    files.write_text(target, profile.to_json())
     return target
 
 

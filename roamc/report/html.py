@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from roamc import files
 from roamc.report import text
 from roamc.report.chart import WIDTH, Chart, box_chart, timeline_chart
 from roamc.report.curve_chart import curve_chart
@@ -40,7 +41,7 @@ def write(path: Path, picture: Picture) -> None:
         OSError: it cannot be written.
     """
     # A file name of the user's may hold what UTF-8 cannot say.
-    path.write_text(render(picture), encoding="utf-8", errors="backslashreplace", newline="\n")
+    files.write_text(path, render(picture), errors="backslashreplace")
 
 
 def render(picture: Picture) -> str:
