@@ -1,6 +1,6 @@
 """A plan from a file with one field changed is refused, or its program gives the same bits; never anything else.
 
-A sample of ``python -m benchmarks.plan_mutants``, which tries 5,000.
+A sample of ``python -m tests.sweeps.run_plans``, which tries 5,000.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan_mutants import mutate, outcome, valid_plan
+from tests.sweeps.plan_mutants import mutate, outcome, valid_plan
 
 PLANS = (0, 1, 10, 17)
 """With holes, by both routes; with reruns; of a random model with an arena of nothing."""

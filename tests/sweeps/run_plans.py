@@ -1,6 +1,6 @@
-"""Change one field at a time of 30 valid plans: each must be refused by an error of ours, or give the same bits.
+"""Change one field at a time of valid plans: each must be refused by an error of ours, or give the same bits.
 
-python -m benchmarks.plan_mutants --count 5000
+python -m tests.sweeps.run_plans --count 5000
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from random import Random
 
-from tests.plan_mutants import COUNT, mutate, outcome, valid_plan
+from tests.sweeps.plan_mutants import COUNT, mutate, outcome, valid_plan
 
 
 def main() -> int:

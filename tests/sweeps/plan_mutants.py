@@ -24,7 +24,7 @@ from roamc.passes.layout import holes
 from roamc.plan import Plan
 from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
-from tests.models import NanoGPT, next_token, tokens
+from tests.models import NanoGPT, make, next_token, tokens
 from tests.random_graphs import random_model
 from tests.sweeps.compare import bits
 from tests.test_pipeline import run_program
@@ -69,6 +69,7 @@ MODELS: tuple[Callable[[], Any], ...] = (
     functools.partial(random_model, 1, size=8),
     functools.partial(mixed, 33),
     functools.partial(gpt, 2),
+    functools.partial(make, "nanogpt-dropout"),  # the lowest peak of its step keeps values in smaller forms
 )
 COUNT = 2 * len(SHARES) * len(MODELS)
 """How many valid plans there are."""
@@ -82,6 +83,11 @@ class Valid:
     inputs: list[Any]
     data: dict[str, Any]
     expected: list[Any]
+
+    @property
+    def plan_text(self) -> str:
+        """The plan as a file has it."""
+        return json.dumps(self.data)
 
 
 @functools.cache
