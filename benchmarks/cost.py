@@ -85,7 +85,7 @@ def _operators(graph: Any) -> list[Any]:
 def _stamped(executable: Any, now: Clock) -> list[float]:
     """Make the program read the clock before every operator, into the list that is returned."""
     from roamc import compat, ops
-    from roamc.runtime.program import load
+    from roamc.runtime.program import compiled, load
 
     stamps: list[float] = []
 
@@ -100,7 +100,8 @@ def _stamped(executable: Any, now: Clock) -> list[float]:
         name: stamp(compat.direct(value)) if name != "torch" and callable(value) and not ops.is_view(value) else value
         for name, value in executable.program.constants.items()
     }
-    executable.pool.bind = load(dataclasses.replace(executable.program, constants=constants), "<stamped>")
+    stamped_program = dataclasses.replace(executable.program, constants=constants)
+    executable.pool.bind = load(stamped_program, compiled(stamped_program, "<stamped>"))
     executable.pool.free.clear()
     return stamps
 

@@ -94,7 +94,7 @@ def check_layout(graph: TrainGraph) -> None:
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
-    lives = _storage_lives(graph)
+    lives = storage_lives(graph)
     _check_places(graph.layout, lives)
     _check_elements(graph, graph.layout)
     closed = _closed(graph, graph.layout)
@@ -226,7 +226,7 @@ def _is_late(graph: TrainGraph, node: fx.Node) -> bool:
     return graph.phase[node.name] is not Phase.FORWARD
 
 
-def _storage_lives(graph: TrainGraph) -> dict[str, Life]:
+def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
     owner: dict[int, str] = {}
     lives: dict[str, Life] = {}

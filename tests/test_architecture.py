@@ -49,6 +49,7 @@ MUST_NOT_IMPORT = {
     "roamc.memory": ABOVE,
     "roamc.verify": ("roamc.passes", "roamc.solvers"),  # judges share nothing with what they judge
     "roamc.value_flow": ("roamc.passes", "roamc.solvers"),
+    "roamc.codegen.judge": ("roamc.passes", "roamc.solvers", "roamc.forms"),
     "roamc": ("passes", "solvers"),  # names of folders; in Python they are roamc.passes and roamc.solvers
 }
 # The modules that may name what torch keeps to itself.

@@ -172,9 +172,13 @@ class _Emitter:
         lines = [(line, "", 0) for line in head]
         for node in nodes:
             lines += [(f"    arena.open({low}, {high})", node.name, 0) for low, high in self.opens.get(node.name, ())]
-            lines += [(f"    {line}", node.name, part) for part, line in enumerate(self._statement(node))]
+            statement = self._statement(node)
+            lines += [(f"    {line}", node.name, part) for part, line in enumerate(statement)]
             lines += [(f"    arena.close({low}, {high})", "", 0) for low, high in self.closes.get(node.name, ())]
             done = [self.names.of(done) for done in last.get_done(node) if self._is_local(done)]
+            unread = self.names.of(node)
+            if not node.users and node not in last and any(line.startswith(f"{unread} = ") for line in statement):
+                done.append(unread)  # such as a random draw over an argument
             lines += [(line, "", 0) for line in self._delete(done)]
         results = ", ".join("None" if node is None else self._tensor(node) for node in entry.results)
         return [*lines, (f"    return ({results},)" if entry.results else "    return ()", "", 0)]

@@ -8,12 +8,14 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 
 from roamc import compat, ops
 from roamc.codegen.halves import halves_of
+from roamc.codegen.judge import check_program
 from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
@@ -47,8 +49,10 @@ class Executable:
         if layout is None:
             raise VerifyError("the plan has no layout")
         self._filename = f"<roamc {planned.graph.name} {next(_numbers)}>"
-        bind = load(self.program, self._filename)
+        code = compiled(self.program, self._filename)
         weakref.finalize(self, linecache.cache.pop, self._filename, None).atexit = False
+        check_program(planned.graph, self.program, code)
+        bind = load(self.program, code)
         self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.away)
         self.broken = False
         self._on_failure = on_failure
@@ -330,11 +334,16 @@ def _dtypes(entry: Entry) -> list[torch.dtype | None]:
     return [getattr(node.meta.get("val"), "dtype", None) for node in entry.parameters]
 
 
-def load(program: Program, filename: str) -> Callable[[Arena], Bound]:
+def compiled(program: Program, filename: str) -> CodeType:
     """Compile emitted source; tracebacks show its lines."""
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
+    return compile(program.source, filename, "exec")
+
+
+def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
+    """The program's ``bind``, from its compiled source."""
     namespace = {key: compat.direct(value) for key, value in program.constants.items()}
-    exec(compile(program.source, filename, "exec"), namespace)
+    exec(code, namespace)
     bind: Callable[[Arena], Bound] = namespace["bind"]
     return bind
 

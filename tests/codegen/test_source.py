@@ -71,6 +71,12 @@ def test_planned_tensors_are_views_made_once_before_the_step() -> None:
     check.check('return {"step": step}').run(text)
 
 
+def test_unread_result_that_is_written_over_an_argument_is_deleted() -> None:
+    """A draw that nobody reads stays, for the generator; its bytes do not."""
+    text = same_bits(lambda x: (x.sin().bernoulli_(0.5), torch.rand_like(x.cos()), x + 1)[2], X)
+    FileCheck().check("rand_like = cos").check_next("run_rand_like(cos").check_next("del cos, rand_like").run(text)
+
+
 def test_constant_that_is_returned_is_a_constant_of_the_program() -> None:
     """A mesh of DTensor's, for one, which AOTAutograd returns beside every gradient."""
     graph = fx.Graph()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -73,12 +74,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """What programs made in the test call."""
     found, load = Faults(), program.load
 
-    def watched(emitted: Program, filename: str) -> Callable[[Arena], Any]:
+    def watched(emitted: Program, code: CodeType) -> Callable[[Arena], Any]:
         operators = {
             name: found.watch(name, value) if callable(value) and name != "torch" else value
             for name, value in emitted.constants.items()
         }
-        return load(dataclasses.replace(emitted, constants=operators), filename)
+        return load(dataclasses.replace(emitted, constants=operators), code)
 
     monkeypatch.setattr(program, "load", watched)
     return found

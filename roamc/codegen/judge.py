@@ -1,0 +1,409 @@
+"""The judge of emitted programs: the source calls what the planned graph says, on the bytes that the layout says.
+
+The source runs once with stand-ins in the place of tensors and operators, which compute nothing:
+
+    aten_mul_out(x, sin, out=mul)       is the next operator of the graph mul.Tensor(x, sin)?
+                                        are x and sin the values that it reads, and do they lie where they should?
+                                        is mul the place of its result, in shape, strides and dtype?
+    del x                               is everything gone whose last reader has run, and nothing before?
+    arena.close(4096, 8192)             are exactly the holes of the layout closed while an operator runs?
+
+Shares no code with emission but its contract with whoever calls the program: :class:`Entry`, and the names in
+:class:`Program`.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.codegen.source import Entry, Program
+from roamc.compat import OpOverload
+from roamc.errors import VerifyError, way_out
+from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
+from roamc.layout import Layout
+from roamc.memory import identity
+from roamc.runtime.kernels import KERNELS
+from roamc.units import Bytes
+from roamc.verify import storage_lives
+
+
+def check_program(graph: TrainGraph, program: Program, code: CodeType | None = None) -> None:
+    """Check that ``program`` is ``graph``, whose layout pass has run, operator by operator.
+
+    Args:
+        graph: the planned graph.
+        program: emitted from it.
+        code: the program's source where it has been compiled already: what will run.
+
+    Raises:
+        VerifyError: names the line of the program, the operator, and what is wrong.
+    """
+    if graph.layout is None:
+        raise VerifyError("after pass 'layout': the graph has no layout")
+    judge = _Judge(graph, graph.layout, program)
+    try:
+        judge.run(code or compile(program.source, "<judged>", "exec"))
+    except _Fault as fault:
+        said = str(fault)
+    except Exception as error:  # whatever the source does when it runs, such as a name that is gone
+        said = f"{type(error).__name__}: {error}"
+    else:
+        return
+    at = f"line {judge.line}, {judge.node}" if judge.node else "before its first operator"
+    raise VerifyError(f"the program of {graph.name}, {at}: {said}; {way_out('layout')}")
+
+
+class _Fault(Exception):
+    """What is wrong."""
+
+
+class _Cell:
+    """Memory: the arena, or one storage outside it. Gone when no stand-in lies in it any more."""
+
+    bound = False
+
+
+Geometry = tuple[Bytes, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+"""Offset in the cell, shape, strides, dtype, the lazy bits conj and neg."""
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """A tensor of the program."""
+
+    judge: _Judge
+    cell: _Cell
+    geometry: Geometry
+
+    def copy_(self, source: Any) -> None:
+        self.judge.copy(self, source)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator or kernel of the program."""
+
+    judge: _Judge
+    target: Any
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.judge.call(self.target, args, keywords, sys._getframe(1).f_lineno)
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """``torch`` as the program sees it."""
+
+    judge: _Judge
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_strided(self, shape: Any, stride: Any, *, dtype: torch.dtype, device: str) -> _Stand:
+        return _Stand(self.judge, _Cell(), (0, tuple(shape), tuple(stride), dtype, False, False))
+
+
+class _Judge:
+    """Runs a program on stand-ins; the arena of the program.
+
+    Attributes:
+        line: of the source, of the last call.
+        node: name of the last operator.
+    """
+
+    def __init__(self, graph: TrainGraph, layout: Layout, program: Program) -> None:
+        self.graph, self.layout, self.program = graph, layout, program
+        self.line, self.node = 0, ""
+        self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._position = {name: at for at, name in enumerate(self._nodes)}
+        self._names: dict[int, str] = {}
+        for node in graph.graph.nodes:
+            for position, tensor in tensors_of(node):
+                single = isinstance(node.meta["val"], torch.Tensor)
+                self._names.setdefault(identity(tensor), node.name if single else f"{node.name}#{position}")
+        self._constants = {node: _Cell() for node in graph.graph.nodes if node.op == "get_attr"}
+        last = ((dead, name) for name, (_, dead, _) in storage_lives(graph).items())
+        self._deaths = sorted((dead, name) for dead, name in last if name not in layout.offset)[::-1]
+        self._arena = _Cell()
+        self._cells: dict[str, weakref.ref[_Cell]] = dict.fromkeys(layout.offset, weakref.ref(self._arena))
+        for node, cell in self._constants.items():
+            self._cells |= {self._name(tensor): weakref.ref(cell) for _, tensor in tensors_of(node)}
+        self._written: set[str] = set()
+        self._others: dict[tuple[fx.Node, int], object] = {}
+        self._views: dict[str, _Stand] = {}
+        self._uncopied: list[tuple[weakref.ref[_Stand], fx.Node, int]] = []
+        self._closed = set(layout.away)
+        self._due: Iterator[fx.Node] = iter(())
+        self._handed: set[str] = set()
+
+    # -- the whole program ----------------------------------------------------------------------
+
+    def run(self, code: CodeType) -> None:
+        """Bind the program to this arena, then run its functions one after the other."""
+        namespace = {name: self._constant_of(value) for name, value in self.program.constants.items()}
+        exec(code, namespace)
+        bound = namespace["bind"](self)
+        for (name, position), view in self.program.places.items():
+            self._expect(self._views.get(view), self._nodes[name], position, "the planned tensor")
+        kept: dict[fx.Node, Any] = {}
+        for entry in self.program.entries.values():
+            kept = self._function(bound[entry.name], entry, kept)
+        self._check_all_ran()
+        if self.graph.boundary:
+            placed = [self._nodes[name] for name in self.graph.saved if self._is_placed(self._nodes[name])]
+            for node, stand in zip(placed, bound["saved"](), strict=True):
+                self._expect(stand, node, 0, "the saved tensor")
+
+    def _function(self, function: Any, entry: Entry, kept: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """Run one function on stand-ins, of which ``kept`` come from the one before; what it returns."""
+        self._due = iter(self._operators(entry))
+        self._handed = {self._name(t) for node in entry.results if node is not None for _, t in tensors_of(node)}
+        args = [kept.pop(node) if node in kept else self._fed(node) for node in entry.parameters]
+        kept.clear()
+        results = function(args)
+        left = next(self._due, None)
+        if left is not None or self._uncopied or args:
+            raise _Fault(f"{entry.name} ends before {left}" if left else f"{entry.name} leaves results or arguments")
+        if len(results) != len(entry.results):
+            raise _Fault(f"{entry.name} returns {len(results)} values and not {len(entry.results)}")
+        for node, value in zip(entry.results, results, strict=True):
+            if not (value is None if node is None else self._is(value, node)):
+                raise _Fault(f"{entry.name} returns something else in the place of {node}")
+        return {node: value for node, value in zip(entry.results, results, strict=True) if node is not None}
+
+    def _operators(self, entry: Entry) -> list[fx.Node]:
+        """What one function has to call: picks are no calls, and views of planned tensors are planned tensors."""
+        mine = [node for node in self.graph.graph.nodes if self.graph.phase.get(node.name) in entry.phases]
+        return [node for node in mine if self._is_called(node)]
+
+    def _is_called(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target is operator.getitem:
+            return False
+        return self._makes(node) or not ops.is_view(node.target) or not self._is_placed(node)
+
+    def _makes(self, node: fx.Node) -> bool:
+        """Whether ``node`` makes a storage."""
+        return any(self._name(tensor).partition("#")[0] == node.name for _, tensor in tensors_of(node))
+
+    def _check_all_ran(self) -> None:
+        phases = [phase for entry in self.program.entries.values() for phase in entry.phases]
+        lost = [name for name, phase in self.graph.phase.items() if phases.count(phase) != 1]
+        fed = [node for entry in self.program.entries.values() for node in entry.parameters if node.op == "placeholder"]
+        if lost or set(fed) != set(placeholders(self.graph.graph)):
+            raise _Fault("the functions are not the whole graph")
+        if self._closed != {(hole.low, hole.high) for hole in self.layout.holes if not hole.before}:
+            raise _Fault(f"ends with {sorted(self._closed)} given back")
+
+    # -- what the program calls -------------------------------------------------------------------
+
+    def view(
+        self,
+        name: str,
+        offset: Bytes,
+        size: Any,
+        stride: Any,
+        dtype: torch.dtype,
+        conj: bool = False,
+        neg: bool = False,
+    ) -> _Stand:
+        """A planned tensor; see :meth:`roamc.runtime.arena.Arena.view`."""
+        self._views[name] = made = _Stand(self, self._arena, (offset, tuple(size), tuple(stride), dtype, conj, neg))
+        return made
+
+    def close(self, low: Bytes, high: Bytes) -> None:
+        """A range of the arena goes."""
+        if (low, high) in self._closed:
+            raise _Fault(f"gives [{low}, {high}) back twice")
+        self._closed.add((low, high))
+
+    def open(self, low: Bytes, high: Bytes) -> None:
+        """A range of the arena comes again."""
+        if (low, high) not in self._closed:
+            raise _Fault(f"takes [{low}, {high}) again, which it has not given back")
+        self._closed.remove((low, high))
+
+    def copy(self, place: _Stand, source: Any) -> None:
+        """A result goes to its planned place."""
+        for at, (waiting, node, position) in enumerate(self._uncopied):
+            if waiting() is source:
+                self._expect(place, node, position, "the copy of the result")
+                self._written.add(self._name(dict(tensors_of(node))[position]))
+                del self._uncopied[at]
+                return
+        raise _Fault("copies what is no result of its last operator")
+
+    def call(self, target: Any, args: Sequence[Any], keywords: Mapping[str, Any], line: int) -> Any:
+        """The next operator runs; what it returns."""
+        node = next(self._due, None)
+        self.line, self.node = line, node.name if node is not None else "behind the last operator"
+        if node is None or self.program.statements.get(line, ("",))[0] != node.name:
+            raise _Fault(f"calls {target} where {node} is due, or not in a line of it")
+        if self._uncopied:
+            raise _Fault(f"does not copy a result of {self._uncopied[0][1]} to its place")
+        if self._makes(node) or not ops.is_view(node.target):  # other views touch no bytes, and stand anywhere
+            self._check_memory(self._position[node.name])
+        outs = _outs(node, target)
+        written = [keywords.get(name) for name in outs]
+        if outs == ("out",) and isinstance(written[0], tuple):
+            written = list(written[0])
+        given = {name: value for name, value in keywords.items() if name not in outs}
+        if not self._is(tuple(args), tuple(node.args)) or not self._is(given, dict(node.kwargs)):
+            raise _Fault("reads other arguments than in the planned graph")
+        return self._overwrite(node, written) if outs else self._results(node)
+
+    def _overwrite(self, node: fx.Node, outs: Sequence[Any]) -> None:
+        """An operator writes its results to where they are told to."""
+        tensors = list(tensors_of(node))
+        if len(outs) != len(tensors):
+            raise _Fault(f"writes {len(outs)} results of {len(tensors)}")
+        for out, (position, tensor) in zip(outs, tensors, strict=True):
+            if isinstance(out, _Stand) and out.cell is not self._arena and not out.cell.bound:
+                self._bind(tensor, out.cell)
+            self._expect(out, node, position, "the result")
+            self._written.add(self._name(tensor))
+
+    def _results(self, node: fx.Node) -> Any:
+        """What an operator returns that has no place for its results: a view, what it wrote, or new memory."""
+        if node.name in self.graph.donated:
+            raise _Fault("does not write over its argument")
+        value = node.meta.get("val")
+        if not isinstance(value, list | tuple):
+            return self._result(node, 0, value)
+        return tuple(self._result(node, position, item) for position, item in enumerate(value))
+
+    def _result(self, node: fx.Node, position: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._others.setdefault((node, position), object())
+        name = self._name(value)
+        known = self._cells.get(name)
+        if name in self.layout.offset and name not in self._written:
+            made = _Stand(self, _Cell(), self._geometry(value))
+            self._uncopied.append((weakref.ref(made), node, position))
+            return made
+        cell = self._bind(value, _Cell()) if known is None else known()
+        if cell is None:
+            raise _Fault(f"is a view of what is gone: {name}")
+        return _Stand(self, cell, self._geometry(value))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _check_memory(self, position: int) -> None:
+        """While the operator at ``position`` runs, what is dead is gone, and the layout's holes are closed."""
+        while self._deaths and self._deaths[-1][0] <= position:
+            _, name = self._deaths.pop()
+            cell = self._cells.get(name)
+            if cell is not None and cell() not in (None, *self._constants.values()) and name not in self._handed:
+                raise _Fault(f"{name} is still there, which nobody reads any more")
+        if not self.layout.holes and not self._closed:
+            return
+        wanted = set()
+        for hole in self.layout.holes:
+            first = self._position[hole.after] + 1 if hole.after else 0
+            if first <= position < (self._position[hole.before] if hole.before else len(self._position)):
+                wanted.add((hole.low, hole.high))
+        if wanted != self._closed:
+            raise _Fault(f"runs while {sorted(self._closed)} are given back, and not {sorted(wanted)}")
+
+    def _bind(self, tensor: torch.Tensor, cell: _Cell) -> _Cell:
+        """The storage of ``tensor`` is ``cell``, unless it has one."""
+        cell.bound = True
+        self._cells.setdefault(self._name(tensor), weakref.ref(cell))
+        return cell
+
+    def _fed(self, node: fx.Node) -> Any:
+        """A stand-in for an input."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return self._others.setdefault((node, 0), object())
+        known = self._cells.get(self._name(value))
+        cell = known() if known is not None else None
+        return _Stand(self, cell or self._bind(value, _Cell()), self._geometry(value))
+
+    def _constant_of(self, value: Any) -> Any:
+        if value is torch:
+            return _Torch(self)
+        return _Operator(self, value) if callable(value) else value
+
+    # -- what is what -----------------------------------------------------------------------------
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return self._names[identity(tensor)]
+
+    def _is_placed(self, node: fx.Node) -> bool:
+        names = [self._name(tensor) for _, tensor in tensors_of(node)]
+        return bool(names) and all(name in self.layout.offset for name in names)
+
+    def _geometry(self, tensor: torch.Tensor) -> Geometry:
+        offset = self.layout.offset.get(self._name(tensor), 0) + int(tensor.storage_offset()) * tensor.itemsize
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+    def _expect(self, value: Any, node: fx.Node, position: int, what: str) -> None:
+        tensor = dict(tensors_of(node))[position]
+        if not self._lies(value, tensor):
+            told = f"lies at {value.geometry}" if isinstance(value, _Stand) else f"is {value}"
+            raise _Fault(f"{what} {position} of {node.name} {told}, and not at {self._geometry(tensor)}")
+
+    def _lies(self, value: Any, tensor: torch.Tensor) -> bool:
+        """Whether a value of the program is ``tensor`` of the graph."""
+        cell = self._cells.get(self._name(tensor))
+        alive = cell is not None and isinstance(value, _Stand) and value.cell is cell()
+        return alive and value.geometry == self._geometry(tensor)
+
+    def _is(self, value: Any, wanted: Any) -> bool:
+        """Whether an argument of the program is that of the graph: literals with their types and their bits."""
+        if isinstance(wanted, fx.Node):
+            return self._is_value_of(value, wanted)
+        if isinstance(wanted, dict):
+            return value.keys() == wanted.keys() and all(self._is(value[key], wanted[key]) for key in wanted)
+        if isinstance(wanted, list | tuple):
+            alike = isinstance(value, list | tuple) and len(value) == len(wanted)
+            return alike and all(self._is(one, other) for one, other in zip(value, wanted, strict=True))
+        if isinstance(value, _Operator):
+            return value.target is wanted
+        return value is wanted or (type(value) is type(wanted) and repr(value) == repr(wanted))
+
+    def _is_value_of(self, value: Any, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            wanted = attribute(self.graph.module, str(node.target))
+            return value is wanted or (isinstance(value, _Operator) and value.target is wanted)
+        made = node.meta.get("val")
+        if isinstance(made, torch.Tensor):
+            return self._lies(value, made)
+        if node.target is operator.getitem:
+            return value is self._others.get((node.args[0], node.args[1]), value)  # type: ignore[arg-type]
+        if not isinstance(made, list | tuple):
+            return value is self._others.get((node, 0), self)
+        return all(self._lies(value[position], tensor) for position, tensor in tensors_of(node))
+
+
+def _outs(node: fx.Node, target: Any) -> tuple[str, ...]:
+    """Keywords under which a call of ``target`` takes the results of ``node``, in their sequence; none for the operator
+    itself.
+
+    Raises:
+        _Fault: it is neither the operator, nor the same with other memory for its results.
+    """
+    if target is node.target:
+        return ()
+    kernel = KERNELS.get(node.target)  # type: ignore[call-overload]
+    if kernel is not None and target is kernel.function:
+        return ("out",)
+    if isinstance(target, OpOverload) and isinstance(node.target, OpOverload):
+        declared = target._schema.arguments
+        outs = tuple(a.name for a in declared if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
+        rest = [(a.name, str(a.type)) for a in declared if a.name not in outs]
+        same = rest == [(a.name, str(a.type)) for a in node.target._schema.arguments]
+        if outs and same and target.overloadpacket is node.target.overloadpacket:
+            return outs
+    raise _Fault(f"calls {target} and not {node.target}")
