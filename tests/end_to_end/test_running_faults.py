@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import roamc
 from roamc.codegen.source import Program
@@ -155,6 +157,26 @@ def test_a_train_step_that_cannot_be_finished_says_what_was_updated(faults: Faul
     twin = copy.deepcopy(model)
     step, reference = roamc.train_step(model, square, sgd(model)), sgd(twin)
     assert_same(seeded(step, noise(4, 8)), seeded(eager_step, twin, square, reference, noise(4, 8)))
+
+
+def test_a_collective_that_fails_ends_the_step_and_says_so(faults: Faults) -> None:
+    """Other ranks may or may not have had their part of it: it does not run again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        step = roamc.train_step(model, square, sgd(model))
+        before = copy.deepcopy(model.state_dict())
+        step(noise(4, 8))
+        reduced = next(name for name in faults.calls if "all_reduce" in name)
+        faults.at = reduced, faults.calls[reduced] + 1
+        with pytest.raises(
+            roamc.UnfinishedError, match=r"failed in all_reduce.*Bug: a mistake.*; parameters, buffers and"
+        ):
+            step(noise(4, 8))
+        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert torch.isfinite(step(noise(4, 8)))  # later steps run operator by operator
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_error_that_was_raised_before_is_followed_to_where_it_is_raised_now(faults: Faults) -> None:
