@@ -145,8 +145,9 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
 
 
 def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:
-    """``function``, with autocast's cache of casts as told while it runs."""
+    """``function``, with autocast's cache of casts as told while it runs; its arguments keep their names."""
 
+    @functools.wraps(function)
     def run(*args: Any) -> Any:
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(enabled)
