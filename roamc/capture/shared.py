@@ -53,15 +53,18 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
 """In AOTAutograd's error: two inputs that share memory although neither is a view of the other, as ``.data =`` makes
 them; one of them is written to."""
+_REFUSED = "does not yet handle non-differentiable view input mutations"
+"""All that torch 2.11 and 2.12 say of them."""
 
 
 def shared_by(error: Exception) -> CaptureError | None:
     """The refusal of a graph that AOTAutograd did not take for such a pair of inputs; None for any other error."""
-    found = _ALIASED.search(str(error))
-    if found is None:
+    if _REFUSED not in str(error):
         return None
+    found = _ALIASED.search(str(error))
+    names = f"{found[1]} and {found[2]}" if found else "two inputs"
     return CaptureError(
-        f"{found[1]} and {found[2]} share memory that the step writes to, as .data = makes them; let both names hold "
+        f"{names} share memory that the step writes to, as .data = makes them; let both names hold "
         "one tensor (module.b = module.a), or a view made by an operator"
     )
 
