@@ -381,7 +381,7 @@ class _Judge:
         if isinstance(made, torch.Tensor):
             return self._lies(value, made)
         if node.target is operator.getitem:
-            return value is self._others.get((node.args[0], node.args[1]), value)  # type: ignore[arg-type]
+            return value is self._others.get((node.args[0], node.args[1]), self)  # type: ignore[arg-type]
         if not isinstance(made, list | tuple):
             return value is self._others.get((node, 0), self)
         return all(self._lies(value[position], tensor) for position, tensor in tensors_of(node))
