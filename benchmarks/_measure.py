@@ -196,15 +196,18 @@ def machine() -> dict[str, str]:
 def save(name: str, rows: list[dict[str, Any]], remarks: str, *, across_days: bool = False) -> Path:
     """Write ``results/NAME.json``: machine, remarks, rows.
 
-    Rows of other models stay if they were measured on this machine, with these versions, on this day; or on any day,
-    with ``across_days``: for rows without times that say their own ``date``.
+    Rows of other models stay if they were measured on this machine, with these versions, and on this day.
+
+    Args:
+        across_days: rows of other days stay too. For rows that hold no times and have a ``date`` of their own.
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"machine": None, "rows": []}
     where = machine()
-    other = {key for key in where if before["machine"] is None or before["machine"].get(key) != where[key]}
-    merged = {_key(row): row for row in before["rows"] if other <= ({"date"} if across_days else set())}
+    differing = {key for key in where if before["machine"] is None or before["machine"].get(key) != where[key]}
+    keeps = differing <= ({"date"} if across_days else set())
+    merged = {_key(row): row for row in before["rows"] if keeps}
     merged.update({_key(row): row for row in rows})
     path.write_text(json.dumps({"machine": where, "remarks": remarks, "rows": list(merged.values())}, indent=1) + "\n")
     return path

@@ -172,12 +172,12 @@ class _Job:
         return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
 
     def explained(self, error: Exception) -> Exception:
-        """``error``; where a piece of a model cannot keep its share, with what to do about that."""
+        """A budget error of one piece of a split model under a share, with advice to ask for bytes; else ``error``."""
         if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
             return error
         why = str(error).removesuffix(pipeline.RAISE)
         return BudgetError(
-            f"{why}A share is one of each piece that torch.compile splits the model into, and this one cannot keep it: "
+            f"{why}A share holds for each piece that torch.compile splits the model into, and this one cannot keep it: "
             "give memory_budget in bytes, which small pieces keep",
             error.plan,
         )

@@ -335,6 +335,7 @@ def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise OptionError(f"{path.parent}: no such folder")
     new = not path.exists()
+    # files.write_text makes its new file beside the path.
     if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
         raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
     with path.open("a"):

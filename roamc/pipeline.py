@@ -580,10 +580,10 @@ def _check_budget(planned: Planned, limit: Bytes | None) -> None:
 
 
 SMALLER = ", or use a smaller batch"
-"""How :data:`RAISE` ends."""
+"""End of :data:`RAISE`; ``max_batch`` cuts it off, where no batch is smaller."""
 
 RAISE = f"Raise the budget{SMALLER}"
-"""How the error ends for a budget that no plan keeps."""
+"""End of the error for a budget that no plan keeps; the backend replaces it where other advice helps."""
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:

@@ -47,8 +47,11 @@ def _erase_dead_views(graph: fx.Graph) -> None:
 
 @functools.cache
 def makes_value(target: object) -> OpOverload | None:
-    """The operator that makes what ``target`` writes over its first argument; None for all others,
-    and where it could not run again."""
+    """The operator that makes what ``target`` writes over its first argument.
+
+    Returns:
+        None where ``target`` is no such operator, or where its twin could not run again.
+    """
     if not isinstance(target, OpOverload) or target.namespace != "aten" or ops.rule(target).mutates != (0,):
         return None
     name = target._schema.name.removeprefix("aten::")
@@ -116,7 +119,8 @@ class _Exchange:
         behind = [(other, position) for other, position in old if self.places[other] > self.places[node]]
         self.shared[identity(written)] = [pair for pair in old if self.places[pair[0]] < self.places[node]]
         self.shared[identity(value)] = [(node, 0)]
-        self.writes[identity(value)] = self.writes[identity(written)] - 1  # those in front count twice, at worst
+        # Writes in front of the node count for both storages: too high a count keeps a copy, and changes no value.
+        self.writes[identity(value)] = self.writes[identity(written)] - 1
         self.writes[identity(written)] -= 1
         self._put(behind, value)
         return True

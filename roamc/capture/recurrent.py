@@ -118,7 +118,7 @@ def _layers(cell: Cell) -> Callable[..., Any]:
         initial = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
         drop = dropout if train and num_layers > 1 else 0.0
         if cell is _lstm and not drop and x.numel() and not _wants_gradient(x, *initial, *flat):
-            return NotImplemented  # torch's own has the oneDNN layer that eager runs; it divides by the rows
+            return NotImplemented  # torch's own has the oneDNN layer that eager runs; it divides by the row count
         states = list(zip(*(part.unbind(0) for part in initial), strict=True))
         projected = len(initial) == 2 and initial[0].size(2) != initial[1].size(2)
         each = len(flat) // len(states)
@@ -132,9 +132,11 @@ def _layers(cell: Cell) -> Callable[..., Any]:
 
 
 def _cast_once(weight: Tensor) -> Tensor:
-    """The weight as autocast hands it to every step of a layer: its cache, which AOTAutograd turns off, casts it once.
+    """The weight in autocast's dtype, cast once for all steps of a layer.
 
-    A leaf is left to the cache. Without ``cache_enabled``, eager casts for every step, which cannot be seen here.
+    Eager does the same by autocast's cache, for leaves that need a gradient. AOTAutograd turns the cache off and hands
+    over weights that are no leaves: they are cast here, also under ``cache_enabled=False``, of which nothing is known
+    here. A leaf is left to the cache, which a traced ``train_step`` keeps on, and is cast where it is read.
     """
     device = weight.device.type
     if weight.is_leaf or weight.dtype is not torch.float32 or not torch.is_autocast_enabled(device):
