@@ -91,6 +91,28 @@ def test_a_buffer_is_still_written() -> None:
     assert written(assert_steps_equal(model, square, sgd, [(noise(4, 8),)] * 2)) == [aten.add_.Tensor]
 
 
+class Meter(nn.Module):
+    """Counts its calls in buffers, one of them by way of a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.rows.view(-1).add_(len(x))
+        return x * self.calls + self.rows.sum()
+
+
+def test_a_buffer_of_what_the_loss_names_is_still_written() -> None:
+    meter, model = Meter(), nn.Linear(8, 8)
+    step = roamc.train_step(model, lambda m, x: square(meter, m(x)), sgd(model), strict=True)
+    for _ in range(3):
+        step(noise(4, 8))
+    assert (meter.calls.item(), meter.rows.tolist()) == (3, [[12.0, 12.0], [12.0, 12.0]])
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_budget_drops_what_an_activation_wrote_over(name: str) -> None:
     def needed(inplace: bool) -> int:
