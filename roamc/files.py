@@ -19,7 +19,7 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
         errors: what becomes of characters that UTF-8 cannot say, see :func:`open`.
 
     Raises:
-        OSError: it cannot be written; ``path`` is as before.
+        OSError: it cannot be written, named by its own path; it is as before.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", errors=errors, newline="\n")
@@ -34,5 +34,7 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
         if target.exists():
             fresh.chmod(target.stat().st_mode)
         os.replace(fresh, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)

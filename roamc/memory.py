@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
@@ -36,6 +36,10 @@ class Place(enum.Enum):
     TANGENT = "tangent"  # the caller, who gives it up to backward; gone after its last use, never in the arena
     OUTPUT = "output"  # handed to the caller; never in the arena
     TEMPORARY = "temporary"  # made and finished with inside the step
+
+
+WROTE_OVER = "roamc_wrote_over"
+"""Key in the ``meta`` of an operator that eager runs in place, over its first argument, where the graph has a value."""
 
 
 @dataclass(frozen=True)
@@ -205,12 +209,29 @@ def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64
 
 
 def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
-    """As :func:`lifetimes` in program order, but gradients live to the end of the step."""
+    """As :func:`lifetimes` in program order, but gradients live to the end of the step.
+
+    A value that eager wrote over, see :data:`WROTE_OVER`, gives its bytes to the result: it is dead at that operator.
+    """
     born, dead = lifetimes(memory)
+    given = set(_written_over(memory))
     for row, storage in enumerate(memory.counted):
         if storage.gradient:
             dead[row] = len(memory.operators)
+        elif (storage.index, dead[row] - 1) in given:
+            dead[row] -= 1
     return born, dead
+
+
+def _written_over(memory: MemoryModel) -> Iterator[tuple[int, Step]]:
+    """Storages of the step's own that eager writes over where the graph has another, and at which operator."""
+    for position, operator in enumerate(memory.operators):
+        if WROTE_OVER in operator.node.meta and operator.births:
+            argument = operator.node.args[0]
+            assert isinstance(argument, fx.Node)
+            storage = memory.storage_of(argument)
+            if storage.place is Place.TEMPORARY:
+                yield storage.index, position
 
 
 def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:

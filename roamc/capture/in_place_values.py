@@ -26,7 +26,7 @@ from roamc.capture.corrections import corrected
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.forms import FormKind, form_of
 from roamc.graph import tensors_of
-from roamc.memory import identity
+from roamc.memory import WROTE_OVER, identity
 from roamc.rewrite import derived, move
 
 aten = torch.ops.aten
@@ -120,6 +120,7 @@ class _Exchange:
         if not fits or form_of(node, 1).kind is FormKind.ALLOCATE:
             node.target, node.meta["val"] = target, written
             return False
+        node.meta[WROTE_OVER] = True
         old = self.shared[identity(written)]
         behind = [(other, position) for other, position in old if self.places[other] > self.places[node]]
         self.shared[identity(written)] = [pair for pair in old if self.places[pair[0]] < self.places[node]]

@@ -91,6 +91,20 @@ def test_a_buffer_is_still_written() -> None:
     assert written(assert_steps_equal(model, square, sgd, [(noise(4, 8),)] * 2)) == [aten.add_.Tensor]
 
 
+def test_eagers_peak_has_what_is_written_over_once() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            many = model(x).repeat(1, 32)
+            many.add_(1)
+            scale = many.mul_(0.5).sum()
+        return model(x).mean() * scale
+
+    model, x = nn.Linear(8, 8), noise(64, 8)
+    plan = roamc.plan(model, x, loss_fn=loss, optimizer=sgd(model))
+    assert plan.baseline_bytes == (1 + 32) * x.nbytes, "the layer's result, and what is made of it"
+    assert plan.peak_bytes <= plan.baseline_bytes
+
+
 class Meter(nn.Module):
     """Counts its calls in buffers, one of them by way of a view."""
 
