@@ -40,6 +40,20 @@ def check_not_compiled(model: nn.Module, way: str) -> None:
         )
 
 
+def check_not_meta(model: nn.Module) -> None:
+    """Refuse a model of which a parameter or a buffer is on the meta device: it cannot run.
+
+    Raises:
+        CaptureError: names the first, and says what can be done with such a model.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise CaptureError(
+                f"{name} of the model is on the meta device, where nothing is computed: roamc.plan and the step's "
+                ".plan() plan it; to run it, use model.to_empty(device=...)"
+            )
+
+
 def check_loss_function(loss_fn: object) -> None:
     """Refuse what cannot be called, and an optimizer in its place.
 

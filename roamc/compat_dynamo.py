@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import external_utils
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,6 +23,9 @@ def compiled_module() -> torch.nn.Module | None:
         return None
     names = ("self", *frame.f_code.co_varnames[:1])
     found = [frame.f_locals.get(name) for name in names]
+    if frame.f_code.co_filename == external_utils.__file__:  # around a module of torch's own, such as nn.Sequential
+        called = frame.f_locals.get("fn")
+        found.append(getattr(called, "__self__", called))
     return next((value for value in found if isinstance(value, torch.nn.Module)), None)
 
 

@@ -100,7 +100,7 @@ def _form(target: OpOverload, device: str) -> Form:
     kernel = KERNELS.get(target)
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
-    found = out_overload(target)
+    found = out_overload(target) if device != "meta" else None  # what nobody reads, until it is erased
     if found is not None and target not in COPYING | ASKING and has_kernel(found[0].name(), device.upper()):
         return Form(FormKind.OUT, *found)
     return ALLOCATE

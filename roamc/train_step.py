@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
-from roamc.arguments import check_call, check_clip, check_loss_function, check_module, check_optimizer
+from roamc.arguments import check_call, check_clip, check_loss_function, check_module, check_not_meta, check_optimizer
 from roamc.capture import python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
@@ -273,10 +273,7 @@ class TrainStep:
         self._warn_of_gradients()
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
-        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
-            raise CaptureError(
-                "the model is on the meta device: it can be planned with .plan(), not run; use model.to_empty()"
-            )
+        check_not_meta(self.model)
         check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
         if not self._reduced:
             agreed(captured.replicas, captured.reduced)

@@ -69,6 +69,7 @@ def stitch(
         CaptureError: an operator of the graph cannot be planned; the caller falls back.
     """
     forward, backward = without_tokens(forward), without_tokens(backward)
+    _check_meta(forward.graph, name)
     made = _Stitcher(mode_of(forward.graph))
     inputs = [Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(forward.graph))]
     made.copy(forward.graph, Phase.FORWARD)
@@ -96,8 +97,13 @@ def stitch(
 
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:
-    """A graph that is only run forward."""
+    """A graph that is only run forward.
+
+    Raises:
+        CaptureError: an operator of the graph cannot be planned; the caller falls back.
+    """
     module = without_tokens(module)
+    _check_meta(module.graph, name)
     made = _Stitcher(mode_of(module.graph))
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]
@@ -112,6 +118,26 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
         outputs=tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results))),
         phase=_phases(made.phase, stands_for, copies),
     )
+
+
+def _check_meta(forward: fx.Graph, name: str) -> None:
+    """Refuse inputs and results on the meta device; :func:`capture` has moved those that are only planned."""
+    if any(_on_meta(node) for node in placeholders(forward)):
+        raise CaptureError(
+            f"{name!r} is called on the meta device, where nothing is computed: roamc.plan(model, *batch) plans it; to "
+            "run it, use model.to_empty(device=...) and a batch on that device"
+        )
+    for node in output_values(forward):
+        if isinstance(node, fx.Node) and _on_meta(node):
+            line = source_line(node)
+            raise CaptureError(
+                f"{name!r} returns a tensor on the meta device{f', made at {line}' if line else ''}, where nothing is "
+                "computed: make it on the device of the model"
+            )
+
+
+def _on_meta(node: fx.Node) -> bool:
+    return any(tensor.device.type == "meta" for _, tensor in tensors_of(node))
 
 
 def _phases(phase: Mapping[str, Phase], gone: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:

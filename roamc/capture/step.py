@@ -143,6 +143,12 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
                 raise CaptureError(f"{names[id(parameter)]} is complex; train_step updates real parameters only")
             if parameter.requires_grad:
                 trained.append(names[id(parameter)])
+    if not trained:
+        held = any(group["params"] for group in request.optimizer.param_groups)
+        raise CaptureError(
+            f"the optimizer holds {'frozen parameters only' if held else 'no parameters'}, and a step would change "
+            f"nothing: {'set requires_grad_(True), or ' if held else ''}make the optimizer from model.parameters()"
+        )
     return trained
 
 

@@ -188,13 +188,17 @@ def test_input_on_another_device() -> None:
     refused(lambda: step(X.to("meta")), roamc.CaptureError, "meta", "cpu", ".to()")
 
 
-def test_model_on_the_meta_device_is_planned_but_not_run() -> None:
-    with torch.device("meta"):
-        model = net()
-    step = roamc.train_step(model, square, sgd(model))
-    assert step.plan(X.to("meta")).peak_bytes > 0
-    refused(lambda: step(X.to("meta")), roamc.CaptureError, "meta", ".plan()", "to_empty")
-    refused(lambda: step(X), roamc.CaptureError, "meta")
+@pytest.mark.parametrize(("frozen", "said"), [(True, "frozen parameters only"), (False, "no parameters")])
+def test_optimizer_that_would_change_nothing(frozen: bool, said: str) -> None:
+    model = net()
+    optimizer = sgd(model[0].requires_grad_(not frozen))
+    if not frozen:
+        optimizer.param_groups[0]["params"].clear()
+    step = roamc.train_step(model, square, optimizer)
+    refused(lambda: step(X), roamc.CaptureError, said, "model.parameters()")
+    model.requires_grad_(True)
+    if frozen:
+        step(X)
 
 
 def test_batch_of_things_that_cannot_be_compared() -> None:
@@ -524,8 +528,8 @@ def test_buffers_that_share_memory_by_data_run_in_eager_with_one_warning(way: st
     found[1].backward()
     with pytest.raises(Exception, match="share memory") as caught:
         compiled(strict=True)(X)
-    refused(lambda: _raise(caught.value.inner_exception), roamc.CaptureError, "share memory")
+    refused(lambda: raised(caught.value.inner_exception), roamc.CaptureError, "share memory")
 
 
-def _raise(error: Exception) -> None:
+def raised(error: Exception) -> None:
     raise error

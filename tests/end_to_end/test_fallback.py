@@ -94,6 +94,15 @@ def test_one_warning_and_the_results_of_aot_eager(
     assert "\n" not in messages[0]
 
 
+def test_two_models_of_one_class_are_warned_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_name("roamc.capture.joint.stitch")(monkeypatch)
+    for _ in range(2):  # torch's own modules are called through a function of dynamo's
+        compiled = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="roamc")
+        with pytest.warns(UserWarning, match="hands it to torch's aot_eager"):
+            compiled(*BATCHES[0])
+        torch._dynamo.reset()
+
+
 def test_inference_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     break_name("roamc.capture.joint.inference")(monkeypatch)
     model = roamc.optimize(SMALL["batch norm"].build().eval())
