@@ -20,6 +20,7 @@ from roamc import compat, compat_hooks, notices, ops
 from roamc.errors import CaptureError
 from roamc.graph import operators, placeholders, tensors_of
 from roamc.memory import identity
+from roamc.rewrite import move
 
 
 class Closures(TorchFunctionMode):
@@ -44,6 +45,29 @@ class Closures(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._swapped(item) for key, item in value.items()}
         return value
+
+
+def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:
+    """Let all that reads one tensor of nobody's read one node, in whose storage its views lie, in place.
+
+    The trace names such a tensor anew at every use, and gives each name a fake of its own.
+    """
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and first.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first[node.target])
+            graph.erase_node(node)
+    for node in first.values():
+        inside = [user for user in node.users if _lies_in(user, node)]
+        if inside and isinstance(node.meta.get("val"), torch.Tensor):
+            (_, view), *_ = tensors_of(inside[0])
+            with mode:
+                move(node, 0, view.untyped_storage())
+
+
+def _lies_in(user: fx.Node, node: fx.Node) -> bool:
+    rule = ops.rule(user.target)
+    return bool(rule.view_of or rule.mutates) and user.all_input_nodes[0] is node
 
 
 def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str]) -> None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from roamc import compat
 from roamc.capture import recurrent, refusals, rewinds, user_line
-from roamc.capture.closures import Closures, check_origins, check_written
+from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.fakes import FAKES
@@ -273,6 +273,7 @@ class _Assembly:
 
     def build(self) -> CapturedStep:
         graph = self.module.graph
+        join_constants(graph, self.mode)
         join(self.module)
         correct(graph)
         as_values(graph, self.mode)

@@ -130,3 +130,20 @@ def test_gradient_of_a_tensor_outside_the_model_is_warned_of_once() -> None:
     assert len(said) == 1
     step(X[:3])
     assert criterion.weight.grad is None
+
+
+def test_a_tensor_of_nobodys_that_is_read_twice_by_views_has_one_storage() -> None:
+    rows = torch.arange(16).view(4, 4) % 8
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = model(x) + model[0].weight[rows.view(-1)].view(4, 4, 8).sum(0)
+        return square(nn.Identity(), x)
+
+    model, twin = net(), net()
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for number in range(2):
+        assert_same(step(X), eager_step(twin, loss_fn, reference, X), f"loss {number}")
+    graph = step.latest.executable.planned.graph
+    held = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    assert [len(node.users) for node in held] == [2]
