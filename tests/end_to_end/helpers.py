@@ -54,6 +54,10 @@ def _difference(a: Any, b: Any) -> str:
     )
 
 
+COMPILE_KEEPS_CHECKS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch.compile keeps the checks behind torch.linalg; before torch 2.13 a singular matrix gives nan there."""
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, non-persistent ones included, as copies."""
     named = [*model.named_parameters(), *model.named_buffers()]
