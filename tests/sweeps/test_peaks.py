@@ -9,6 +9,7 @@ import torch
 
 from tests.sweeps.measured_peaks import eagers, judge
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 CASES = {
     "batch norm, whose backward takes a tensor for itself, and running statistics": (4, "optimize"),
     "the loss stands beside the arena": (17, "optimize"),
@@ -28,5 +29,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.mark.parametrize(("seed", "route"), CASES.values(), ids=CASES)
 def test_a_step_takes_no_more_than_eagers(seed: int, route: str) -> None:
+    if route == "optimize" and TORCH < (2, 13):
+        pytest.skip("AOTAutograd holds saved tensors to the end of backward before torch 2.13")
     verdict = judge(seed, route)
     assert verdict.outcome == "same", verdict
