@@ -49,9 +49,7 @@ def correct(graph: fx.Graph) -> dict[str, str]:
                 node.meta["val"] = fixed
                 changed.add(node)
         elif not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
-            if not _allowed(node, mode):
-                copies[_read_copy(node, mode)] = node.name
-            fresh = derived(node, mode)
+            fresh = _derive(node, mode, copies)
             moved.update([node] if _geometry(fresh) != _geometry(node.meta["val"]) else [])
             if node in moved or _shares(node):
                 node.meta["val"] = fresh
@@ -99,15 +97,16 @@ def _shares(node: fx.Node) -> bool:
     return bool(rule.view_of or rule.mutates)
 
 
-def _allowed(node: fx.Node, mode: FakeTensorMode) -> bool:
-    """Whether the memory of what a view reads is laid out as the view needs it."""
-    if node.target is not aten.view.default:
-        return True
+def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
+    """What ``node`` gives; a view that its input does not allow reads a copy first, named in ``copies``."""
     try:
-        derived(node, mode)
+        fresh = derived(node, mode)
     except (RuntimeError, ValueError):
-        return False
-    return True
+        if node.target is not aten.view.default:
+            raise
+        copies[_read_copy(node, mode)] = node.name
+        fresh = derived(node, mode)
+    return fresh
 
 
 def _read_copy(node: fx.Node, mode: FakeTensorMode) -> str:

@@ -97,16 +97,11 @@ class _Exchange:
 
     def _is_free(self, node: fx.Node) -> bool:
         """Whether what ``node`` writes is the step's own, and read behind it by no name that is older."""
-        before = {other for other, _ in self._sharing(node) if self.places[other] < self.places[node]}
+        before = [other for other, _ in self._sharing(node) if self.places[other] < self.places[node]]
         return all(
             other.op == "call_function" and all(self.places[user] <= self.places[node] for user in other.users)
             for other in before
-        ) and all(self._made_of(other) in (None, *before) for other in (node, *before))
-
-    def _made_of(self, node: fx.Node) -> fx.Node | None:
-        """The argument whose memory the result of ``node`` lies in; a tensor that nobody handed in has other fakes."""
-        rule = ops.rule(node.target)
-        return node.all_input_nodes[0] if rule.view_of or rule.mutates else None
+        )
 
     def _sharing(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         return self.shared[identity(node.meta["val"])]
