@@ -205,9 +205,8 @@ def save(name: str, rows: list[dict[str, Any]], remarks: str, *, across_days: bo
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"machine": None, "rows": []}
     where = machine()
-    differing = {key for key in where if before["machine"] is None or before["machine"].get(key) != where[key]}
-    keeps = differing <= ({"date"} if across_days else set())
-    merged = {_key(row): row for row in before["rows"] if keeps}
+    then = {**(before["machine"] or {}), **({"date": where["date"]} if across_days else {})}
+    merged = {_key(row): row for row in before["rows"] if then == where}
     merged.update({_key(row): row for row in rows})
     path.write_text(json.dumps({"machine": where, "remarks": remarks, "rows": list(merged.values())}, indent=1) + "\n")
     return path

@@ -34,18 +34,11 @@ def node_of(graph: TrainGraph, target: object, number: int = 0) -> torch.fx.Node
     return [node for node in graph.graph.nodes if node.target is target][number]
 
 
-def left_out(graph: TrainGraph) -> TrainGraph:
-    neg = node_of(graph, aten.neg.default)
-    neg.replace_all_uses_with(neg.all_input_nodes[0])
-    graph.graph.erase_node(neg)
-    return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name != neg.name})
-
-
-def write_left_out(graph: TrainGraph) -> TrainGraph:
-    write = node_of(graph, aten.mul_.Tensor)
-    write.replace_all_uses_with(write.all_input_nodes[0])
-    graph.graph.erase_node(write)
-    return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name != write.name})
+def left_out(target: object, graph: TrainGraph) -> TrainGraph:
+    node = node_of(graph, target)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.graph.erase_node(node)
+    return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name != node.name})
 
 
 def arguments_exchanged(graph: TrainGraph) -> TrainGraph:
@@ -98,21 +91,9 @@ def noted_as_another_tensor(graph: TrainGraph) -> TrainGraph:
     return graph.replace()
 
 
-def written_over_what_lives(graph: TrainGraph) -> TrainGraph:
-    """``cos`` over ``a``, which the matrix product reads again."""
-    node = node_of(graph, aten.cos.default)
-    node.meta["val"] = node.all_input_nodes[0].meta["val"]
-    return graph.replace(donated={**graph.donated, node.name: 0})
-
-
-def written_over_an_input(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.sin.default)
-    node.meta["val"] = node.all_input_nodes[0].meta["val"]
-    return graph.replace(donated={**graph.donated, node.name: 0})
-
-
-def written_over_by_an_operator_that_may_not(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.mm.default)
+def written_over(target: object, graph: TrainGraph) -> TrainGraph:
+    """The operator's result lies in its first argument."""
+    node = node_of(graph, target)
     node.meta["val"] = node.all_input_nodes[0].meta["val"]
     return graph.replace(donated={**graph.donated, node.name: 0})
 
@@ -143,8 +124,8 @@ def with_layout(change: str, by: int, graph: TrainGraph) -> TrainGraph:
 
 
 FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph], str]] = {
-    "an operator is left out": ("normalize", left_out, "would read"),
-    "a write is left out": ("normalize", write_left_out, "is gone"),
+    "an operator is left out": ("normalize", functools.partial(left_out, aten.neg.default), "would read"),
+    "a write is left out": ("normalize", functools.partial(left_out, aten.mul_.Tensor), "is gone"),
     "arguments are exchanged": ("normalize", arguments_exchanged, "sub.* would read"),
     "another operator": ("normalize", other_operator, "cos.* would"),
     "another number": ("normalize", other_number, "div would run with other arguments"),
@@ -154,9 +135,21 @@ FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph], str]] = {
     "read before it is made": ("reorder", read_before_it_is_made, "malformed"),
     "outputs are exchanged": ("reorder", outputs_exchanged, "output 0"),
     "noted as another tensor": ("reorder", noted_as_another_tensor, "would read|shares storage"),
-    "written over what lives": ("donate", written_over_what_lives, "which was written over|lies elsewhere"),
-    "written over an input": ("donate", written_over_an_input, "the caller gives|would read|written"),
-    "written over by an operator that may not": ("donate", written_over_by_an_operator_that_may_not, "may not write"),
+    "written over what lives": (
+        "donate",
+        functools.partial(written_over, aten.cos.default),
+        "which was written over|lies elsewhere",
+    ),
+    "written over an input": (
+        "donate",
+        functools.partial(written_over, aten.sin.default),
+        "the caller gives|would read|written",
+    ),
+    "written over by an operator that may not": (
+        "donate",
+        functools.partial(written_over, aten.mm.default),
+        "may not write",
+    ),
     "donated and not moved": ("donate", donated_and_not_moved, "which lies elsewhere"),
     "one byte before its place": ("layout", functools.partial(moved, -1), "misaligned"),
     "one line before its place": ("layout", functools.partial(moved, -64), "overlap"),

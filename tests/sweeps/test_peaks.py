@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.end_to_end.helpers import TORCH
 from tests.sweeps.measured_peaks import eagers, judge
 
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 CASES = {
     "batch norm, whose backward takes a tensor for itself, and running statistics": (4, "optimize"),
     "the loss stands beside the arena": (17, "optimize"),
