@@ -221,17 +221,20 @@ def _checkpoints_marked() -> Iterator[None]:
     """
     from torch.utils import checkpoint
 
-    plain, run = checkpoint.noop_context_fn, checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name = next(each for each in (f"{name}_impl", name) if hasattr(checkpoint, each))  # the first since torch 2.14
+    plain, run = checkpoint.noop_context_fn, getattr(checkpoint, name)
 
     def mark(*_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
         return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
     marked = functools.partial(checkpoint.create_selective_checkpoint_contexts, mark, allow_cache_entry_mutation=True)
 
-    def begin(function: Any, preserve: bool, context: Any, *rest: Any, **named: Any) -> Any:
-        return run(function, preserve, marked if context is plain else context, *rest, **named)
+    def begin(*given: Any, **named: Any) -> Any:
+        given = tuple(marked if value is plain else value for value in given)
+        return run(*given, **{key: marked if value is plain else value for key, value in named.items()})
 
-    with mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", begin):
+    with mock.patch.object(checkpoint, name, begin):
         yield
 
 

@@ -80,6 +80,8 @@ ROWS: dict[str, Row] = {
     "aten::uniform_": Row(random=True),
     "aten::normal_": Row(random=True),
     "aten::_fused_dropout": Row(random=True),
+    # Has no dropout: refuses probabilities above 0.
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
     # Sum with atomics on a GPU: the same inputs may give other bits.
     "aten::index_put": Row(recomputable=False, overwrites=(0,)),
     "aten::_index_put_impl_": Row(recomputable=False),
@@ -189,6 +191,18 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
         return ()
     arguments = enumerate(target._schema.arguments)
     return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
+
+
+def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether this call draws random numbers: attention does not where its dropout has probability 0."""
+    if not rule(target).random:
+        return False
+    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    for position, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given != 0
+    return True
 
 
 def may_overwrite(node: fx.Node) -> tuple[int, ...]:

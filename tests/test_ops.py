@@ -86,9 +86,32 @@ def test_random_operator_keeps_its_place_and_is_never_recomputed(target: Any) ->
     assert not rule(target).recomputable
 
 
+ATTENTION = aten._scaled_dot_product_flash_attention.default
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "draws"),
+    [
+        (ATTENTION, ("q", "k", "v", 0.0), {}, False),
+        (ATTENTION, ("q", "k", "v"), {}, False),
+        (ATTENTION, ("q", "k", "v", 0.1), {}, True),
+        (aten._scaled_dot_product_efficient_attention.default, ("q", "k", "v", None, True), {"dropout_p": 0.1}, True),
+        (aten.rand_like.default, ("x",), {}, True),
+        (save_rng_state, (torch.device("cpu"),), {}, True),
+        (aten.mm.default, ("x", "y"), {}, False),
+    ],
+    ids=str,
+)
+def test_attention_draws_if_it_drops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool) -> None:
+    assert ops.draws(target, args, kwargs) == draws
+
+
 @pytest.mark.parametrize(
     "target",
-    [aten.add.Tensor, aten.mm.default, aten.convolution.default, aten.native_dropout_backward.default],
+    [
+        *(aten.add.Tensor, aten.mm.default, aten.convolution.default, aten.native_dropout_backward.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ],
     ids=str,
 )
 def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:

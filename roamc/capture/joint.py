@@ -225,7 +225,7 @@ class _Stitcher:
 
     def _create(self, node: fx.Node, target: Any, args: Any, kwargs: Any, now: Phase) -> fx.Node:
         again = node.op == "call_function" and node.name in self.env
-        if again and ops.rule(target).random and target is not replay:
+        if again and ops.draws(target, args, kwargs):
             raise CaptureError(f"{node.name!r} would draw random numbers again in backward; please report this model")
         made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         made.meta = dict(node.meta)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import roamc
 from roamc import compat, ops, verify
 from roamc.capture import joint
+from roamc.errors import CaptureError
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders
 from roamc.memory import identity
 from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import assert_same, noise, optimized
+from tests.graphs import joint_graph
+
+aten = torch.ops.aten
 
 NAMES = ["several outputs", "batch norm", "tied weights", "slice assignment", "view of an input", "frozen parameters"]
 
@@ -112,3 +120,61 @@ def test_views_of_what_runs_again_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> 
             assert identity(node.meta["val"]) == identity(node.args[0].meta["val"]), node
     step = roamc.plan(model, x, loss_fn=lambda m, x: m(x), optimizer=torch.optim.SGD(model.parameters()))
     assert roamc.plans(model)[0].needed_bytes < step.needed_bytes + 1.1 * step.fixed_bytes["parameter"], "and gradients"
+
+
+def test_a_region_runs_again_where_no_dynamo_traces() -> None:
+    graph = joint_graph(Regions(3), (noise(8, 16),))
+    again = [node for node in operators(graph.graph) if node.target is aten.sin.default]
+    assert [graph.phase[node.name] for node in again] == 3 * [Phase.FORWARD] + 3 * [Phase.BACKWARD]
+
+
+class Attending(nn.Module):
+    """Attention in a region that is made again in backward."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(16, 48), dropout
+
+    def inner(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_runs_again_in_backward(dropout: float) -> None:
+    model, x = Attending(dropout), noise(4, 12, 16)
+    twin = copy.deepcopy(model)
+    found = []
+    for each in (optimized(model), twin):
+        torch.manual_seed(3)
+        loss = each(x)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in each.parameters()), torch.get_rng_state()])
+    assert_same(*found)
+
+
+def halves_with(dropout: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Attention in forward, and again in backward under the same name, as AOTAutograd's partition writes it."""
+    with FakeTensorMode():
+        halves = []
+        for _ in range(2):
+            graph = fx.Graph()
+            q = graph.placeholder("q")
+            q.meta["val"] = torch.empty(1, 2, 8, 4)
+            again = graph.call_function(aten._scaled_dot_product_flash_attention.default, (q, q, q, dropout))
+            again.meta["val"] = again.target(*[q.meta["val"]] * 3, dropout)
+            first = graph.call_function(operator.getitem, (again, 0))
+            first.meta["val"] = again.meta["val"][0]
+            graph.output((first, q) if not halves else (first,))
+            halves.append(fx.GraphModule({}, graph))
+    return halves[0], halves[1]
+
+
+def test_attention_of_a_gpu_runs_again_in_backward_only_without_dropout() -> None:
+    graph = joint.stitch(*halves_with(0.0), 1, (), "n")
+    assert len([node for node in operators(graph.graph) if ops.name_of(node.target).startswith("aten._scaled")]) == 2
+    with pytest.raises(CaptureError, match="would draw random numbers again in backward"):
+        joint.stitch(*halves_with(0.1), 1, (), "n")
