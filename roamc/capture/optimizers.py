@@ -52,7 +52,10 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     found = RULES.get(type(optimizer))
     if found is None:
         known = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
-        raise CaptureError(f"{type(optimizer).__name__} is not supported by train_step; supported: {known}")
+        raise CaptureError(
+            f"{type(optimizer).__name__} is not supported by train_step; supported: {known}; roamc.optimize(model) "
+            "takes any optimizer"
+        )
     for group in optimizer.param_groups:
         for setting in ("capturable", "differentiable"):
             if group.get(setting):
