@@ -27,6 +27,7 @@ from roamc.demo.race import race
 from roamc.demo.show import show
 from roamc.demo.worker import Task
 from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.printed import printed, write_graphml
 from roamc.report import text
 from roamc.report.device import rows as profile_rows
 from roamc.report.explain import Explanation
@@ -160,11 +161,18 @@ def explain(
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
+    ] = False,
+    graphml: Annotated[
+        Path | None,
+        typer.Option("--graphml", metavar="PATH", help="Write the planned graph for Gephi, yEd or networkx."),
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
     curve: Annotated[
         bool | None,
         typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost? Not by default "
-                     "with --source."),
+                     "with --source or --graph."),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
 ) -> None:  # fmt: skip
@@ -176,16 +184,24 @@ def explain(
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()))  # fmt: skip
-        traced = not source if curve is None else curve
+        traced = not (source or graph) if curve is None else curve
+        if graphml is not None:
+            _check_writable(graphml)
         found = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
+        if graphml is not None:
+            write_graphml(found.graph, graphml)
         if as_json:
-            _print_json(found.to_dict(top))
-        elif source and not curve and html is None:
-            text.show_source(text.console(), found.source)
-        else:
+            _print_json({**found.to_dict(top), **({"graph": printed(found.graph)} if graph else {})})
+            return
+        if not (source or graph) or curve or html is not None:
             text.show_explanation(text.console(), found, top)
-            if html is not None:
-                typer.echo(f"\nthe picture is in {html}")
+            for what, path in (("picture", html), ("graph", graphml)):
+                if path is not None:
+                    typer.echo(f"\nthe {what} is in {path}")
+        elif source:
+            text.show_source(text.console(), found.source)
+        if graph:
+            typer.echo(printed(found.graph), nl=False)
 
 
 @app.command()

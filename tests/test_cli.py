@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import networkx
 import pytest
 from typer.testing import CliRunner
 
@@ -257,6 +258,24 @@ def test_explain_prints_and_gives_json() -> None:
 def test_source_alone_is_a_program_and_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "trace", lambda *_: pytest.fail("the curve was planned"))
     compile(run("explain", "gpt", *SMALL, "--source").stdout, "program", "exec")
+
+
+def test_graph_alone_is_its_text_and_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "trace", lambda *_: pytest.fail("the curve was planned"))
+    lines = run("explain", "gpt", *SMALL, "--graph").stdout.splitlines()
+    assert [line for line in lines if line[0] != " "][1:] == ["inputs", "operators", "outputs", "storages"]
+    data = json.loads(run("explain", "gpt", *SMALL, "--graph", "--json").stdout)
+    assert data["graph"].splitlines() == lines
+    assert data["plan"]["peak_bytes"] > 0
+
+
+def test_graph_and_source_are_one_file_each(tmp_path: Path) -> None:
+    path = tmp_path / "graph.graphml"
+    result = run("explain", "gpt", *SMALL, "--source", "--graphml", str(path))
+    compile(result.stdout, "program", "exec")
+    assert networkx.read_graphml(path).number_of_edges() > 100
+    assert "the graph is in" in run("explain", "gpt", *SMALL, "--no-curve", "--graphml", str(path)).stdout
+    assert "no such folder" in run("explain", "gpt", "--graphml", str(tmp_path / "no" / "x.graphml"), code=1).stderr
 
 
 def test_explain_draws_a_page(tmp_path: Path) -> None:

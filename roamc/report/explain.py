@@ -129,6 +129,7 @@ class Explanation:
         smaller: what is kept in fewer bytes to keep the budget, those first that save most.
         candidates: every order that was tried and its peak, lowest first.
         order: the candidate that was taken.
+        graph: the planned graph.
         source: the emitted program, if it was asked for.
         curve: what lower peaks cost, if it was asked for.
     """
@@ -136,6 +137,7 @@ class Explanation:
     plan: Plan
     eager: Peak
     planned: Peak
+    graph: TrainGraph = field(repr=False)
     allocating: tuple[Allocating, ...]
     dropped: tuple[Dropped, ...] = ()
     smaller: tuple[Smaller, ...] = ()
@@ -146,7 +148,7 @@ class Explanation:
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
         """Plain data, ready for JSON; ``top`` cuts the lists of storages and groups."""
-        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
         data["plan"] = self.plan.to_dict(seconds=True)
         for key in ("eager", "planned"):
             data[key] = dataclasses.asdict(data[key])
@@ -170,6 +172,7 @@ def explain(
         plan=planned.plan,
         eager=eager,
         planned=find_peak(planned.graph, lives),
+        graph=planned.graph,
         allocating=allocating(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
         smaller=smaller(planned.graph, planned.plan),

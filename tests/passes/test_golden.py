@@ -1,0 +1,157 @@
+"""Every pass on a graph of a few lines, as text: the graph before it, what it decides, and the graph after it.
+
+The texts lie in ``tests/passes/golden``. Where a change to a pass is meant, write them anew and read their diff:
+
+    WRITE_GOLDEN=1 pytest tests/passes/test_golden.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+
+from roamc import pipeline, typed
+from roamc.graph import TrainGraph, copied, operators
+from roamc.options import Options, parse_options
+from roamc.pipeline import PIPELINE
+from roamc.printed import printed
+from roamc.verify import check_graph
+from tests.graphs import traced
+
+GOLDEN = Path(__file__).parent / "golden"
+X = torch.zeros(64)  # 256 bytes
+aten = torch.ops.aten
+
+CPU = parse_options({"profile": "cpu"})  # and not what was measured on this machine
+
+Example = tuple[TrainGraph, Options]
+
+
+def of_normalize() -> Example:
+    """A name for another value, a value that nobody reads, and a dropout, which has a mask and a product."""
+
+    def step(x: Tensor) -> Tensor:
+        alias = x.sin().detach()
+        alias.cos()
+        return F.dropout(alias, 0.5).sum()
+
+    return traced(step, X), CPU
+
+
+def of_checkpoint() -> Example:
+    """A region of two operators whose results a policy wants made again."""
+
+    def step(x: Tensor) -> Tensor:
+        inner = x.sin()
+        outer = inner.exp()
+        loss = outer.sum()
+        return loss * outer * inner
+
+    graph = traced(step, X, phases="FFFBB")
+    for node in operators(graph.graph)[:2]:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return graph, CPU
+
+
+def of_retain() -> Example:
+    """Of two values that backward reads, one can be made again from the other."""
+
+    def step(x: Tensor) -> Tensor:
+        first = x.sin()
+        second = first.exp()
+        third = (second * second).cos()
+        late = third.sum() * third
+        return (late * second).sum() + (late * first).sum()
+
+    return traced(step, X, phases="FFFFFBBBBBB"), parse_options({"memory_budget": "min", "profile": "cpu"})
+
+
+def of_reorder() -> Example:
+    """Two branches that are open at a time."""
+
+    def step(x: Tensor) -> Tensor:
+        left, right = x.sin(), x.cos()
+        return left.sum() + right.sum()
+
+    return traced(step, X), CPU
+
+
+def of_donate() -> Example:
+    """A chain of pointwise operators, of which one is read again."""
+
+    def step(x: Tensor) -> Tensor:
+        kept = x.sin().cos()
+        return kept.exp().sum() + kept.sum()
+
+    return traced(step, X), CPU
+
+
+def of_layout() -> Example:
+    """Values of several sizes that do not all live at a time."""
+
+    def step(x: Tensor) -> Tensor:
+        wide = torch.cat([x, x])
+        short = wide.sum()
+        middle = torch.cat([x, x[:32]])
+        return middle.sum() + short
+
+    return traced(step, X), CPU
+
+
+EXAMPLES: dict[str, Callable[[], Example]] = {
+    "normalize": of_normalize,
+    "checkpoint": of_checkpoint,
+    "retain": of_retain,
+    "reorder": of_reorder,
+    "donate": of_donate,
+    "layout": of_layout,
+}
+
+
+def text_of(name: str) -> str:
+    """The three texts of one pass on its example."""
+    graph, options = EXAMPLES[name]()
+    plan = pipeline.run(copied(graph), options).plan
+    for row in PIPELINE:
+        decision: Any = typed.read(row.decision, plan.decisions[row.name], row.name)
+        before = printed(graph)
+        graph = row.apply(graph, decision)
+        check_graph(graph, row.name, deep=True)
+        if row.name == name:
+            decided = "\n".join(f"{key}: {json.dumps(value)}" for key, value in plan.decisions[name].items())
+            about = " ".join((EXAMPLES[name].__doc__ or "").split())
+            return f"{about}\n\n== before\n{before}\n== decision\n{decided}\n\n== after\n{printed(graph)}"
+    raise AssertionError(f"no pass is called {name}")
+
+
+def test_every_pass_has_an_example() -> None:
+    assert list(EXAMPLES) == [row.name for row in PIPELINE]
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(EXAMPLES)
+
+
+@pytest.mark.usefixtures("arenas_of_any_size")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pass_does_what_its_text_says(name: str) -> None:
+    path, found = GOLDEN / f"{name}.txt", text_of(name)
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(found, encoding="utf-8")
+    wanted = path.read_text(encoding="utf-8")
+    changes = difflib.unified_diff(wanted.splitlines(), found.splitlines(), str(path.name), "now", lineterm="")
+    assert found == wanted, "\n".join(["see this file's docstring", *changes])
+
+
+@pytest.mark.usefixtures("arenas_of_any_size")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pass_changes_its_example(name: str) -> None:
+    before, after = (part.partition("\n")[2] for part in text_of(name).split("== ")[1::2])
+    assert before.strip() != after.strip()
