@@ -62,7 +62,7 @@ def _stepped(name: str, dtype: str, route: str, budget: str | None) -> tuple[lis
     def look() -> None:
         peaks.append(heap.peak())
 
-    compiled = _with_loss(work, losses)
+    compiled = with_loss(work, losses)
     step = eager_step(compiled, optimizer, look)
     options: dict[str, Any] = {"memory_budget": budget, "strict": True, "idle_arena": "free"}
     if route == "train_step":
@@ -90,7 +90,7 @@ def _stepped(name: str, dtype: str, route: str, budget: str | None) -> tuple[lis
     }
 
 
-def _with_loss(work: Workload, losses: list[Tensor]) -> Workload:
+def with_loss(work: Workload, losses: list[Tensor]) -> Workload:
     """The same with a model that returns the loss itself; each loss is added to ``losses``."""
     if getattr(work.model, "loss_type", "known") is None:
         # transformers logs which loss it takes then, and torch.compile splits the model there.
