@@ -41,7 +41,7 @@ def of_normalize() -> Example:
     """A name for another value, a value that nobody reads, and a dropout, which has a mask and a product."""
 
     def step(x: Tensor) -> Tensor:
-        alias = x.sin().detach()
+        alias = aten.alias.default(x.sin())
         alias.cos()
         return F.dropout(alias, 0.5).sum()
 
