@@ -1,8 +1,11 @@
-"""checkpoint: what the user marked with a selective ``torch.utils.checkpoint`` policy is made again in backward.
+"""checkpoint: recompute in backward what a selective ``torch.utils.checkpoint`` policy says must be recomputed.
 
-``torch.compile`` follows such policies where it splits the graph. A whole step is one graph that nobody splits: there
-the marks of the trace, ``meta["recompute"]``, are followed here. Plain ``checkpoint`` regions need no marks, their
-second run is in the trace.
+    rewrite:  y = op(x) marked, backward: g = f(y)   -->  y = op(x), backward: y' = op(x); g = f(y')
+    checks:   the graph has every operator and storage that the decision names; a recomputed operator gives the same
+              bits again, and none of its inputs has been written since
+
+Only graphs of a whole step are rewritten: ``torch.compile`` follows these policies itself where it splits the graph. A
+plain ``checkpoint`` without a policy needs no pass, because its second run is in the trace already.
 """
 
 from __future__ import annotations

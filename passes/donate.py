@@ -1,12 +1,15 @@
-"""donate: results that are written over an argument that nobody needs any more, instead of beside it.
+"""donate: write results over an input whose last use this is (in-place reuse), instead of into memory of their own.
 
-    t = tanh(x)                 x  ####                 x  ####
-    y = t * 2                   t     ####              t     ####
-                                y        ####           y      (in t's bytes)
+    rewrite:  y = t * 2   -->  mul(t, 2, out=t), if nothing reads t afterwards
 
-Which argument an operator may write over stands in :mod:`roamc.ops`. Here it must also be one whose last use this
-is, of the result's own geometry, and read by the operator in no other geometry. Done by ``out=``: the values are
-those of the operator that allocates.
+              bytes of x  ####                      ####
+                       t     ####                      ####
+                       y        ####                      (in t's bytes)
+    checks:   the operator table allows writing over this argument; no later operator uses its storage; argument and
+              result have the same shape, strides and dtype; the operator reads that storage in no other geometry
+
+The bits are those of the operator that allocates its result. Which arguments may be written over stands in
+:mod:`roamc.ops`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""normalize: take out what has no effect, so that later passes see only work that somebody uses; dropout in two steps.
+"""normalize: take out operators without effect, and split dropout into its mask and a product.
 
-    before                                  after
-    native_dropout(x, p, True)              mask = dropout_mask(size, stride, 1 - p)
-    y, mask = its two results               y    = native_dropout_backward(x, mask, 1 / (1 - p))
+    rewrite:  y = detach(x); f(y)              -->  f(x)
+              y = op(x), y never read          -->  nothing, if op has no other effect
+              y, mask = native_dropout(x, p)   -->  mask = dropout_mask(size, stride, 1 - p)
+                                                    y = native_dropout_backward(x, mask, 1 / (1 - p))
+    checks:   the graph has every node that the decision names; nodes that are erased have no readers left;
+              a dropout that is split runs on a CPU, drops, and has a dense input
 
-On a CPU, where dropout is these steps anyway. Then ``y`` may lie in ``x``'s bytes, and whoever wants it again makes it
-from ``x`` and the mask that backward keeps, without drawing. A product by the mask and the scale is dropout's backward
-too; torch rounds the scale to the dtype of ``x`` first in the forward direction, so the scale given here is rounded.
+Dropout is split because torch's CPU kernel computes these two steps anyway, with the same bits. ``y`` may then be
+written over ``x``, and recomputing ``y`` takes ``x`` and the saved mask but draws no numbers. The product is the
+operator of dropout's backward; the scale is rounded to the dtype of ``x``, as torch does in forward.
 """
 
 from __future__ import annotations

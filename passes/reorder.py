@@ -1,7 +1,11 @@
-"""reorder: the order of the operators, so that the peak of live bytes is as low as the portfolio finds.
+"""reorder: put the operators into the order with the lowest peak of live bytes that the solvers find.
 
-Operators are nodes that do work; views and picks follow the operator that they belong to. The constraints
-(data, writes, random and collective operators, the boundary) come from :mod:`roamc.memory`.
+    rewrite:  a = f(x); b = g(x); s = sum(a); t = sum(b)   -->  a = f(x); s = sum(a); b = g(x); t = sum(b)
+    checks:   the order is a permutation of the graph's operators and keeps every constraint: data, writes after
+              reads, random and collective operators among themselves, the boundary between forward and backward
+
+Views and results picked out of tuples do no work: they move with the operator that they belong to. The constraints
+come from :mod:`roamc.memory`, the order from :mod:`roamc.solvers.order`.
 """
 
 from __future__ import annotations

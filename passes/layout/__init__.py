@@ -1,7 +1,12 @@
-"""layout: an offset in one arena for every temporary of the step, but for those that the allocator holds.
+"""layout: give every temporary of the step an offset in one arena, or leave it with torch's allocator.
 
-Which those are comes from :mod:`roamc.passes.layout.held`, what the arena gives back while nothing lies there from
-:mod:`roamc.passes.layout.holes`; :mod:`roamc.passes.layout.choose` lays some choices out and takes the best.
+    rewrite:  nothing in the graph; ``TrainGraph.layout`` holds arena size and offsets, which emission reads
+    checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
+              same step overlap; the peak is what offsets and lives say (:mod:`roamc.verify`)
+
+:mod:`roamc.passes.layout.held` says which storages may stay with the allocator, :mod:`roamc.passes.layout.holes` which
+pages of the arena go back to the system while nothing lies there. :mod:`roamc.passes.layout.choose` lays several of
+these choices out with :mod:`roamc.solvers.layout` and takes the one with the lowest peak.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
-"""retain: what is kept for its later readers, whole or in a smaller form, and what is dropped and made again.
+"""retain: choose for every saved value whether it is kept, recomputed or encoded, so that the peak keeps a budget.
 
-All of it under a budget in bytes of peak. Read ``choose.py`` first.
+    rewrite:  y = op(x), backward: g = f(y)   -->  y = op(x), backward: y' = op(x); g = f(y')            (recomputed)
+                                              -->  c = encode(y), backward: y' = decode(c); g = f(y')    (encoded)
+    checks:   the graph has every operator, storage and codec that the decision names; recomputed operators give the
+              same bits again; encoded values fill their storage and are written by nobody
+
+Without a budget nothing is recomputed or encoded. The choice is made by :mod:`roamc.solvers.retain` on a model of the
+graph in bytes and seconds, for the whole graph at once. Read ``choose.py`` first, then ``compress.py`` (encodings) and
+``recompute.py``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ The texts lie in ``tests/passes/golden``. Where a change to a pass is meant, wri
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -148,6 +149,16 @@ def test_a_pass_does_what_its_text_says(name: str) -> None:
     wanted = path.read_text(encoding="utf-8")
     changes = difflib.unified_diff(wanted.splitlines(), found.splitlines(), str(path.name), "now", lineterm="")
     assert found == wanted, "\n".join(["see this file's docstring", *changes])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pass_says_what_it_rewrites_and_checks(name: str) -> None:
+    about = importlib.import_module(f"roamc.passes.{name}").__doc__ or ""
+    first, _, rest = about.partition("\n\n")
+    assert first.startswith(f"{name}: ")
+    assert first.endswith(".")
+    assert rest.startswith("    rewrite:  ")
+    assert "\n    checks:   " in rest
 
 
 @pytest.mark.usefixtures("arenas_of_any_size")
