@@ -62,6 +62,8 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # -- FLOPs ----------------------------------------------------------------------------------------
 
 HEADS = [floats(2, 3, 16, 8)] * 3
+GROUPED = [floats(2, 4, 16, 8), floats(2, 2, 12, 8), floats(2, 2, 12, 8)]
+"""Two heads of the query read one head of keys and values each."""
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ HEADS = [floats(2, 3, 16, 8)] * 3
         (lambda x, w: F.conv2d(x, w, groups=4), [floats(2, 4, 8, 8), floats(4, 1, 3, 3)], 2 * 2 * 6 * 6 * 4 * 9),
         (lambda x, w: F.conv1d(x, w, stride=2), [floats(2, 3, 9), floats(5, 3, 3)], 2 * 2 * 4 * 5 * 3 * 3),
         (aten._scaled_dot_product_flash_attention_for_cpu, HEADS, 2 * (2 * 2 * 3 * 16 * 16 * 8)),
+        (aten._scaled_dot_product_flash_attention_for_cpu, GROUPED, 2 * (2 * 2 * 4 * 16 * 12 * 8)),
         (torch.relu, [floats(3)], 0),
     ],
 )
@@ -101,12 +104,23 @@ def test_flops_of_convolution_backward_follow_its_mask(mask: list[bool], product
     assert kind_of(node) == "convolution_backward"
 
 
-def test_flops_of_attention_backward_are_five_products() -> None:
-    q, k, v = HEADS
-    saved = [floats(2, 3, 16, 8), floats(2, 3, 16)]
+@pytest.mark.parametrize(("heads", "one"), [(HEADS, 2 * 2 * 3 * 16 * 16 * 8), (GROUPED, 2 * 2 * 4 * 16 * 12 * 8)])
+def test_flops_of_attention_backward_are_five_products(heads: list[Tensor], one: int) -> None:
+    q, k, v = heads
+    saved = [torch.empty_like(q), torch.empty(q.shape[:-1])]
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     node = node_of(lambda g, q, k, v, o, s: backward(g, q, k, v, o, s, 0.0, False), q, q, k, v, *saved)
-    assert flops(node) == 5 * (2 * 2 * 3 * 16 * 16 * 8)
+    assert flops(node) == 5 * one
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_flops_of_attention_on_a_gpu_are_the_same(kernel: str) -> None:
+    attend = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "qkv"]
+    for node, tensor in zip(inputs, GROUPED, strict=True):
+        node.meta["val"] = tensor
+    assert flops(graph.call_function(attend, tuple(inputs))) == 2 * (2 * 2 * 4 * 16 * 12 * 8)
 
 
 @pytest.mark.parametrize(("length", "share"), [(256, 1.0), (512, 1.0), (1024, 0.75), (2048, 0.625)])

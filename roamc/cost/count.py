@@ -58,15 +58,23 @@ def flops(node: fx.Node) -> Flops:
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Flops:
-    """Two batched products: queries by keys, weights by values (Vaswani et al. 2017, equation 1)."""
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+    """Two batched products: queries by keys, weights by values (Vaswani et al. 2017, equation 1).
+
+    Several heads of the query may read one head of keys and values. (torch's own formulas refuse that before 2.13.)
+    """
+    return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> Flops:
     """Five: the weights again, and the gradients of values, weights, queries and keys (Dao et al. 2022)."""
-    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    """A score for every query, key and head of the query ``[batch, heads, queries, head]``."""
+    return math.prod(query.shape[:-1]) * key.shape[-2]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
@@ -76,8 +84,11 @@ def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
 
 
 _FORMULAS: dict[str, Callable[..., Flops]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **{
+        f"_scaled_dot_product_{kernel}_attention{device}{way}": formula
+        for kernel, device in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
+        for way, formula in (("", _attention), ("_backward", _attention_backward))
+    },
     "mv": _product,
     "dot": _product,
     "vdot": _product,

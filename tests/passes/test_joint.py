@@ -17,6 +17,7 @@ from roamc.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearr
 from roamc.options import Options
 from roamc.passes import donate, joint, layout, normalize, reorder
 from roamc.plan import Plan
+from tests.end_to_end.helpers import TORCH
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real
 from tests.random_graphs import random_model
 from tests.test_pipeline import run_program
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
 NO_SEARCH = Options(layout_nodes=0)
 """With heuristics alone the layouts of many random graphs fall short."""
 
-CASES = [(5, "step"), (1, "joint"), (24, "step")]
+CASES = [(5, "step"), (24, "step")]
+if TORCH >= (2, 12):  # before, this one is traced to another graph, whose layout loses nothing
+    CASES.append((1, "joint"))
 ROOT = Path(__file__).parent.parent.parent
 
 
