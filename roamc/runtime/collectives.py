@@ -76,7 +76,7 @@ def _finished(start: OpOverload) -> OpOverload:
     name = start._schema.name.removeprefix("_c10d_functional::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = start(*args, **kwargs)
+        results = start(*map(_dense, args), **kwargs)
         for result in [results] if isinstance(results, Tensor) else results:
             FUNCTIONAL.wait_tensor.default(result)
         return results
@@ -87,6 +87,13 @@ def _finished(start: OpOverload) -> OpOverload:
     operator: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     torch.fx.node.has_side_effect(operator)
     return operator
+
+
+def _dense(argument: Any) -> Any:
+    """Tensors as torch's kernels take them: torch 2.11 refuses others, later versions copy them as well."""
+    if isinstance(argument, Tensor):
+        return argument.contiguous()
+    return list(map(_dense, argument)) if isinstance(argument, list) else argument
 
 
 FINISHED: dict[OpOverload, OpOverload] = (

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import roamc
+from tests.end_to_end.helpers import TORCH
 from tests.sweeps import models_compare
 from tests.sweeps.compare import different
 from tests.sweeps.models_compare import BUDGETS, ROUTES, judge
@@ -75,7 +76,8 @@ def test_fallbacks_are_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> Non
 
 
 def test_a_recurrent_layer_gives_the_bits_of_eager_where_aot_eager_does_not() -> None:
-    assert different(models_compare.reference(14, "aot_eager"), models_compare.reference(14, "eager")) != ""
+    if TORCH >= (2, 12):  # before, aot_eager has eager's bits here
+        assert different(models_compare.reference(14, "aot_eager"), models_compare.reference(14, "eager")) != ""
     assert judge(14, "optimize", None).outcome == "same"
 
 
