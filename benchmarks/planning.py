@@ -82,14 +82,14 @@ def _operators(graph: Any) -> int:
 
 
 def _planned(graph: Any, budget: str, alone: float) -> dict[str, Any]:
-    from roamc import pipeline
+    from roamc import search
     from roamc.errors import BudgetError
     from roamc.options import parse_options
 
     options = parse_options({"profile": "cpu"} | ({} if budget == "none" else {"memory_budget": budget}))
     start = time.process_time()
     try:
-        plan, refused = pipeline.run(graph, options).plan, False
+        plan, refused = search.run(graph, options).plan, False
     except BudgetError as error:
         if error.plan is None:
             raise

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import roamc
 from benchmarks.blocks import Blocked, wrap
-from roamc import pipeline
+from roamc import search
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.plan import Plan
+from roamc.planned import Planned
 
 FAMILIES = ("eager", "aot_eager", "inductor", "optimize", "train_step")
 OURS = FAMILIES[3:]
@@ -96,28 +97,28 @@ def build(name: str, work: Blocked, profile: str) -> Program:
 @contextlib.contextmanager
 def plan_kept_in(path: Path) -> Iterator[None]:
     """Where ``path`` has a plan, roamc takes that one and decides nothing: planning twice gives the same."""
-    decide = pipeline.run
+    decide = search.run
 
-    def run(graph: TrainGraph, options: Options, **how: Any) -> pipeline.Planned:
+    def run(graph: TrainGraph, options: Options, **how: Any) -> Planned:
         return decide(graph, options, Plan.from_json(path.read_text()) if path.exists() else None, **how)
 
-    with mock.patch.object(pipeline, "run", run):
+    with mock.patch.object(search, "run", run):
         yield
 
 
 @contextlib.contextmanager
 def timed_planning() -> Iterator[list[tuple[float, TrainGraph]]]:
     """Seconds of the process that each plan took, and its graph. (A plan's own ``seconds`` are of its last attempt.)"""
-    decide = pipeline.run
+    decide = search.run
     taken: list[tuple[float, TrainGraph]] = []
 
-    def run(graph: TrainGraph, options: Options, **how: Any) -> pipeline.Planned:
+    def run(graph: TrainGraph, options: Options, **how: Any) -> Planned:
         start = time.process_time()
         planned = decide(graph, options, **how)
         taken.append((time.process_time() - start, planned.graph))
         return planned
 
-    with mock.patch.object(pipeline, "run", run):
+    with mock.patch.object(search, "run", run):
         yield taken
 
 

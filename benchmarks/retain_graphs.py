@@ -17,7 +17,7 @@ from torch.nn import functional
 from benchmarks.rivals.one_result import one_result
 from roamc import zoo
 from roamc.options import Options
-from roamc.pipeline import Trials
+from roamc.search import PlanSearch
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.retain import RetainProblem, make_problem
 from roamc.workload import Workload, capture
@@ -131,7 +131,7 @@ def _gpt() -> RetainProblem:
 def captured(work: Workload) -> RetainProblem:
     """Forward and backward of a workload, with times of the shipped profile."""
     options = Options(disable=("donate",), profile="cpu", memory_budget="min")
-    return one_result(Trials(capture(work, forward_backward=True), options, many=True).choice.plain.problem)
+    return one_result(PlanSearch(capture(work, forward_backward=True), options, many=True).choice.plain.problem)
 
 
 GRAPHS: dict[str, Callable[[], RetainProblem]] = {

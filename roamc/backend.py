@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from roamc import compat, compat_dynamo, notices, pipeline
+from roamc import compat, compat_dynamo, notices, search
 from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
@@ -30,6 +30,7 @@ from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
 from roamc.plan import Plan
+from roamc.planned import RAISE
 from roamc.runtime.fallback import Boxed, interpreter
 from roamc.runtime.program import OnFailure, Pair, Whole
 
@@ -175,7 +176,7 @@ class _Job:
         """A budget error of one piece of a split model under a share, with advice to ask for bytes; else ``error``."""
         if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
             return error
-        why = str(error).removesuffix(pipeline.RAISE)
+        why = str(error).removesuffix(RAISE)
         return BudgetError(
             f"{why}A share holds for each piece that torch.compile splits the model into, and this one cannot keep it: "
             "give memory_budget in bytes, which small pieces keep",
@@ -271,14 +272,14 @@ class _Unit:
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
         graph = joint.stitch(forward, backward, outputs, static, self.name)
-        planned = pipeline.run(graph.replace(notes=self.notes), self.options)
+        planned = search.run(graph.replace(notes=self.notes), self.options)
         pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         planned_halves = halves_of(planned.graph)
         self._remember(pair)
         return pair, planned_halves
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
-        planned = pipeline.run(graph.replace(notes=self.notes), self.options)
+        planned = search.run(graph.replace(notes=self.notes), self.options)
         whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         self._remember(whole)
         return whole

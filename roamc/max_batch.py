@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from roamc import compat, pipeline, workload
+from roamc import compat, search, workload
 from roamc.errors import BudgetError, CaptureError, OptionError
 from roamc.graph import TrainGraph
 from roamc.options import parse_options
 from roamc.plan import Plan
+from roamc.planned import SMALLER
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def max_batch(
         with torch.device("meta"):
             returned = make(size)
         quick = size > smallest  # the error for the smallest size says what it needs; of others none is shown
-        return pipeline.run(_captured(returned, forward_backward), parsed, quick=quick).plan
+        return search.run(_captured(returned, forward_backward), parsed, quick=quick).plan
 
     try:
         first = plan_of(smallest)
     except BudgetError as error:
-        why = str(error).removesuffix(pipeline.SMALLER)
+        why = str(error).removesuffix(SMALLER)
         raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
     found = _search(plan_of, Fit(smallest, first, None), largest)
     if found.size > smallest and found.plan.fingerprint == first.fingerprint:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat, pipeline
+from roamc import compat, search
 from roamc.arguments import check_module, check_not_compiled
 from roamc.backend import LATEST, Record, compile_graph
 from roamc.capture import joint
@@ -124,7 +124,7 @@ def plan(
     named, options = _parted(model.forward, keywords)
     parsed = parse_options(options)
     graph = joint.capture(model, batch, named, type(model).__name__)
-    return pipeline.run(graph, parsed).plan
+    return search.run(graph, parsed).plan
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

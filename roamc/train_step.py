@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, compat_hooks, notices, optimizer_hooks, pipeline
+from roamc import compat, compat_hooks, notices, optimizer_hooks, search
 from roamc.arguments import check_call, check_clip, check_loss_function, check_module, check_not_meta, check_optimizer
 from roamc.capture import python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
@@ -160,7 +160,7 @@ class TrainStep:
         leaves, nest = take_apart((batch, named))
         self._key(leaves, nest)  # refuses what no plan is made for
         captured, _, seconds = _captured(self._request(leaves, nest))
-        planned = pipeline.run(captured.graph, self.options)
+        planned = search.run(captured.graph, self.options)
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
 
@@ -282,7 +282,7 @@ class TrainStep:
         if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
             return _BoundStep(request, captured, self._rule, known.whole, known.plan), reads
         with _refused(captured.graph.name):
-            planned = pipeline.run(captured.graph, self.options)
+            planned = search.run(captured.graph, self.options)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
             start = time.perf_counter()
             whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from roamc import budget, pipeline
+from roamc import budget, search
 from roamc.errors import BudgetError, OptionError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
@@ -196,10 +196,10 @@ def test_lowest_plan_is_looked_for_so_often_and_no_more() -> None:
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_plan_under_a_budget_is_data_and_runs_again(route: str) -> None:
     graph, inputs = model_graph("nanogpt-dropout", route)
-    planned = pipeline.run(graph, Options(memory_budget="75%"))
+    planned = search.run(graph, Options(memory_budget="75%"))
     assert planned.plan.decisions["retain"]["reruns"]
     assert 0 < planned.plan.added_bound_seconds <= planned.plan.added_seconds < planned.plan.step_seconds
-    again = pipeline.run(model_graph("nanogpt-dropout", route)[0], Options(), Plan.from_json(planned.plan.to_json()))
+    again = search.run(model_graph("nanogpt-dropout", route)[0], Options(), Plan.from_json(planned.plan.to_json()))
     assert again.plan == planned.plan
     assert again.plan.peak_bytes == planned.plan.peak_bytes
     results: list[Any] = []
@@ -212,7 +212,7 @@ def test_plan_under_a_budget_is_data_and_runs_again(route: str) -> None:
 
 def test_lower_budgets_never_cost_less() -> None:
     plans = [
-        pipeline.run(model_graph("gpt2", "step")[0], Options(memory_budget=f"{share}%")).plan
+        search.run(model_graph("gpt2", "step")[0], Options(memory_budget=f"{share}%")).plan
         for share in (95, 85, 75, 65, 55, 45)
     ]
     assert all(plan.needed_bytes <= plan.budget_bytes for plan in plans)
@@ -222,7 +222,7 @@ def test_lower_budgets_never_cost_less() -> None:
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound(route: str) -> None:
-    choice = pipeline.Trials(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
+    choice = search.PlanSearch(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
     first = choice.decide(0)
     again, *found = choice.lowest()
     assert all((again.peak_bytes, again.added_seconds) <= (one.peak_bytes, one.added_seconds) for one in found)
@@ -234,12 +234,12 @@ def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound
 def smallest_budget_is_one(seed: int, route: str) -> None:
     """What "min" needs is kept, what is below it is refused, and the error names it."""
     graph, options = graph_of(seed, route), Options(layout_nodes=10_000)
-    lowest = pipeline.run(copied(graph), dataclasses.replace(options, memory_budget="min")).plan.needed_bytes
-    kept = pipeline.run(copied(graph), dataclasses.replace(options, memory_budget=lowest)).plan
+    lowest = search.run(copied(graph), dataclasses.replace(options, memory_budget="min")).plan.needed_bytes
+    kept = search.run(copied(graph), dataclasses.replace(options, memory_budget=lowest)).plan
     assert kept.needed_bytes <= lowest, f"seed {seed}, {route}"
     for limit in (lowest - 1, lowest * 98 // 100, lowest * 9 // 10):
         with pytest.raises(BudgetError, match=rf"\({lowest} bytes\)"):
-            pipeline.run(copied(graph), dataclasses.replace(options, memory_budget=limit))
+            search.run(copied(graph), dataclasses.replace(options, memory_budget=limit))
 
 
 def graph_of(seed: int, route: str) -> TrainGraph:

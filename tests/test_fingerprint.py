@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from roamc import ops, pipeline
+from roamc import ops, search
 from roamc.fingerprint import fingerprint
 from roamc.graph import TrainGraph, operators
 from roamc.options import Options
@@ -116,7 +116,7 @@ def fingerprints_and_plan() -> str:
     """All fingerprints, and the plan of a graph that has functions of ours."""
     found = graphs()
     lines = [f"{name}: {fingerprint(graph)}" for name, graph in found.items()]
-    return "\n".join([*lines, pipeline.run(found["dropout in checkpoint, step"], Options()).plan.to_json()])
+    return "\n".join([*lines, search.run(found["dropout in checkpoint, step"], Options()).plan.to_json()])
 
 
 def started(seed: str) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc import pipeline
+from roamc import search
 from roamc.graph import Phase, TrainGraph
 from roamc.memory import (
     _KEPT_AS,
@@ -266,5 +266,5 @@ def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pyt
 
     monkeypatch.setattr("roamc.memory._state", state)
     graph, _ = model_graph(name, "step")
-    pipeline.run(graph, Options(memory_budget="85%"))
+    search.run(graph, Options(memory_budget="85%"))
     assert again

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from roamc import pipeline
+from roamc import pipeline, search
 from roamc.errors import REQUIRED, BudgetError, PlanError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, eager_live_bytes
 from roamc.options import Options
+from roamc.planned import Planned
 from roamc.runtime.program import Pair, Whole
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
 from tests.models import MODELS
@@ -32,7 +33,7 @@ def graph_of(name: str, route: str) -> tuple[TrainGraph, list[Any]]:
     return graph_and_inputs(*random_model(11), route) if name == "random" else model_graph(name, route)
 
 
-def run_program(planned: pipeline.Planned, inputs: list[Any]) -> list[Any]:
+def run_program(planned: Planned, inputs: list[Any]) -> list[Any]:
     """Outputs of the emitted program; of both halves, where there are two."""
     if not planned.graph.boundary:
         return list(Whole(planned)(list(inputs)))
@@ -52,7 +53,7 @@ def test_every_subset_of_passes_gives_the_same_bits(name: str, route: str) -> No
     expected, _ = run_real(graph, used)
     state = torch.get_rng_state()
     for subset in SUBSETS:
-        planned = pipeline.run(graph_of(name, route)[0], Options(disable=subset))
+        planned = search.run(graph_of(name, route)[0], Options(disable=subset))
         assert set(planned.plan.decisions) == {step.name for step in pipeline.PIPELINE} - set(subset)
         again = clones(inputs)
         torch.manual_seed(3)
@@ -69,7 +70,7 @@ def test_budget_is_kept_without_other_passes(left_out: tuple[str, ...]) -> None:
     used, again = clones(inputs), clones(inputs)
     torch.manual_seed(3)
     expected, _ = run_real(graph, used)
-    planned = pipeline.run(graph_of("nanogpt-dropout", "step")[0], Options(disable=left_out, memory_budget="75%"))
+    planned = search.run(graph_of("nanogpt-dropout", "step")[0], Options(disable=left_out, memory_budget="75%"))
     assert planned.plan.needed_bytes <= planned.plan.budget_bytes
     torch.manual_seed(3)
     assert_same([*expected, *used], [*run_program(planned, again), *again], str(left_out))
@@ -87,7 +88,7 @@ def test_program_of_a_random_graph_gives_the_bits_of_the_graph(
     torch.manual_seed(seed)
     expected, _ = run_real(graph, used)
     state = torch.get_rng_state()
-    planned = pipeline.run(graph, Options())
+    planned = search.run(graph, Options())
     torch.manual_seed(seed)
     got = run_program(planned, again)
     assert torch.equal(torch.get_rng_state(), state), f"seed {seed}, {route}: the random state differs"
@@ -96,13 +97,13 @@ def test_program_of_a_random_graph_gives_the_bits_of_the_graph(
 
 @pytest.mark.parametrize(("name", "route"), list(zip(MODELS, itertools.cycle(("step", "joint")), strict=False)))
 def test_every_shape_dtype_and_stride_is_derived_anew(name: str, route: str) -> None:
-    pipeline.run(model_graph(name, route)[0], Options(layout_nodes=0, order="lpmf"), deep=True)
+    search.run(model_graph(name, route)[0], Options(layout_nodes=0, order="lpmf"), deep=True)
 
 
 def test_numbers_of_a_plan_are_those_of_the_memory_model() -> None:
     graph, _ = model_graph("nanogpt", "step")
     baseline = int(eager_live_bytes(build_memory(graph)).max())
-    plan = pipeline.run(graph, Options()).plan
+    plan = search.run(graph, Options()).plan
     assert plan.baseline_bytes == baseline
     assert plan.bound_bytes <= plan.peak_bytes <= plan.baseline_bytes
     assert plan.live_bytes <= plan.arena_bytes <= plan.peak_bytes
@@ -111,7 +112,7 @@ def test_numbers_of_a_plan_are_those_of_the_memory_model() -> None:
 
 
 def test_without_reorder_nothing_is_known_of_the_bound() -> None:
-    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options(disable=("reorder",))).plan
+    plan = search.run(model_graph("nanogpt", "step")[0], Options(disable=("reorder",))).plan
     assert plan.bound_bytes == 0
     assert plan.status != "optimal"
 
@@ -119,32 +120,30 @@ def test_without_reorder_nothing_is_known_of_the_bound() -> None:
 @pytest.mark.parametrize("name", ["layout", "reoder", "", "Reorder"])
 def test_pass_that_cannot_be_left_out_names_those_that_can(name: str) -> None:
     with pytest.raises(PlanError, match=f"cannot leave out pass '{name}'; .*: {', '.join(OPTIONAL)}"):
-        pipeline.run(traced(lambda x: x.sin(), X), Options(disable=(name,)))
+        search.run(traced(lambda x: x.sin(), X), Options(disable=(name,)))
 
 
 def test_budget_that_nothing_keeps_names_need_and_what_lives_there() -> None:
     with pytest.raises(BudgetError) as caught:
-        pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=1000))
+        search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=1000))
     said = str(caught.value)
     assert f"({caught.value.plan.needed_bytes} bytes)" in said
     assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=1 kB, with all that can be dropped", said)
     assert re.search(r"most of it at that step: \w+ [\d.]+ kB, .*\. Raise the budget", said)
     needed = caught.value.plan.needed_bytes
-    kept = pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=needed)).plan
+    kept = search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=needed)).plan
     assert kept.needed_bytes <= needed, "the smallest budget that was named would do"
 
 
 def test_without_retain_a_budget_is_a_limit() -> None:
-    plan = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
+    plan = search.run(model_graph("nanogpt", "step")[0], Options()).plan
     with pytest.raises(BudgetError, match="with nothing dropped"):
-        pipeline.run(
-            model_graph("nanogpt", "step")[0], Options(memory_budget=plan.bound_bytes - 1, disable=("retain",))
-        )
+        search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=plan.bound_bytes - 1, disable=("retain",)))
 
 
 def test_budget_at_the_peak_changes_nothing() -> None:
-    free = pipeline.run(model_graph("nanogpt", "step")[0], Options()).plan
-    kept = pipeline.run(model_graph("nanogpt", "step")[0], Options(memory_budget=free.needed_bytes)).plan
+    free = search.run(model_graph("nanogpt", "step")[0], Options()).plan
+    kept = search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=free.needed_bytes)).plan
     assert kept.peak_bytes == free.peak_bytes
     assert kept.added_seconds == 0
 
@@ -157,16 +156,16 @@ def test_fault_of_a_pass_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps[0] = pipeline.Pass(steps[0].name, steps[0].decision, steps[0].decide, lose_a_phase)
     monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
     with pytest.raises(VerifyError, match="after pass 'normalize': sin has no phase"):
-        pipeline.run(traced(lambda x: x.sin(), X), Options())
+        search.run(traced(lambda x: x.sin(), X), Options())
 
 
 def test_seconds_are_told_per_pass() -> None:
-    plan = pipeline.run(traced(lambda x: x.sin(), X), Options()).plan
+    plan = search.run(traced(lambda x: x.sin(), X), Options()).plan
     assert {"normalize", "reorder", "layout", "verify"} <= set(plan.seconds)
     assert all(value >= 0 for value in plan.seconds.values())
 
 
 def test_graph_without_operators_runs() -> None:
-    planned = pipeline.run(traced(lambda x: x.t(), X), Options())
+    planned = search.run(traced(lambda x: x.t(), X), Options())
     assert planned.plan.peak_bytes == 0
     assert torch.equal(run_program(planned, [X])[0], X.t())

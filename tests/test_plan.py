@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roamc import pipeline
+from roamc import pipeline, search
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
 from roamc.options import Options
@@ -30,7 +30,7 @@ def small_graph() -> TrainGraph:
 
 @functools.cache
 def small_plan() -> Plan:
-    return pipeline.run(small_graph(), Options()).plan
+    return search.run(small_graph(), Options()).plan
 
 
 @functools.cache
@@ -44,14 +44,14 @@ def changed(**fields: Any) -> str:
 
 @pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt", "joint"), ("lstm", "joint")])
 def test_round_trip_gives_an_equal_plan_and_the_same_text(name: str, route: str) -> None:
-    plan = pipeline.run(model_graph(name, route)[0], Options()).plan
+    plan = search.run(model_graph(name, route)[0], Options()).plan
     back = Plan.from_json(plan.to_json())
     assert back == plan
     assert back.to_json() == plan.to_json()
 
 
 def test_text_is_the_same_for_the_same_graph() -> None:
-    assert pipeline.run(small_graph(), Options()).plan.to_json() == text()
+    assert search.run(small_graph(), Options()).plan.to_json() == text()
 
 
 def test_seconds_are_left_out_unless_asked_for() -> None:
@@ -269,9 +269,9 @@ def without_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_from_json_skips_decide_and_gives_the_same_program(
     name: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = pipeline.run(model_graph(name, route)[0], Options())
+    made = search.run(model_graph(name, route)[0], Options())
     without_deciding(monkeypatch)
-    again = pipeline.run(model_graph(name, route)[0], Options(), Plan.from_json(made.plan.to_json()))
+    again = search.run(model_graph(name, route)[0], Options(), Plan.from_json(made.plan.to_json()))
     assert again.graph.layout == made.graph.layout
     assert str(again.graph.graph) == str(made.graph.graph)
     assert again.plan.to_json() == made.plan.to_json()
@@ -282,7 +282,7 @@ def test_plan_of_another_graph_is_refused_by_name() -> None:
     with pytest.raises(
         PlanError, match="plan of 'RandomModel' was made for another graph than this 'traced': plan again"
     ):
-        pipeline.run(other, Options(), small_plan())
+        search.run(other, Options(), small_plan())
 
 
 def bent(name: str, **fields: Any) -> Plan:
@@ -296,7 +296,7 @@ def bent(name: str, **fields: Any) -> Plan:
 def test_decision_with_a_field_missing_or_too_many_is_refused() -> None:
     for plan in (bent("reorder", order=None), bent("layout", more=1)):
         with pytest.raises(PlanError, match=r"the plan's decision of pass '\w+' must have the fields .*, not "):
-            pipeline.run(small_graph(), Options(), plan)
+            search.run(small_graph(), Options(), plan)
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,12 @@ def test_decision_bent_by_hand_is_an_error_of_ours(name: str, fields: dict[str, 
     from roamc.errors import RoamcError
 
     with pytest.raises(RoamcError):
-        pipeline.run(small_graph(), Options(), bent(name, **fields))
+        search.run(small_graph(), Options(), bent(name, **fields))
 
 
 def test_plan_without_a_pass_that_every_program_needs_is_refused() -> None:
     with pytest.raises(PlanError, match="no decision of pass layout: plan again"):
-        pipeline.run(small_graph(), Options(), Plan.from_json(changed(decisions={})))
+        search.run(small_graph(), Options(), Plan.from_json(changed(decisions={})))
 
 
 def test_str_is_a_short_table() -> None:

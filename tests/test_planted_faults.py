@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc import pipeline
+from roamc import pipeline, search
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, tensors_of
 from roamc.options import Options
@@ -175,12 +175,12 @@ def test_fault_of_a_pass_is_refused_behind_it(fault: str, monkeypatch: pytest.Mo
     ]
     monkeypatch.setattr(pipeline, "PIPELINE", tuple(planted))
     with pytest.raises(VerifyError, match=f"after pass '{name}': .*(?:{said})"):
-        pipeline.run(traced(function, X, X.clone()), Options())
+        search.run(traced(function, X, X.clone()), Options())
 
 
 @pytest.mark.usefixtures("arenas_of_any_size")
 def test_there_is_what_faults_are_planted_in() -> None:
-    graph = pipeline.run(traced(function, X, X.clone()), Options()).graph
+    graph = search.run(traced(function, X, X.clone()), Options()).graph
     assert graph.donated
     assert graph.layout is not None
     assert len(graph.layout.offset) > 1

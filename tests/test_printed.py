@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from roamc import pipeline
+from roamc import search
 from roamc.graph import Encoding, operators, output_values, placeholders
 from roamc.memory import build_memory, lifetimes
 from roamc.ops import Need
@@ -59,7 +59,7 @@ def test_writes_keywords_constants_and_results_that_are_not_there() -> None:
 @pytest.mark.usefixtures("arenas_of_any_size")
 def test_places_of_a_planned_graph_are_named() -> None:
     graph, _ = model_graph("nanogpt-dropout", "step")
-    planned = pipeline.run(graph, parse_options({"profile": "cpu"})).graph
+    planned = search.run(graph, parse_options({"profile": "cpu"})).graph
     lines = section(printed(planned), "storages")
     assert planned.layout is not None
     assert planned.layout.offset

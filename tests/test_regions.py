@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import roamc
-from roamc import pipeline
+from roamc import search
 from roamc.graph import operators
 from roamc.options import Options
 from roamc.passes import checkpoint as checkpoint_pass
@@ -61,7 +61,7 @@ def selective(block: Callable[[Tensor], Tensor], x: Tensor) -> Any:
 
 def plan_of(around: Callable[..., Any], route: str, budget: str | None) -> roamc.Plan:
     graph, _ = graph_and_inputs(Blocks(around), (noise(64, WIDTH),), square, route)
-    return pipeline.run(graph, Options(memory_budget=budget)).plan
+    return search.run(graph, Options(memory_budget=budget)).plan
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from roamc import pipeline, zoo
+from roamc import search, zoo
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, eager_live_bytes, live_bytes
 from roamc.options import Options
@@ -57,7 +57,7 @@ def test_eager_peak_is_that_of_the_memory_model(halves: bool) -> None:
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_planned_peak_is_that_of_the_memory_model(halves: bool) -> None:
-    planned = pipeline.run(captured(halves), Options())
+    planned = search.run(captured(halves), Options())
     peak = find_peak(planned.graph)
     live = live_bytes(build_memory(planned.graph))
     assert peak.live_bytes == live.max() == live[peak.step]
@@ -71,7 +71,7 @@ def test_sums_hold_for_other_models(name: str) -> None:
     workload = replace(zoo.make("gpt", SIZES), model=model, batch=batch, loss_fn=loss)
     graph = capture(workload, clip_grad_norm=1.0)
     check_sums(find_peak(graph, eager=True))
-    check_sums(find_peak(pipeline.run(graph, Options(layout_nodes=0)).graph))
+    check_sums(find_peak(search.run(graph, Options(layout_nodes=0)).graph))
 
 
 def test_eager_baseline_of_the_plan_is_eagers_peak(explanation: Explanation) -> None:
@@ -90,7 +90,7 @@ def test_storages_name_the_line_of_the_model(explanation: Explanation) -> None:
 
 
 def test_updates_name_their_parameter(explanation: Explanation) -> None:
-    planned = pipeline.run(captured(), Options())
+    planned = search.run(captured(), Options())
     memory = build_memory(planned.graph)
     made = [index for index, op in enumerate(memory.operators) if op.phase.name == "UPDATE" and op.births]
     assert made
@@ -109,7 +109,7 @@ def test_places_are_those_of_the_layout(explanation: Explanation) -> None:
 
 
 def test_operators_without_out_form_add_up() -> None:
-    planned = pipeline.run(captured(), Options())
+    planned = search.run(captured(), Options())
     rows = allocating(planned.graph)
     layout = planned.plan.decisions["layout"]
     size = {storage.name: storage.nbytes for storage in build_memory(planned.graph).counted}
@@ -127,7 +127,7 @@ def test_candidates_are_sorted_and_one_is_taken(explanation: Explanation) -> Non
 def test_without_reorder_there_are_no_candidates() -> None:
     graph = captured()
     eager = find_peak(graph, eager=True)
-    found = explain(eager, pipeline.run(graph, Options(disable=("reorder",))))
+    found = explain(eager, search.run(graph, Options(disable=("reorder",))))
     assert found.candidates == ()
     assert "orders tried" not in shown(found)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from roamc import Options, pipeline
+from roamc import Options, search
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, operators, output_node
 from roamc.options import parse_options
@@ -59,7 +59,7 @@ def move(graph: TrainGraph, name: str, behind: str) -> None:
 def test_plans_of_random_models_keep_the_values(seed: int, route: str) -> None:
     graph = graph_and_inputs(*random_model(seed), route)[0]
     before = values(graph)
-    trials = pipeline.Trials(graph, Options())
+    trials = search.PlanSearch(graph, Options())
     for planned in (trials.first, trials.lowest()):
         after = check(planned.graph, before, "all")
         assert len(before.operators.keys() & after.operators.keys()) > 50
@@ -180,7 +180,7 @@ def with_reruns(plan: Plan, order: Sequence[str], *reruns: tuple[str, str, tuple
 
 
 def test_plan_from_a_file_with_a_stale_rerun_is_refused() -> None:
-    first = pipeline.run(scaled(), Options(disable=("reorder", "donate")))
+    first = search.run(scaled(), Options(disable=("reorder", "donate")))
     names = [node.name for node in operators(first.graph.graph)]
     clone = next(node for node in operators(first.graph.graph) if node.target is aten.clone.default)
     reader = [user.name for user in clone.users][-1]
@@ -188,7 +188,7 @@ def test_plan_from_a_file_with_a_stale_rerun_is_refused() -> None:
     assert names.index(clone.name) < names.index(write) < names.index(reader)
     kept = with_reruns(first.plan, (), (reader, clone.name, (clone.name,), 0.0))
     with pytest.raises(VerifyError, match=rf"^after pass 'retain': {reader} through {clone.name}_1, which would read "):
-        pipeline.run(scaled(), Options(), Plan.from_json(kept.to_json()), deep=True)
+        search.run(scaled(), Options(), Plan.from_json(kept.to_json()), deep=True)
 
 
 def test_rerun_behind_the_update_of_its_weight() -> None:
@@ -422,7 +422,7 @@ def test_shape_is_enough_for_a_reader_of_the_shape() -> None:
 def test_plan_with_codes_and_replays_is_accepted() -> None:
     graph = model_graph("nanogpt-dropout", "step")[0]
     before = values(graph)
-    planned = pipeline.run(graph, parse_options({"memory_budget": "min"}))
+    planned = search.run(graph, parse_options({"memory_budget": "min"}))
     kept = planned.plan.decisions["retain"]
     assert kept["reruns"]
     assert kept["codes"]

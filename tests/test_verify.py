@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from roamc import ops, pipeline
+from roamc import ops, pipeline, search
 from roamc.errors import PlanError, VerifyError, way_out
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, placeholders
 from roamc.layout import Layout
@@ -33,7 +33,7 @@ X = torch.randn(4, 4)
 
 def planned(name: str, route: str) -> TrainGraph:
     graph = graph_and_inputs(*random_model(5), route)[0] if name == "random" else model_graph(name, route)[0]
-    return pipeline.run(graph, Options()).graph
+    return search.run(graph, Options()).graph
 
 
 def refused(check: Callable[[], None], says: str, shows: str | None = None) -> None:
@@ -338,7 +338,7 @@ def test_layout_is_missing() -> None:
 def test_order_changed_behind_the_layout() -> None:
     """The same offsets in another legal order: lives are derived anew from the graph as it will run."""
     graph = traced(lambda x: (x.sin().sum(), x.cos().sum()), torch.zeros(256))
-    done = pipeline.run(graph, Options()).graph
+    done = search.run(graph, Options()).graph
     assert done.layout is not None
     assert done.layout.arena_bytes == 1024
     sin, _, cos, *_ = operators(done.graph)
@@ -357,7 +357,7 @@ def test_only_a_pass_that_can_be_left_out_is_advised_to_be() -> None:
     for step in pipeline.PIPELINE:
         advised = f"'disable': {step.name!r}" in way_out(step.name)
         try:
-            pipeline.run(small_graph(), Options(disable=(step.name,)))
+            search.run(small_graph(), Options(disable=(step.name,)))
         except PlanError:
             assert not advised
         else:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import pipeline, zoo
+from roamc import search, zoo
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import Phase, operators, source_line
 from roamc.options import Options
@@ -89,7 +89,7 @@ def test_model_is_planned_without_weights(name: str) -> None:
         pytest.importorskip("transformers")
     workload = zoo.make(name, SMALL[name])
     assert {parameter.device.type for parameter in workload.model.parameters()} == {"meta"}
-    plan = pipeline.run(capture(workload), Options()).plan
+    plan = search.run(capture(workload), Options()).plan
     assert plan.name == name
     assert plan.peak_bytes >= plan.bound_bytes > 0
     assert plan.fixed_bytes["optimizer state"] == 2 * plan.fixed_bytes["parameter"]
@@ -105,7 +105,7 @@ def test_forward_and_backward_alone_are_planned_and_know_their_lines(name: str) 
     early = [node for node in work if graph.phase[node.name] is Phase.FORWARD]
     known = sum(bool(source_line(node)) for node in early)
     assert known > 0.9 * len(early)
-    plan = pipeline.run(graph, Options()).plan
+    plan = search.run(graph, Options()).plan
     assert plan.peak_bytes >= plan.bound_bytes > 0
     assert "optimizer state" not in plan.fixed_bytes
 

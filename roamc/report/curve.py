@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from roamc.pipeline import Trials
 from roamc.plan import Plan
+from roamc.search import PlanSearch
 from roamc.units import Bytes, Seconds
 
 BETWEEN = 6
@@ -59,7 +59,7 @@ class Curve:
     step_seconds: Seconds
 
 
-def trace(trials: Trials, now: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
+def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
     """Plan for more peaks; None where nothing can be dropped.
 
     Args:
@@ -74,7 +74,7 @@ def trace(trials: Trials, now: Plan, say: Callable[[str], None] = lambda stage: 
     for number, target in enumerate(targets(lowest, highest), start=1):
         say(f"peak {number} of {BETWEEN} above the lowest")
         trials.attempt(target, together=True, walks=WALKS)
-    plans = staircase(trials.found)
+    plans = staircase(trials.plans)
     bound = _bounds(trials, [plan.needed_bytes for plan in (*plans, now)])
     return Curve(
         spots=tuple(_spot(plan, bound) for plan in plans),
@@ -101,7 +101,7 @@ def staircase(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return tuple(reversed(found))
 
 
-def _bounds(trials: Trials, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
+def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
     """For these peaks and others between them; what holds for a higher peak holds for a lower one."""
     low, high = min(peaks), max(peaks)
     between = {low + (high - low) * number // BOUNDS for number in range(BOUNDS + 1)}

@@ -18,8 +18,8 @@ from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, TrainGraph
 from roamc.layout import Layout
 from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eager_lifetimes, lifetimes, sizes, timeline
-from roamc.pipeline import Planned
 from roamc.plan import Plan
+from roamc.planned import Planned
 from roamc.report.curve import Curve
 from roamc.report.origin import origin, parameter_names
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller

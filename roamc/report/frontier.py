@@ -9,8 +9,8 @@ from typing import Any
 from roamc.budget import Budget
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.pipeline import Trials
 from roamc.plan import Plan
+from roamc.search import PlanSearch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Point:
 
 def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> tuple[Point, ...]:
     """One point for each budget, in their sequence: the plan that it has alone. The graph stays as it is."""
-    trials = Trials(copied(graph), options, many=True)
+    trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}
     plans = {asked: trials.fit(asked).plan for asked in dict.fromkeys(terms.values())}
     return tuple(_point(budget, plans[terms[budget]]) for budget in budgets)

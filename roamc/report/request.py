@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roamc import news, pipeline, zoo
+from roamc import news, search, zoo
 from roamc.arguments import check_clip
 from roamc.budget import parse_budget
 from roamc.codegen.source import emit
 from roamc.errors import OptionError
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
+from roamc.planned import Planned
 from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
@@ -109,14 +110,14 @@ def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
 
 def _planned(
     graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
-) -> tuple[pipeline.Planned, Curve | None]:
+) -> tuple[Planned, Curve | None]:
     """The plan, with the ``seconds`` of capture among its times, and the curve that it lies on if that is wanted."""
     if curve:
         say("getting the solvers ready, for which a new installation compiles them")
         warm_up()
     say(f"planning {graph.name}")
     with news.listening(lambda text: say(f"planning {graph.name}, {text}")):
-        trials = pipeline.Trials(graph, options, many=curve)
+        trials = search.PlanSearch(graph, options, many=curve)
         planned = trials.run()
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None

@@ -20,7 +20,7 @@ from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.memory import build_memory
-from roamc.pipeline import Planned
+from roamc.planned import Planned
 from roamc.runtime import blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound, fill
 

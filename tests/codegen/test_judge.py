@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from roamc import pipeline
+from roamc import search
 from roamc.codegen import judge
 from roamc.codegen.source import Program, emit
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.plan import Plan
+from roamc.planned import Planned
 from roamc.runtime import program as running
 from roamc.runtime.program import Pair, Whole
 from tests.sweeps.plan_mutants import small_graphs_have_arenas_with_holes, valid_plan
@@ -31,7 +32,7 @@ def emitted(number: int) -> tuple[TrainGraph, Program]:
     valid = valid_plan(number)
     with small_graphs_have_arenas_with_holes():
         plan = Plan.from_json(valid.plan_text)
-        graph = pipeline.run(copied(valid.graph), Options(), plan).graph
+        graph = search.run(copied(valid.graph), Options(), plan).graph
     return graph, emit(graph)
 
 
@@ -137,12 +138,12 @@ def test_notes_for_steps_that_fail_in_their_middle_are_judged() -> None:
 
 @pytest.mark.parametrize(("number", "run"), [(STEP, Whole), (JOINT, Pair)])
 def test_wrong_program_is_refused_before_it_runs(
-    number: int, run: Callable[[pipeline.Planned], object], monkeypatch: pytest.MonkeyPatch
+    number: int, run: Callable[[Planned], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, program, lines = lines_of(number)
     at = next(at for at, line in enumerate(lines) if "aten_mul_out(" in line)
     wrong = with_lines(program, [*lines[:at], "", *lines[at + 1 :]])
     monkeypatch.setattr(running, "emit", lambda graph: wrong)
-    planned = pipeline.Planned(graph, Plan.from_json(valid_plan(number).plan_text))
+    planned = Planned(graph, Plan.from_json(valid_plan(number).plan_text))
     with pytest.raises(VerifyError, match=r"the program of \w+, line \d+, \w+: .*; please report this model"):
         run(planned)

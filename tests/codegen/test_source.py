@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import FileCheck
 
-from roamc import compat, pipeline
+from roamc import compat, search
 from roamc.codegen.source import Program, emit, entries_of
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators
@@ -47,7 +47,7 @@ def same_bits(function: Callable[..., Any], *inputs: Tensor) -> str:
     """The emitted program gives what the function gives; its source."""
     torch.manual_seed(1)
     expected = function(*clones(inputs))
-    planned = pipeline.run(traced(function, *inputs), KEEP)
+    planned = search.run(traced(function, *inputs), KEEP)
     torch.manual_seed(1)
     got = Whole(planned)(clones(inputs))
     for a, b in zip(expected if isinstance(expected, tuple) else (expected,), got, strict=True):
@@ -89,7 +89,7 @@ def test_constant_that_is_returned_is_a_constant_of_the_program() -> None:
     ports = (Port("output[0]", Role.OUTPUT), Port("output[1]", Role.OUTPUT))
     root = fx.GraphModule({"mesh": nn.Module()}, graph)
     hand = TrainGraph("hand", root, (Port("x", Role.INPUT),), ports, {double.name: Phase.FORWARD})
-    result, returned = Whole(pipeline.run(hand, KEEP))([X])
+    result, returned = Whole(search.run(hand, KEEP))([X])
     assert torch.equal(result, X * 2)
     assert returned is root.mesh
 
@@ -176,7 +176,7 @@ def test_write_in_place_is_a_plain_call_on_the_planned_tensor() -> None:
 
 
 def test_write_to_an_input_reaches_the_callers_tensor() -> None:
-    planned = pipeline.run(traced(lambda x, y: (x.add_(y), y.sum())[1], X, X.clone()), KEEP)
+    planned = search.run(traced(lambda x, y: (x.add_(y), y.sum())[1], X, X.clone()), KEEP)
     mine, other = X.clone(), torch.ones(16, 16)
     Whole(planned)([mine, other])
     assert torch.equal(mine, X + 1)
@@ -267,7 +267,7 @@ def test_node_with_an_odd_name(name: str, where: str) -> None:
     def calls(w: Writer, x: fx.Node) -> fx.Node:
         return w.call(aten.add.Tensor, w.call(aten.sin.default, w.call(aten.zeros_like.default, x)), x)
 
-    planned = pipeline.run(hand_made(names, calls), KEEP)
+    planned = search.run(hand_made(names, calls), KEEP)
     assert torch.equal(Whole(planned)([X.clone()])[0], X)
 
 
@@ -315,7 +315,7 @@ def test_constant_made_in_forward_is_a_constant_of_the_program(route: str) -> No
     model, batch = WithConstant(), (torch.randn(4, 3),)
     graph, inputs = graph_and_inputs(model, batch, lambda m, x: m(x).sum(), route)
     expected, _ = run_real(graph, clones(inputs))
-    planned = pipeline.run(graph, Options(), deep=True)
+    planned = search.run(graph, Options(), deep=True)
     made = emit(planned.graph)
     assert any(isinstance(value, Tensor) for value in made.constants.values())
     for _ in range(2):  # a constant is not used up, nor written
@@ -339,7 +339,7 @@ class WritesToConstant(nn.Module):
 def test_constant_that_the_model_writes_is_fresh_every_step(route: str) -> None:
     model, batch = WritesToConstant(), (torch.randn(4, 3),)
     graph, inputs = graph_and_inputs(model, batch, lambda m, x: m(x), route)
-    planned = pipeline.run(graph, Options())
+    planned = search.run(graph, Options())
     for step in range(3):
         got = run_program(planned, clones(inputs))
         assert torch.equal(got[0], model(*batch).detach()), f"{route}, step {step}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc import pipeline
+from roamc import search
 from roamc.capture import corrections
 from tests.end_to_end.helpers import assert_same
 
@@ -126,8 +126,8 @@ def test_float32_norms_in_a_bfloat16_model() -> None:
 
 
 def test_the_judge_derives_the_dtypes_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = pipeline.run
-    monkeypatch.setattr(pipeline, "run", lambda graph, options: run(graph, options, deep=True))
+    run = search.run
+    monkeypatch.setattr(search, "run", lambda graph, options: run(graph, options, deep=True))
     two_steps(model_of("layer", False), batch_of("layer", False), torch.bfloat16, "torch.compile")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc import pipeline
+from roamc import search
 from roamc.errors import BudgetError
 from roamc.options import Options
 from tests.end_to_end.helpers import (
@@ -34,13 +34,13 @@ LONG = dict.fromkeys(("lstm", "t5", "resnet50", "mobilenetv2"), ("40%",))
 SMALL = {"layout_nodes": 10_000}
 
 
-def planned(name: str, route: str, budget: str | None) -> tuple[pipeline.Planned, list[Any], bool]:
+def planned(name: str, route: str, budget: str | None) -> tuple[planned.Planned, list[Any], bool]:
     """The plan, the inputs, and whether the budget is kept; the lowest plan that was found where it cannot be."""
     graph, inputs = model_graph(name, route)
     try:
-        return pipeline.run(graph, Options(memory_budget=budget, **SMALL)), inputs, True
+        return search.run(graph, Options(memory_budget=budget, **SMALL)), inputs, True
     except BudgetError as error:
-        return pipeline.run(model_graph(name, route)[0], Options(**SMALL), error.plan), inputs, False
+        return search.run(model_graph(name, route)[0], Options(**SMALL), error.plan), inputs, False
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import roamc
-from roamc import compat, pipeline
+from roamc import compat, search
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
@@ -70,7 +70,7 @@ def test_two_processes_with_other_hash_seeds_agree() -> None:
 
 @each_way
 def test_a_plan_is_read_back_as_it_was(way: str) -> None:
-    plan = pipeline.run(captured("nanogpt", way), Options()).plan
+    plan = search.run(captured("nanogpt", way), Options()).plan
     assert roamc.Plan.from_json(plan.to_json()).to_json() == plan.to_json()
     assert json.loads(plan.to_json())["peak_bytes"] == plan.peak_bytes
     timed = roamc.Plan.from_json(plan.to_json(seconds=True))
@@ -80,9 +80,9 @@ def test_a_plan_is_read_back_as_it_was(way: str) -> None:
 @each_way
 @pytest.mark.parametrize("name", ["nanogpt-dropout", "vit"])
 def test_a_kept_plan_gives_the_same_order_layout_and_program(name: str, way: str) -> None:
-    first = pipeline.run(captured(name, way), Options())
+    first = search.run(captured(name, way), Options())
     kept = roamc.Plan.from_json(first.plan.to_json())
-    second = pipeline.run(captured(name, way), Options(), plan=kept)
+    second = search.run(captured(name, way), Options(), plan=kept)
     assert second.graph.layout == first.graph.layout
     assert second.plan.to_json() == first.plan.to_json()
     assert [str(node) for node in second.graph.graph.nodes] == [str(node) for node in first.graph.graph.nodes]
@@ -90,26 +90,26 @@ def test_a_kept_plan_gives_the_same_order_layout_and_program(name: str, way: str
 
 
 def test_a_kept_plan_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = pipeline.run(captured("nanogpt", "step"), Options()).plan
+    kept = search.run(captured("nanogpt", "step"), Options()).plan
 
     def decide(*args: object) -> None:
         raise AssertionError("a pass decided although there is a plan")
 
     monkeypatch.setattr("roamc.passes.reorder.solve", decide)
     monkeypatch.setattr("roamc.passes.layout.choose.solve", decide)
-    assert pipeline.run(captured("nanogpt", "step"), Options(), plan=kept).plan == kept
+    assert search.run(captured("nanogpt", "step"), Options(), plan=kept).plan == kept
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    kept = pipeline.run(captured("nanogpt", "step"), Options()).plan
+    kept = search.run(captured("nanogpt", "step"), Options()).plan
     with pytest.raises(roamc.PlanError, match="another graph"):
-        pipeline.run(captured("vit", "step"), Options(), plan=kept)
+        search.run(captured("vit", "step"), Options(), plan=kept)
     with pytest.raises(roamc.PlanError, match="another graph"):
-        pipeline.run(captured("nanogpt", "module"), Options(), plan=kept)
+        search.run(captured("nanogpt", "module"), Options(), plan=kept)
 
 
 def test_plans_of_one_process_agree_whatever_ran_before() -> None:
-    texts = [pipeline.run(captured("nanogpt", "step"), Options()).plan.to_json() for _ in range(2)]
-    seeded(lambda: pipeline.run(captured("nanogpt-dropout", "module"), Options()), seed=5)
-    texts.append(pipeline.run(captured("nanogpt", "step"), Options()).plan.to_json())
+    texts = [search.run(captured("nanogpt", "step"), Options()).plan.to_json() for _ in range(2)]
+    seeded(lambda: search.run(captured("nanogpt-dropout", "module"), Options()), seed=5)
+    texts.append(search.run(captured("nanogpt", "step"), Options()).plan.to_json())
     assert_same(texts, [texts[0]] * 3)

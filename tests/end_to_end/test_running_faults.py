@@ -345,7 +345,7 @@ def test_a_train_step_that_cannot_be_captured_changes_nothing_and_names_the_way_
 
 
 PLANNING = (
-    "roamc.pipeline.Trials.run",
+    "roamc.search.PlanSearch.run",
     "roamc.verify.check_layout",
     "roamc.runtime.program.emit",
     "roamc.runtime.program.load",

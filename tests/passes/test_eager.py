@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roamc import pipeline
+from roamc import search
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory
 from roamc.options import Options
@@ -72,12 +72,12 @@ def test_an_operator_that_may_take_something_has_no_more_beside_it_than_in_eager
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", range(60, 66))
 def test_no_random_graph_is_planned_above_eager(seed: int, route: str) -> None:
-    planned = pipeline.run(graph_and_inputs(*random_model(seed), route)[0], Options())
+    planned = search.run(graph_and_inputs(*random_model(seed), route)[0], Options())
     assert planned.graph.eager_floor
     assert layout.above_eager(planned.graph, Options()) == 0, f"seed {seed}, {route}"
 
 
 def test_large_graphs_are_not_compared_moment_by_moment() -> None:
-    planned = pipeline.run(model_graph("resnet50", "joint")[0], Options())
+    planned = search.run(model_graph("resnet50", "joint")[0], Options())
     assert planned.plan.baseline_bytes > layout.SMALL
     assert not planned.graph.eager_floor

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
-from roamc import pipeline, typed
+from roamc import search, typed
 from roamc.graph import TrainGraph, copied, operators
 from roamc.options import Options, parse_options
 from roamc.pipeline import PIPELINE
@@ -122,7 +122,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 def text_of(name: str) -> str:
     """The three texts of one pass on its example."""
     graph, options = EXAMPLES[name]()
-    plan = pipeline.run(copied(graph), options).plan
+    plan = search.run(copied(graph), options).plan
     for row in PIPELINE:
         decision: Any = typed.read(row.decision, plan.decisions[row.name], row.name)
         before = printed(graph)

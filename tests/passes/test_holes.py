@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from roamc import compat, pipeline
+from roamc import compat, search
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.passes.layout import holes
 from roamc.passes.layout.holes import LARGE, Gap, Room, away, punch
-from roamc.pipeline import Planned
+from roamc.planned import Planned
 from roamc.runtime.blocks import Block
 from roamc.runtime.program import Pair, Whole
 from roamc.verify import check_layout
@@ -109,7 +109,7 @@ def planned(seed: int, route: str, *, with_holes: bool) -> tuple[Planned, list[A
         if not with_holes:
             patch.setattr(holes, "LEAST", 1 << 60)
             patch.setattr("roamc.passes.layout.choose.LEAST", 1 << 60)
-        return pipeline.run(graph, Options()), inputs
+        return search.run(graph, Options()), inputs
 
 
 def two_steps(made: Planned, inputs: list[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ def with_hole(graph: TrainGraph, **changes: Any) -> TrainGraph:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_the_judge_finds_planted_faults(route: str) -> None:
-    graph = pipeline.run(model_graph("nanogpt-dropout", route)[0], Options()).graph
+    graph = search.run(model_graph("nanogpt-dropout", route)[0], Options()).graph
     assert graph.layout is not None
     assert graph.layout.holes
     check_layout(graph)

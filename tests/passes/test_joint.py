@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roamc import pipeline
+from roamc import search
 from roamc.graph import TrainGraph
 from roamc.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearranged
 from roamc.options import Options
@@ -39,14 +39,14 @@ def graph_of(seed: int, route: str) -> TrainGraph:
 
 @functools.cache
 def planned(seed: int, route: str, options: Options = NO_SEARCH) -> Plan:
-    return pipeline.run(graph_of(seed, route), options).plan
+    return search.run(graph_of(seed, route), options).plan
 
 
 @functools.cache
 def without_joint(seed: int, route: str) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joint, "may_look_again", lambda options: False)
-        return pipeline.run(graph_of(seed, route), NO_SEARCH).plan
+        return search.run(graph_of(seed, route), NO_SEARCH).plan
 
 
 def needed(plan: Plan) -> int:
@@ -83,7 +83,7 @@ def test_program_of_the_other_order_gives_the_same_bits(seed: int, route: str) -
     graph, inputs = graph_and_inputs(*random_model(seed), route)
     used, again = clones(inputs), clones(inputs)
     expected = with_seed(seed, lambda: run_real(graph, used)[0])
-    found = pipeline.run(graph, NO_SEARCH, deep=True)
+    found = search.run(graph, NO_SEARCH, deep=True)
     assert found.plan.decisions["reorder"]["laid_out"]
     got = with_seed(seed, lambda: run_program(found, again))
     assert_same([*expected, *used], [*got, *again], f"seed {seed}, {route}")
@@ -99,7 +99,7 @@ def with_seed(seed: int, work: Any) -> Any:
 @pytest.mark.parametrize(("seed", "route"), CASES)
 def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
     plan = planned(seed, route)
-    again = pipeline.run(graph_of(seed, route), NO_SEARCH, Plan.from_json(plan.to_json())).plan
+    again = search.run(graph_of(seed, route), NO_SEARCH, Plan.from_json(plan.to_json())).plan
     assert again == plan
     assert again.to_json() == plan.to_json()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roamc import pipeline
+from roamc import search
 from roamc.options import Options
 from roamc.report.chart import (
     LETTER,
@@ -36,7 +36,7 @@ HEIGHT = 200
 def picture() -> Picture:
     graph, _ = model_graph("nanogpt", "step")
     eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = pipeline.run(graph, Options())
+    planned = search.run(graph, Options())
     return draw(explain(eager, planned), before, planned.graph)
 
 

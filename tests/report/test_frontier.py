@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import pytest
 
-from roamc import pipeline
+from roamc import search
 from roamc.budget import Budget
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.pipeline import Trials
 from roamc.plan import Plan
 from roamc.report.chart import Mark
 from roamc.report.curve import BETWEEN, Curve, Spot, staircase, targets, trace
 from roamc.report.curve_chart import HEIGHT, WIDTH, curve_chart
 from roamc.report.frontier import frontier
 from roamc.report.text import BAR, curve_rows
+from roamc.search import PlanSearch
 from tests.graphs import model_graph
 
 SHARES = ("100%", "95%", "90%", "85%", "80%", "75%", "70%", "65%", "55%", "min")
@@ -52,28 +52,28 @@ def test_budgets_may_come_in_any_sequence(name: str, budgets: tuple[Budget, ...]
 
 def plan_alone(graph: TrainGraph, budget: Budget) -> Plan:
     try:
-        return pipeline.run(copied(graph), Options(memory_budget=budget)).plan
+        return search.run(copied(graph), Options(memory_budget=budget)).plan
     except BudgetError as error:
         return error.plan
 
 
 @pytest.fixture(scope="module", params=["nanogpt", "nanogpt-dropout"])
-def traced(request: pytest.FixtureRequest) -> tuple[Trials, Curve]:
-    trials = Trials(model_graph(request.param, "step")[0], replace(QUICK, memory_budget="80%"), many=True)
+def traced(request: pytest.FixtureRequest) -> tuple[PlanSearch, Curve]:
+    trials = PlanSearch(model_graph(request.param, "step")[0], replace(QUICK, memory_budget="80%"), many=True)
     curve = trace(trials, trials.run().plan)
     assert curve is not None
     return trials, curve
 
 
-def test_curve_is_made_of_plans(traced: tuple[Trials, Curve]) -> None:
+def test_curve_is_made_of_plans(traced: tuple[PlanSearch, Curve]) -> None:
     trials, curve = traced
-    plans = {(plan.needed_bytes, plan.added_seconds) for plan in trials.found}
+    plans = {(plan.needed_bytes, plan.added_seconds) for plan in trials.plans}
     assert {(spot.needed_bytes, spot.added_seconds) for spot in (*curve.spots, curve.now)} <= plans
-    assert curve.spots[-1].needed_bytes == min(plan.needed_bytes for plan in trials.found)
+    assert curve.spots[-1].needed_bytes == min(plan.needed_bytes for plan in trials.plans)
     assert curve.spots[0].added_seconds == 0
 
 
-def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[Trials, Curve]) -> None:
+def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[PlanSearch, Curve]) -> None:
     _, curve = traced
     for before, after in pairwise(curve.spots):
         assert after.needed_bytes < before.needed_bytes
@@ -87,14 +87,14 @@ def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[Trials, Curve]
 
 def test_plan_of_the_curve_is_that_of_the_budget_alone() -> None:
     options = replace(QUICK, memory_budget="80%")
-    alone = Trials(model_graph("nanogpt", "step")[0], options).run().plan
-    assert Trials(model_graph("nanogpt", "step")[0], options, many=True).run().plan == alone
-    free = Trials(model_graph("nanogpt", "step")[0], QUICK).run().plan
-    assert Trials(model_graph("nanogpt", "step")[0], QUICK, many=True).run().plan == free
+    alone = PlanSearch(model_graph("nanogpt", "step")[0], options).run().plan
+    assert PlanSearch(model_graph("nanogpt", "step")[0], options, many=True).run().plan == alone
+    free = PlanSearch(model_graph("nanogpt", "step")[0], QUICK).run().plan
+    assert PlanSearch(model_graph("nanogpt", "step")[0], QUICK, many=True).run().plan == free
 
 
 def test_no_curve_where_nothing_may_run_again() -> None:
-    trials = Trials(model_graph("nanogpt", "step")[0], Options(disable=("retain",)), many=True)
+    trials = PlanSearch(model_graph("nanogpt", "step")[0], Options(disable=("retain",)), many=True)
     assert trace(trials, trials.run().plan) is None
 
 
@@ -106,11 +106,11 @@ def test_targets_fall_by_the_same_share() -> None:
 
 
 def test_only_plans_that_no_other_beats_stay() -> None:
-    trials = Trials(model_graph("nanogpt", "step")[0], QUICK, many=True)
+    trials = PlanSearch(model_graph("nanogpt", "step")[0], QUICK, many=True)
     trials.first  # noqa: B018 - is made when it is asked for
     trials.attempt(0)
-    both = staircase(trials.found)
-    assert [plan.added_seconds for plan in both] == sorted(plan.added_seconds for plan in trials.found)
+    both = staircase(trials.plans)
+    assert [plan.added_seconds for plan in both] == sorted(plan.added_seconds for plan in trials.plans)
     assert staircase([*both, *both]) == both
 
 

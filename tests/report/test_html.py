@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roamc import pipeline
+from roamc import search
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.report.explain import explain, find_peak
@@ -67,7 +67,7 @@ class Reader(HTMLParser):
 
 def drawn(graph: TrainGraph) -> Picture:
     eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = pipeline.run(graph, Options())
+    planned = search.run(graph, Options())
     return draw(explain(eager, planned), before, planned.graph)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import pipeline
+from roamc import search
 from roamc.memory import build_memory, eager_live_bytes, live_bytes
 from roamc.options import Options
-from roamc.pipeline import Planned
+from roamc.planned import Planned
 from roamc.report.explain import explain, find_peak
 from roamc.report.picture import Box, Picture, draw, follow
 from tests.graphs import joint_graph, model_graph
@@ -25,7 +25,7 @@ ROUTES = ("step", "joint")
 def drawn(request: pytest.FixtureRequest) -> tuple[Picture, Planned]:
     graph, _ = model_graph("nanogpt-dropout", request.param)
     eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = pipeline.run(graph, Options(memory_budget="100%"))  # with a budget, small graphs have arenas
+    planned = search.run(graph, Options(memory_budget="100%"))  # with a budget, small graphs have arenas
     return draw(explain(eager, planned), before, planned.graph), planned
 
 
@@ -117,7 +117,7 @@ class Ignoring(nn.Module):
 def test_storage_without_a_life_is_not_drawn() -> None:
     graph = joint_graph(Ignoring(), [torch.randn(4, 8)])
     eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = pipeline.run(graph, Options())
+    planned = search.run(graph, Options())
     picture = draw(explain(eager, planned), before, planned.graph)
     boxes = {box.storage.name for box in (*picture.arena, *picture.outside)}
     assert [(s.kind, s.born - s.dead) for s in picture.after.storages if s.name not in boxes] == [("tangent", 0)]

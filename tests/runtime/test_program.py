@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import roamc
-from roamc import compat, pipeline
+from roamc import compat, search
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
 from roamc.memory import Place, build_memory
 from roamc.options import Options
-from roamc.pipeline import Planned
+from roamc.planned import Planned
 from roamc.runtime.arena import Arena
 from roamc.runtime.program import Executable, Pair, Whole
 from tests.end_to_end.cases import SMALL
@@ -30,7 +30,7 @@ def planned_pair(name: str) -> tuple[Planned, list[torch.Tensor]]:
     """A planned module, and its inputs."""
     model, batch = seeded(SMALL[name].build), SMALL[name].batch()
     halves, outputs, static = compat.forward_backward(model, (batch,))
-    planned = pipeline.run(joint.stitch(*halves, outputs, static, name), Options())
+    planned = search.run(joint.stitch(*halves, outputs, static, name), Options())
     return planned, [*(t.detach() for t in (*model.parameters(), *model.buffers())), batch]
 
 
@@ -147,13 +147,13 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
         halves, outputs, static = compat.forward_backward(model, (x,))
         return joint.stitch(*halves, outputs, static, "tanh")
 
-    first = pipeline.run(graph(), Options(disable=("donate",)))
+    first = search.run(graph(), Options(disable=("donate",)))
     own = [s.name for s in build_memory(first.graph).counted if s.place is Place.TEMPORARY]
     held = tuple(name for name in own if name != "tanh_backward")
     layout = first.plan.decisions["layout"] | {"held": held, "offset": {}, "arena_bytes": 0, "peak_bytes": 1 << 20}
     over = {"overwrites": (("tanh_backward", 1),), "nbytes": 128}
     decisions = first.plan.decisions | {"donate": over, "layout": layout}
-    pair = Pair(pipeline.run(graph(), Options(), dataclasses.replace(first.plan, decisions=decisions)))
+    pair = Pair(search.run(graph(), Options(), dataclasses.replace(first.plan, decisions=decisions)))
     results = pair.forward([*(p.detach() for p in model.parameters()), x])
     before = [t.clone() for t in results]
     once = pair.backward([*results[pair.first_saved :], noise(4, 8)])
@@ -167,7 +167,7 @@ def test_a_whole_step_uses_one_arena_again_and_again() -> None:
     model = SMALL["dropout"].build()
     optimizer = sgd(model)
     request = StepRequest(model, square, optimizer, (noise(4, 8),), lambda leaves: tuple(leaves))
-    whole = Whole(pipeline.run(capture_step(request).graph, Options()))
+    whole = Whole(search.run(capture_step(request).graph, Options()))
     pool = whole.executable.pool
     assert (len(pool.free), len(pool.waiting)) == (0, 0), "no memory before the first step"
     arena = pool.acquire()

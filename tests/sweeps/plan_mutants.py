@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc import pipeline
+from roamc import search
 from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
@@ -91,14 +91,14 @@ class Valid:
 
 
 @functools.cache
-def _trials(model: int, route: str) -> tuple[TrainGraph, list[Any], pipeline.Trials, list[Any]]:
+def _trials(model: int, route: str) -> tuple[TrainGraph, list[Any], search.PlanSearch, list[Any]]:
     graph, inputs = graph_and_inputs(*MODELS[model](), route)
     used = clones(inputs)
     torch.manual_seed(3)
     returned, _ = run_real(copied(graph), used)
     expected = [*returned, *used, torch.get_rng_state()]
     with small_graphs_have_arenas_with_holes():
-        return graph, inputs, pipeline.Trials(copied(graph), Options()), expected
+        return graph, inputs, search.PlanSearch(copied(graph), Options()), expected
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def outcome(valid: Valid, data: dict[str, Any]) -> str:
     """
     try:
         plan = Plan.from_json(json.dumps(data))
-        planned = pipeline.run(copied(valid.graph), Options(), plan)
+        planned = search.run(copied(valid.graph), Options(), plan)
     except RoamcError:
         return "refused"
     given = clones(valid.inputs)

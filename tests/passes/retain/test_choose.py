@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc import cost, pipeline, value_flow
+from roamc import cost, search
 from roamc.graph import Phase, TrainGraph, copied
 from roamc.memory import build_memory, live_bytes
 from roamc.options import Options
@@ -21,6 +21,7 @@ from roamc.passes.retain import Choice, compress
 from roamc.passes.retain.choose import coded_order
 from roamc.passes.retain.decide import Decision, choose
 from roamc.plan import Plan
+from roamc.plan_maker import prepared
 from roamc.solvers.retain import WALKS
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
 from tests.passes.retain.test_codecs import late_graph
@@ -120,16 +121,16 @@ def test_operators_of_codecs_stand_where_they_may(name: str, route: str) -> None
 @pytest.mark.parametrize("route", ROUTES)
 def test_plan_with_codecs_runs_to_the_same_bits_also_from_json(route: str) -> None:
     made = tower()
-    free = pipeline.run(graph_and_inputs(*made, route)[0], Options())
+    free = search.run(graph_and_inputs(*made, route)[0], Options())
     assert free.plan.decisions["retain"]["codes"] == ()
     graph, inputs = graph_and_inputs(*made, route)
-    planned = pipeline.run(graph, Options(memory_budget="70%"), deep=True)
+    planned = search.run(graph, Options(memory_budget="70%"), deep=True)
     codes = planned.plan.decisions["retain"]["codes"]
     assert {codec for _, codec, *_ in codes} == {"bits"}
     assert all(after == -(-before // 8) for _, _, before, after, _ in codes)
     assert "are kept in fewer bytes" in str(planned.plan)
     text = planned.plan.to_json()
-    again = pipeline.run(graph_and_inputs(*made, route)[0], Options(), Plan.from_json(text))
+    again = search.run(graph_and_inputs(*made, route)[0], Options(), Plan.from_json(text))
     assert again.plan.decisions == planned.plan.decisions
     results: list[Any] = []
     for one in (free, planned, again):
@@ -145,18 +146,16 @@ def test_plan_with_codecs_runs_to_the_same_bits_also_from_json(route: str) -> No
 def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> None:
     """Of small values as well, which no budget would ask for."""
     graph, inputs = graph_and_inputs(*MODELS[name](), route)
-    free = pipeline.run(graph, Options())
+    free = search.run(graph, Options())
     clean, _ = cleaned(*MODELS[name](), route)
     rows = tuple((*code, 0, 0, 0.0) for code in all_codes(clean))
     forced = Decision((), (), 0, 0.0, 0.0, "gap", "all", rows)
     plan = Plan.from_json(free.plan.to_json())
     decisions = {key: plan.decisions[key] for key in ("normalize", "checkpoint")}
-    road = pipeline._Road(Options(), None, True, "", "all")
     captured = graph_and_inputs(*MODELS[name](), route)[0]
-    flow = value_flow.read(captured, value_flow.Numbers())
-    start = road.travel(pipeline.Stop(captured, {}, {}, flow), pipeline.PIPELINE[:2])
+    maker, start = prepared(captured, Options(), None, "", deep=True)
     assert start.decisions.keys() == decisions.keys()
-    coded = road.arrive(start, forced)
+    coded = maker.make(start, forced)
     results: list[Any] = []
     for one in (free, coded):
         used = clones(inputs)

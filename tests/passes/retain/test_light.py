@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import pipeline
+from roamc import search
 from roamc.cost import flops
 from roamc.cost.kinds import LIGHT, kind_of
 from roamc.graph import TrainGraph, operators
 from roamc.memory import build_memory
 from roamc.options import Options
-from roamc.pipeline import Planned
 from roamc.plan import Plan
+from roamc.planned import Planned
 from tests.graphs import assert_same, clones, joint_graph, model_graph, traced
 from tests.passes.retain.blocks import GPTBlock, LlamaBlock
 from tests.test_pipeline import run_program
@@ -42,7 +42,7 @@ def blocks_planned(name: str, layers: int, budget: str | None) -> Planned:
     """Under torch.compile's capture, in bfloat16."""
     model = nn.Sequential(*(BLOCKS[name][0]() for _ in range(layers))).to(torch.bfloat16)
     graph = joint_graph(model, (torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16),))
-    return pipeline.run(graph, Options(memory_budget=budget, profile="cpu"))
+    return search.run(graph, Options(memory_budget=budget, profile="cpu"))
 
 
 def saved_a_layer(planned: list[Planned]) -> float:
@@ -66,8 +66,8 @@ def test_blocks_save_what_exact_recomputation_leaves(name: str) -> None:
 @pytest.mark.parametrize("name", ["nanogpt-dropout", "mobilenetv2"])
 def test_nothing_heavy_runs_again_and_no_bit_changes(name: str, route: str) -> None:
     graph, inputs = model_graph(name, route)
-    whole = pipeline.run(model_graph(name, route)[0], Options())
-    light = pipeline.run(graph, Options(memory_budget="light", profile="cpu"))
+    whole = search.run(model_graph(name, route)[0], Options())
+    light = search.run(graph, Options(memory_budget="light", profile="cpu"))
     assert light.plan.peak_bytes < whole.plan.peak_bytes
     assert products(light.graph) == products(whole.graph)
     kinds = {kind_of(node) for node in operators(light.graph.graph) if "again" in node.meta}
@@ -83,7 +83,7 @@ def test_nothing_heavy_runs_again_and_no_bit_changes(name: str, route: str) -> N
 
 def test_min_goes_lower_and_runs_products_again() -> None:
     light, least = (
-        pipeline.run(model_graph("nanogpt-dropout", "step")[0], Options(memory_budget=budget, profile="cpu"))
+        search.run(model_graph("nanogpt-dropout", "step")[0], Options(memory_budget=budget, profile="cpu"))
         for budget in ("light", "min")
     )
     assert least.plan.peak_bytes < light.plan.peak_bytes
@@ -93,9 +93,9 @@ def test_min_goes_lower_and_runs_products_again() -> None:
 
 
 def test_plan_is_data_and_runs_again() -> None:
-    planned = pipeline.run(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget="light", profile="cpu"))
+    planned = search.run(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget="light", profile="cpu"))
     read = Plan.from_json(planned.plan.to_json())
-    followed = pipeline.run(model_graph("nanogpt-dropout", "joint")[0], Options(), read)
+    followed = search.run(model_graph("nanogpt-dropout", "joint")[0], Options(), read)
     assert followed.plan.decisions == planned.plan.decisions
     assert followed.plan.decisions["retain"]["allowed"] == "light"
 
@@ -106,7 +106,7 @@ def test_plan_is_data_and_runs_again() -> None:
     ids=["no operator", "only products", "nothing to gain"],
 )
 def test_where_nothing_can_be_dropped_nothing_is(function: Callable[[Tensor], Tensor]) -> None:
-    planned = pipeline.run(traced(function, torch.randn(8, 8)), Options(memory_budget="light", profile="cpu"))
+    planned = search.run(traced(function, torch.randn(8, 8)), Options(memory_budget="light", profile="cpu"))
     assert again(planned) == []
     assert planned.plan.added_seconds == planned.plan.added_bound_seconds == 0
     assert planned.plan.decisions["retain"]["allowed"] == "light"

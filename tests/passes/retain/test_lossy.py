@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc import pipeline
+from roamc import search
 from roamc.errors import OptionError, VerifyError
 from roamc.options import Options, parse_options
 from roamc.passes.retain import codecs
@@ -59,17 +59,17 @@ def used(plan: Plan) -> set[str]:
 
 
 def test_unnamed_it_is_in_no_plan() -> None:
-    assert "halves" not in used(pipeline.run(graph(), parse_options({"memory_budget": "min"})).plan)
+    assert "halves" not in used(search.run(graph(), parse_options({"memory_budget": "min"})).plan)
 
 
 def test_named_it_is_used_and_the_plan_is_refused_without_the_name() -> None:
     options = parse_options({"memory_budget": "light", "codecs": "halves"})
-    plan = pipeline.run(graph(), options).plan
+    plan = search.run(graph(), options).plan
     assert used(plan) == {"halves"}
     kept = Plan.from_json(plan.to_json())
-    assert pipeline.run(graph(), options, kept).plan.decisions == plan.decisions
+    assert search.run(graph(), options, kept).plan.decisions == plan.decisions
     with pytest.raises(VerifyError, match=r"is kept by codec 'halves', which errs by up to 0.0039.*: allow it with"):
-        pipeline.run(graph(), Options(), kept)
+        search.run(graph(), Options(), kept)
 
 
 def test_way_in_takes_the_name() -> None:
@@ -84,10 +84,10 @@ def test_way_in_takes_the_name() -> None:
 def test_name_that_is_no_codec_with_an_error_is_refused(name: str) -> None:
     says = f"codecs: '{name}' is not a codec with an error; there are halves"
     with pytest.raises(OptionError, match=says):
-        pipeline.run(graph(), parse_options({"codecs": name}))
+        search.run(graph(), parse_options({"codecs": name}))
 
 
 def test_without_any_in_the_table_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "CODECS", tuple(dataclasses.replace(codec, error=0.0) for codec in codecs.CODECS))
     with pytest.raises(OptionError, match="this roamc has none, all its codecs are exact"):
-        pipeline.run(graph(), Options(codecs=("halves",)))
+        search.run(graph(), Options(codecs=("halves",)))

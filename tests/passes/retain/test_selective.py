@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from roamc import pipeline
+from roamc import search
 from roamc.cost import flops
 from roamc.graph import operators
 from roamc.memory import build_memory
 from roamc.options import Options
-from roamc.pipeline import Planned
+from roamc.planned import Planned
 from roamc.units import Bytes
 from tests.graphs import joint_graph
 from tests.passes.retain.blocks import GPTBlock
@@ -38,7 +38,7 @@ def planned(layers: int, budget: Bytes | None, *, pinned: bool) -> Planned:
         model = nn.Sequential(*(GPTBlock(WIDTH, HEADS, fused=False, pinned=pinned) for _ in range(layers)))
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16)
     graph = joint_graph(model.to(torch.bfloat16), (x,))
-    return pipeline.run(graph, Options(memory_budget=budget, profile="a100"))
+    return search.run(graph, Options(memory_budget=budget, profile="a100"))
 
 
 def matching_budget(layers: int) -> Bytes:
