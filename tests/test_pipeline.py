@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from roamc.errors import REQUIRED, BudgetError, PlanError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, eager_live_bytes
 from roamc.options import Options
+from roamc.plan import Plan
 from roamc.planned import Planned
 from roamc.runtime.program import Pair, Whole
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
@@ -169,3 +173,49 @@ def test_graph_without_operators_runs() -> None:
     planned = search.run(traced(lambda x: x.t(), X), Options())
     assert planned.plan.peak_bytes == 0
     assert torch.equal(run_program(planned, [X])[0], X.t())
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A decision without choices."""
+
+
+def identity_pass(**facts: set[str]) -> pipeline.Pass:
+    """A pass that changes nothing."""
+    module = SimpleNamespace(NAME="nothing", Decision=Nothing)
+    module.decide = lambda graph, options: Nothing()
+    module.apply = lambda graph, decision: graph
+    return pipeline.Pass.of(module, **facts)
+
+
+def test_a_pass_is_added_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = search.run(traced(lambda x: x.sin().cos(), X), Options(memory_budget="min")).plan
+    added = pipeline.checked(*pipeline.PIPELINE[:3], identity_pass(), *pipeline.PIPELINE[3:])
+    monkeypatch.setattr(pipeline, "PIPELINE", added)
+    plan = search.run(traced(lambda x: x.sin().cos(), X), Options(memory_budget="min")).plan
+    assert plan.decisions == {**plain.decisions, "nothing": {}}
+    assert list(plan.decisions) == [each.name for each in added]
+    again = search.run(traced(lambda x: x.sin().cos(), X), Options(), Plan.from_json(plan.to_json())).plan
+    assert again.decisions == plan.decisions
+    without = search.run(traced(lambda x: x.sin().cos(), X), Options(disable=("nothing",))).plan
+    assert "nothing" not in without.decisions
+
+
+@pytest.mark.parametrize(
+    ("facts", "at", "says"),
+    [
+        ({"requires": {"kernels"}}, 3, "pass nothing requires kernels, which no pass in front of it leaves valid"),
+        ({"requires": {"order"}}, 3, "pass nothing requires order"),
+        ({"invalidates": {"order"}}, 4, "pass donate requires order"),
+        ({"invalidates": {"normal form"}}, 2, "pass retain requires normal form"),
+    ],
+)
+def test_a_pass_in_the_wrong_place_is_refused(facts: dict[str, set[str]], at: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        pipeline.checked(*pipeline.PIPELINE[:at], identity_pass(**facts), *pipeline.PIPELINE[at:])
+
+
+def test_the_runner_names_no_pass() -> None:
+    text = inspect.getsource(pipeline.Runner) + inspect.getsource(pipeline.State)
+    for each in pipeline.PIPELINE:
+        assert not re.search(rf"\b{each.name}\b", text), each.name
