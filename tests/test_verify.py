@@ -320,7 +320,9 @@ def test_offset_inside_of_an_element(name: str, route: str) -> None:
     graph = planned(name, route)
     assert graph.layout is not None
     moved = {name: offset + 1 for name, offset in graph.layout.offset.items()}
-    changed = with_layout(graph, offset=moved, alignment=1, arena_bytes=graph.layout.arena_bytes + 1)
+    nbytes = {storage.name: storage.nbytes for storage in build_memory(graph).storages}
+    end = max(offset + nbytes[name] for name, offset in moved.items())
+    changed = with_layout(graph, offset=moved, alignment=1, arena_bytes=end)
     refused_layout(changed, "is misaligned: .* has elements of [248] bytes")
 
 
