@@ -269,6 +269,20 @@ def _in_order_of(position: int) -> Fix:
     return fix
 
 
+def _like(position: int) -> Fix:
+    """The result lies like that argument on a CPU, where it has its shape; torch notes what all arguments make it."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        read, noted = given(node)[0][position], node.meta["val"]
+        if read.device.type != "cpu" or read.shape != noted.shape:
+            return None
+        with mode:
+            like = torch.empty_like(read, dtype=noted.dtype)
+        return None if like.stride() == noted.stride() else like
+
+    return fix
+
+
 def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The CPU gives the dtype of the first argument; torch notes the wider of the two."""
     first, noted = given(node)[0][0], node.meta["val"]
@@ -335,6 +349,11 @@ FIXES: dict[OpOverload, Fix] = {
     aten.native_layer_norm_backward.default: _in_turn(_masked, _dense),
     aten._log_softmax_backward_data.default: _dense,
     aten.log_sigmoid_forward.default: _dense,
+    aten.mse_loss_backward.default: _dense,
+    aten.smooth_l1_loss_backward.default: _dense,
+    aten.huber_loss_backward.default: _dense,
+    aten.binary_cross_entropy.default: _like(0),
+    aten.binary_cross_entropy_backward.default: _like(1),
     aten.reflection_pad2d_backward.default: _in_order_of(1),
     aten.max_unpool2d.default: _in_order_of(0),
     aten._embedding_bag.default: _bags,

@@ -88,6 +88,11 @@ class _Stand:
     def copy_(self, source: Any) -> None:
         self.judge.copy(self, source)
 
+    def as_strided(self, shape: Any, stride: Any, offset: int) -> _Stand:
+        """Another tensor in the same memory, ``offset`` elements from its start."""
+        place = offset * self.geometry[3].itemsize, tuple(shape), tuple(stride)
+        return _Stand(self.judge, self.cell, (*place, *self.geometry[3:]))
+
 
 @dataclass(frozen=True)
 class _Operator:

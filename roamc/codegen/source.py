@@ -322,8 +322,7 @@ class _Emitter:
             if self._placed(self._storage(node, position)):
                 made.append("None")
                 continue
-            shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-            made.append(f'torch.empty_strided({shape}, {stride}, dtype={tensor.dtype}, device="{tensor.device}")')
+            made.append(_empty(tensor))
         return [
             f"{self.names.of(node)} = ({', '.join(made)},)"
             if self._many(node)
@@ -384,6 +383,18 @@ class _Emitter:
 
 RESERVED = frozenset({"torch", "arena", "args", "bind", "step", "forward", "backward", "_"})
 """Names that the program uses itself."""
+
+
+def _empty(tensor: torch.Tensor) -> str:
+    """The text that allocates a tensor of this geometry; where it does not begin its storage, with all of that."""
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    kind = f'dtype={tensor.dtype}, device="{tensor.device}"'
+    if not tensor.storage_offset():
+        return f"torch.empty_strided({shape}, {stride}, {kind})"
+    whole = int(tensor.untyped_storage().nbytes()) // tensor.itemsize
+    return (
+        f"torch.empty_strided(({whole},), (1,), {kind}).as_strided({shape}, {stride}, {int(tensor.storage_offset())})"
+    )
 
 
 def _by_operator(holes: Iterable[tuple[str, Hole]]) -> dict[str, list[tuple[Bytes, Bytes]]]:

@@ -154,6 +154,27 @@ def test_results_in_another_order_than_their_arguments_are_noted_so() -> None:
     assert [mismatch(target, (args, {})) for target, args in calls] == [""] * len(calls)
 
 
+LOSSES = {"mse_loss": (), "smooth_l1_loss": (1.0,), "huber_loss": (1.0,), "soft_margin_loss": ()}
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_of_tensors_in_several_orders_are_noted_as_they_are(reduction: int) -> None:
+    orders = [torch.rand(2, 4, 3), torch.rand(2, 3, 4).mT, torch.rand(3, 4, 2).permute(2, 1, 0)]
+    faults = {}
+    for number, (x, y, gradient) in enumerate(itertools.product(orders, repeat=3)):
+        incoming = gradient if reduction == 0 else torch.ones(()).expand(x.shape) if number % 2 else torch.ones(())
+        calls: list[tuple[str, tuple[Any, ...]]] = [
+            ("binary_cross_entropy", (x, y, None, reduction)),
+            ("binary_cross_entropy_backward", (incoming, x, y, None, reduction)),
+        ]
+        for name, rest in LOSSES.items():
+            calls += [(name, (x, y, reduction, *rest)), (f"{name}_backward", (incoming, x, y, reduction, *rest))]
+        for name, args in calls:
+            if fault := mismatch(getattr(aten, name).default, (args, {})):
+                faults[name, number] = fault
+    assert faults == {}
+
+
 BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 
 

@@ -17,8 +17,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+AS_PLANNED = ("test_peak", "test_without_arena")
+"""Modules whose small models have arenas only where that pays."""
+
+
 @pytest.fixture(autouse=True)
 def small_arenas(request: pytest.FixtureRequest) -> None:
-    """Every test but those of peaks runs small models over arenas."""
-    if request.module.__name__.rpartition(".")[2] != "test_peak":
+    """All other tests run small models over arenas."""
+    if request.module.__name__.rpartition(".")[2] not in AS_PLANNED:
         request.getfixturevalue("arenas_of_any_size")
