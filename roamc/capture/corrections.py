@@ -349,6 +349,8 @@ FIXES: dict[OpOverload, Fix] = {
     aten.native_layer_norm_backward.default: _in_turn(_masked, _dense),
     aten._log_softmax_backward_data.default: _dense,
     aten.log_sigmoid_forward.default: _dense,
+    aten.pow.Scalar: _dense,
+    aten.normal.Tensor_Tensor: _dense,
     aten.mse_loss_backward.default: _dense,
     aten.smooth_l1_loss_backward.default: _dense,
     aten.huber_loss_backward.default: _dense,

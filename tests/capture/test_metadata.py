@@ -147,6 +147,11 @@ def test_results_in_another_order_than_their_arguments_are_noted_so() -> None:
     layer = (torch.rand(2, 4, 3), x, [3], mean, deviation, line, line)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (aten.log_sigmoid_forward.default, (x,)),
+        (aten.pow.Scalar, (2.0, x)),
+        (aten.pow.Scalar, (1.0, x)),
+        (aten.normal.Tensor_Tensor, (x, x)),
+        (aten.normal.Tensor_Tensor, (x, torch.rand(2, 4, 3))),
+        (aten.normal.Tensor_Tensor, (torch.rand(2, 4, 3), x)),
         (aten._log_softmax_backward_data.default, (x, x, 1, x.dtype)),
         (aten.reflection_pad2d_backward.default, (padded, image, [1, 1, 1, 1])),
         *((aten.native_layer_norm_backward.default, (*layer, [True, how, True])) for how in (True, False)),
@@ -251,3 +256,36 @@ def mixes(count: int) -> Iterator[tuple[torch.dtype, ...]]:
         yield (narrow, *(torch.float32,) * (count - 1))
         yield (torch.float32, *(narrow,) * (count - 1))
         yield (*(narrow,) * (count - 1), torch.float32)
+
+
+REORDERED = HARMLESS | {aten.resize_as.default, aten.batch_norm_backward.default}
+"""And what capture refuses, or no forward of a CPU asks for."""
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """The same elements, the last two dimensions in the other order in memory."""
+    return tensor.mT.contiguous().mT
+
+
+def reordered(call: Call) -> Iterator[Call]:
+    """The call with one of its tensors turned, and with all of them."""
+    wide = [tensor for tensor in tensors(call) if tensor.dim() > 1 and tensor.numel() > 1 and tensor.is_contiguous()]
+    for chosen in [*([tensor] for tensor in wide), wide] if len(wide) > 1 else [wide]:
+        known = {id(tensor) for tensor in chosen}
+        yield pytree.tree_map_only(Tensor, lambda t, known=known: turned(t) if id(t) in known else t, call)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_every_operator_is_noted_as_it_is_for_transposed_arguments() -> None:
+    calls = recorded((torch.float32,), 3)
+    faults, count = {}, 0
+    for target, some in calls.items():
+        if target in REORDERED or target._schema.is_mutable:
+            continue
+        for call in itertools.chain.from_iterable(map(reordered, some)):
+            count += 1
+            if fault := mismatch(target, call):
+                faults[str(target)] = fault
+    print(len(calls), count)
+    assert faults == {}
