@@ -44,6 +44,16 @@ def fresh(script: str, *arguments: str, count_heap: bool = False, threads: int =
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def refused_plan(error: Exception) -> Any:
+    """The plan of a budget that is refused, whether torch.compile wraps the error or not; others are raised again."""
+    from roamc.errors import BudgetError
+
+    cause = getattr(error, "inner_exception", error)
+    if not isinstance(cause, BudgetError) or cause.plan is None:
+        raise error
+    return cause.plan
+
+
 def rows_by_route(
     script: str, models: Sequence[str], routes: Sequence[str], line: Callable[[Row], str], *given: str, **how: Any
 ) -> list[Row]:

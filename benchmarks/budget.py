@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Heap, Lines, by_line, fresh, resident, save, serve
+from benchmarks._measure import Heap, Lines, by_line, fresh, refused_plan, resident, save, serve
 
 MODELS = ("gpt", "bert", "llama", "resnet50")
 RIVALS = (
@@ -65,7 +65,6 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
 
     from benchmarks.blocks import make
     from benchmarks.programs import build, timed_planning
-    from roamc.errors import BudgetError
 
     program = build(row, make(model, quick=quick), profile)
     losses, gradients = [], []
@@ -81,10 +80,7 @@ def peak_worker(model: str, row: str, quick: bool, profile: str, values: Path) -
         with timed_planning() as planning:
             step(0, look)
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
-        if not isinstance(cause, BudgetError) or cause.plan is None:
-            raise
-        return {"refused": cause.plan.needed_bytes}
+        return {"refused": refused_plan(error).needed_bytes}
     first = [losses[0], *gradients]
     del gradients[:]
     torch.save(first, values)

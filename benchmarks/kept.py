@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks._measure import Heap, rows_by_route, save
+from benchmarks._measure import Heap, refused_plan, rows_by_route, save
 from benchmarks.models import WORKLOADS, Workload, make
 from benchmarks.peak import eager_step
 
@@ -30,8 +30,6 @@ BUDGETS = ("100%", "70%", "50%", "30%", "min")
 
 def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
     """One model under every budget."""
-    from roamc.errors import BudgetError
-
     expected, _ = _stepped(name, dtype, route, None)
     rows = []
     for budget in BUDGETS:
@@ -40,10 +38,8 @@ def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
             values, found = _stepped(name, dtype, route, budget)
             row |= found | {"equal": all(map(torch.equal, expected, values))}
         except Exception as error:
-            cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
-            if not isinstance(cause, BudgetError) or cause.plan is None:
-                raise
-            row |= {"refused": cause.plan.needed_bytes, "budget": cause.plan.budget_bytes}
+            plan = refused_plan(error)
+            row |= {"refused": plan.needed_bytes, "budget": plan.budget_bytes}
         rows.append(row)
         gc.collect()
     return rows

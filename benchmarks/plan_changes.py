@@ -14,13 +14,12 @@ import argparse
 import collections
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks._measure import fresh
+from benchmarks._measure import refused_plan, rows_by_route
 from benchmarks.kept import with_loss
 from benchmarks.models import WORKLOADS, make
 
@@ -35,18 +34,13 @@ Key = tuple[str, str, str]
 
 def worker(name: str, route: str) -> list[Row]:
     """The plans of one model by one route under every budget."""
-    from roamc.errors import BudgetError
-
     rows = []
     for budget in BUDGETS:
         row: Row = {"model": name, "route": route, "budget": budget or "none"}
         try:
             row["plans"] = _plans(name, route, budget)
         except Exception as error:
-            cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
-            if not isinstance(cause, BudgetError) or cause.plan is None:
-                raise
-            row["refused"] = cause.plan.needed_bytes
+            row["refused"] = refused_plan(error).needed_bytes
         rows.append(row)
     return rows
 
@@ -73,14 +67,13 @@ def _plans(name: str, route: str, budget: str | None) -> list[Row]:
 
 def record(path: Path, models: list[str]) -> None:
     """Write one JSON line per case, and a line about it to the screen."""
-    with path.open("w", encoding="utf-8") as file:
-        for name in models:
-            for route in ROUTES:
-                for row in fresh(__file__, name, route):
-                    file.write(json.dumps(row) + "\n")
-                    needed = [plan["needed_bytes"] for plan in row.get("plans", ())]
-                    print(*_key(row), "needs", *needed, *([f"refused: {row['refused']}"] if "refused" in row else []))
-                file.flush()
+    rows = rows_by_route(__file__, models, ROUTES, _line)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _line(row: Row) -> str:
+    needed = [plan["needed_bytes"] for plan in row["plans"]] if "plans" in row else ["refused:", row["refused"]]
+    return " ".join(map(str, (*_key(row), "needs", *needed)))
 
 
 def verdict(before: Row, after: Row) -> str:
@@ -131,11 +124,10 @@ def main() -> int:
     comparing = actions.add_parser("compare", help="exit with 1 where a peak or a time is higher")
     comparing.add_argument("files", nargs=2, type=Path)
     given = parser.parse_args()
-    actions_by_name: dict[str, Callable[[], Any]] = {
-        "record": lambda: record(given.file, given.models),
-        "compare": lambda: compare(*given.files),
-    }
-    return actions_by_name[given.action]() or 0
+    if given.action == "compare":
+        return compare(*given.files)
+    record(given.file, given.models)
+    return 0
 
 
 if __name__ == "__main__":

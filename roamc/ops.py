@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -195,14 +196,15 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
 
 def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether this call draws random numbers: attention does not where its dropout has probability 0."""
-    if not rule(target).random:
-        return False
-    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
-    for position, argument in enumerate(arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return given != 0
-    return True
+    return rule(target).random and argument_of(target, args, kwargs, "dropout_p") != 0
+
+
+def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> Any:
+    """An argument of a call by its name in the schema, given or its default; None if there is none of that name."""
+    for position, argument in enumerate(target._schema.arguments if isinstance(target, OpOverload) else ()):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def may_overwrite(node: fx.Node) -> tuple[int, ...]:

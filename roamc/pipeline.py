@@ -22,6 +22,10 @@ from roamc.value_flow import Flow
 
 Facts = frozenset[str]
 
+ORDER = "order"
+"""The fact that operators are in the order in which they run: passes in front of it choose what runs, others where it
+lies."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -74,10 +78,10 @@ def checked(*passes: Pass) -> tuple[Pass, ...]:
 PIPELINE = checked(
     Pass.of(normalize, per_budget=False, provides={"normal form"}),
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
-    Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={"order"}),
-    Pass.of(reorder, requires={"saved values"}, provides={"order"}, invalidates={"in-place reuse"}),
-    Pass.of(donate, requires={"order"}, provides={"in-place reuse"}, invalidates={"layout"}),
-    Pass.of(layout, requires={"order", "in-place reuse"}, provides={"layout"}),
+    Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
+    Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
+    Pass.of(donate, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
+    Pass.of(layout, requires={ORDER, "in-place reuse"}, provides={"layout"}),
 )
 
 

@@ -1,8 +1,7 @@
 """One plan: the pipeline run on one graph for given terms, its layout checked, its numbers written down.
 
-Passes that decide the same for every budget run once, in :func:`prepared`. Where the last of the others, the layout,
-falls short of what lives in its arena, :mod:`roamc.passes.joint` lays out other orders with no higher peak, and the
-best of them is taken.
+Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is larger than what lives in
+it, :mod:`roamc.passes.joint` lays out other orders with no higher peak, and the best of them is taken.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from roamc.pipeline import Runner, State
 from roamc.plan import Plan
 from roamc.planned import Planned, plan_of
 from roamc.units import Bytes, Seconds
-
-ORDER = "order"
-"""What the passes up to the order of the operators provide; the passes behind them place storages."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class PlanMaker:
 
     def order(self, start: State, kept: retain.Decision | None) -> State:
         """Run the passes up to the order of the operators."""
-        passes = pipeline.until(ORDER, pipeline.PIPELINE)
+        passes = pipeline.until(pipeline.ORDER, pipeline.PIPELINE)
         shared = pipeline.same_for_all_budgets(passes)
         return self.runner.run(start, passes[len(shared) :], {retain.NAME: kept})
 
@@ -133,7 +129,7 @@ class PlanMaker:
         again = self.runner.plan is None and joint.may_look_again(self.options)
         first = self._with(joint.first_look(self.options)) if again else self
         values = joint.values_of(ordered.graph)
-        passes = pipeline.PIPELINE[len(pipeline.until(ORDER, pipeline.PIPELINE)) :]
+        passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
         end = first.runner.run(ordered, passes)
         if again and joint.falls_short(end.decisions[layout.NAME]):
             end = self._other_orders(end, values)

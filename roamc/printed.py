@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import fx
 
 from roamc import files, ops
 from roamc.graph import TrainGraph, operators, output_values, placeholders, source_line, tensors_of
 from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 def printed(graph: TrainGraph) -> str:
@@ -42,6 +44,8 @@ def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
     ``source`` (file and line of the user's model, where known). Edges have ``storage``, ``bytes`` and ``use`` ("read"
     or "write"). Every attribute is a string or a number, so that networkx can write all of its formats.
     """
+    import networkx as nx  # here, as no other command needs it
+
     memory = build_memory(graph)
     result = nx.MultiDiGraph(name=graph.name)
     for node in placeholders(graph.graph):
@@ -65,6 +69,8 @@ def write_graphml(graph: TrainGraph, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    import networkx as nx
+
     files.write_text(path, "\n".join(nx.generate_graphml(operator_graph(graph))) + "\n")
 
 

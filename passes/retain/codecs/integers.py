@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from roamc import ops
 from roamc.graph import tensors_of
 from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage, is_dense
 from roamc.units import Bytes
@@ -109,11 +110,7 @@ Rule = Callable[[fx.Node], Range | None]
 
 def _argument(node: fx.Node, name: str) -> Any:
     """An argument by its name in the schema, given or not."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            left_out = node.kwargs.get(name, argument.default_value)
-            return node.args[position] if position < len(node.args) else left_out
-    return None
+    return ops.argument_of(node.target, node.args, node.kwargs, name)
 
 
 def _shape(node: fx.Node, name: str) -> tuple[int, ...]:
