@@ -61,7 +61,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     Aliases are listed as dead too: nobody reads them once their users read their inputs.
     Random operators stay even when unread: without them the operators behind would draw other numbers.
     """
-    named = {*graph.saved, *graph.gradients, *(node.name for node in output_node(graph.graph).all_input_nodes)}
+    named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
     aliases = [n.name for n in operators(graph.graph) if n.target in SAME and n.name not in named]
     apart = {node: None for node in operators(graph.graph) if _comes_apart(node)}
     live: set[fx.Node] = set()
@@ -72,6 +72,20 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     skipped = set(aliases)
     dead = [n.name for n in reversed(graph.graph.nodes) if n not in live or n.name in skipped]
     return Decision(tuple(aliases), tuple(dead), tuple(node.name for node in apart))
+
+
+def _handed_out(graph: fx.Graph) -> set[str]:
+    """Outputs, and what they are views of: autograd, which sees them, takes a view of ``x`` for one that needs a
+    gradient where ``x`` does, unless a detach lies between them."""
+    found: set[str] = set()
+    waiting = list(output_node(graph).all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.name not in found:
+            found.add(node.name)
+            if node.op == "call_function" and ops.is_view(node.target):
+                waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _drops(dropout: fx.Node, live: set[fx.Node]) -> bool:

@@ -26,6 +26,7 @@ from roamc.codegen.halves import halves_of
 from roamc.dynamic_shapes import BySize, has_open_sizes
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph import TrainGraph
+from roamc.interruptions import interruption
 from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
@@ -184,9 +185,11 @@ class _Job:
         )
 
     def fall_back(self, error: Exception, who: str) -> None:
-        """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, or about options."""
-        if self.options.strict or isinstance(error, OptionError | BudgetError):
-            raise error
+        """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, about options, or an
+        interruption."""
+        stopped = interruption(error)
+        if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError):
+            raise stopped or error
         reason = reason_of(error)
         self.record.fallbacks.append(reason)
         notices.warn(

@@ -39,6 +39,7 @@ from roamc.capture.step import (
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.fingerprint import fingerprint
 from roamc.graph import TrainGraph, attribute
+from roamc.interruptions import interruption
 from roamc.locks import Lock
 from roamc.options import Options
 from roamc.plan import Plan
@@ -354,6 +355,8 @@ def _refused(name: str) -> Iterator[None]:
             raise
         raise VerifyError(_advice(name, error)) from error
     except Exception as error:
+        if interruption(error) is not None:
+            raise
         raise RoamcError(_advice(name, error)) from error
 
 

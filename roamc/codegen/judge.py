@@ -30,6 +30,7 @@ from roamc.codegen.source import Entry, Program
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
+from roamc.interruptions import interruption
 from roamc.layout import Layout
 from roamc.memory import identity
 from roamc.runtime.kernels import KERNELS
@@ -56,6 +57,8 @@ def check_program(graph: TrainGraph, program: Program, code: CodeType | None = N
     except _Fault as fault:
         said = str(fault)
     except Exception as error:  # whatever the source does when it runs, such as a name that is gone
+        if interruption(error) is not None:
+            raise
         said = f"{type(error).__name__}: {error}"
     else:
         return

@@ -23,10 +23,15 @@ from roamc.errors import UnfinishedError
 from roamc.forms import FormKind, form_of
 from roamc.graph import Role, TrainGraph, attribute, operators, placeholders
 from roamc.memory import written_inputs
-from roamc.runtime.arena import Arena, fill
+from roamc.runtime.arena import Arena
 from roamc.runtime.kernels import KERNELS
+from roamc.runtime.whole_storage import extent_of, own
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+as_strided = torch.ops.aten.as_strided.default
+BY_OFFSET = frozenset({torch.ops.aten.as_strided_scatter.default, torch.ops.aten.as_strided_copy.default})
+"""Operators that make a new tensor by offsets into the storage of their first argument."""
 
 
 def interpreter(gm: fx.GraphModule) -> Boxed:
@@ -81,7 +86,7 @@ def finish(
             rest.run(node)
         except Exception as again:
             raise (error if node.name == name else again) from None
-    return tuple(None if node is None else _outside(rest.value(node), arena) for node in entry.results)
+    return tuple(None if node is None else _outside(node, rest.value(node), arena) for node in entry.results)
 
 
 def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> UnfinishedError:
@@ -173,9 +178,23 @@ class _Rest:
 
     def run(self, node: fx.Node) -> None:
         """Run one operator; its results get memory of their own."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        given: Any = fx.map_arg((node.args, node.kwargs), self.value)
+        args, kwargs = given
         target: Any = node.target
+        if target is as_strided:
+            self.made[node] = self._as_strided(node, *args, **kwargs)
+            return
+        if target in BY_OFFSET:
+            args = (_outside(node.all_input_nodes[0], args[0], self.arena), *args[1:])
         self.made[node] = target(*args, **kwargs)
+
+    def _as_strided(
+        self, node: fx.Node, base: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+    ) -> torch.Tensor:
+        """``as_strided`` by an offset into the base's own storage, which may begin within the arena."""
+        planned = node.all_input_nodes[0].meta["val"].storage_offset()
+        offset = planned if storage_offset is None else storage_offset
+        return base.as_strided(size, stride, base.storage_offset() - planned + offset)
 
     def value(self, node: fx.Node) -> Any:
         """What ``node`` stands for: made since, planned, a local of the program, or a view of one of these."""
@@ -214,12 +233,10 @@ def _leaves(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _outside(value: Any, arena: Arena) -> Any:
-    """The value, in memory of its own if it lies in the arena; of what is expanded, the elements that have bytes."""
+def _outside(node: fx.Node, value: Any, arena: Arena) -> Any:
+    """The value of ``node``, in memory of its own if it lies in the arena."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     if not arena.nbytes or value.untyped_storage().data_ptr() != arena.storage.data_ptr():
         return value
-    own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    fill(own, value)
-    return own
+    return own(value, extent_of(node.meta["val"]))

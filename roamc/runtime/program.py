@@ -19,10 +19,12 @@ from roamc.codegen.judge import check_program
 from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
+from roamc.interruptions import came_from_elsewhere, interruption
 from roamc.memory import build_memory
 from roamc.planned import Planned
-from roamc.runtime import blocks, fallback
-from roamc.runtime.arena import Arena, ArenaPool, Bound, fill
+from roamc.runtime import blocks, fallback, kernels
+from roamc.runtime.arena import Arena, ArenaPool, Bound
+from roamc.runtime.whole_storage import extent_of, own, put, together
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -103,7 +105,7 @@ class Executable:
 
     def _give_up(self, error: Exception) -> None:
         """No step uses the program from now on; raises ``error`` if that is not wanted."""
-        if self._on_failure is None:
+        if self._on_failure is None or interruption(error) is not None:
             raise error
         self._retire()
         self._on_failure(error)
@@ -117,11 +119,12 @@ class Executable:
 
         Raises:
             UnfinishedError: an operator may have done half of its work, and cannot run again.
-            Exception: ``error``, with a note of what was updated before.
+            Exception: ``error``, where failures are raised or this is none of the program's, with a note of what was
+                updated before.
         """
         planned = self.planned.graph, self.program, self._filename, self.program.entries[entry]
         try:
-            if self._on_failure is None:
+            if self._on_failure is None or came_from_elsewhere(error, self._filename, kernels.__file__):
                 raise error
             results = fallback.finish(*planned, arena, error)
         except Exception as raised:
@@ -227,6 +230,7 @@ class Pair:
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
         self.hooked = False
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
+        self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.donated if graph.phase[name] is not Phase.FORWARD}
         self.parked = _closed_between(graph)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
@@ -248,8 +252,8 @@ class Pair:
             pool.release(arena)
         elif hooks:
             # The hooks may keep the tensors in any form: they get tensors of their own.
-            for index in saved:
-                results[index] = results[index].clone()
+            for index, extent in zip(saved, self.extents, strict=True):
+                results[index] = own(results[index], extent)
             pool.release(arena)
         else:
             token = results[saved[0]] = _alias(results[saved[0]])
@@ -269,16 +273,23 @@ class Pair:
             return self._over_copy(arena, args)
         try:
             if self.executable.broken:
-                return self.executable.run_plain("backward", args)
+                return self._plainly(args)
             return self.executable.run("backward", arena, args)
         finally:
             pool.release(arena)
+
+    def _plainly(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run backward without the program, on saved tensors that lie in an arena: it reads by offsets into storages,
+        so each gets one of its own."""
+        for index, extent in zip(self.in_arena, self.extents, strict=True):
+            args[index] = own(args[index], extent)
+        return self.executable.run_plain("backward", args)
 
     def _over_copy(self, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
         pool = self.executable.pool
         spare = None if self.executable.broken else self.executable.arena()
         if spare is None:
-            return self.executable.run_plain("backward", args)
+            return self._plainly(args)
         try:
             spare.copy_from(arena)
             self._spare(args)
@@ -299,8 +310,7 @@ class Pair:
         try:
             arena.have_closed(self.parked)
             planned = arena.entry["saved"]() if saved else ()
-            for place, tensor in zip(planned, saved, strict=True):
-                fill(place, tensor)
+            put(planned, saved, self.extents if saved else ())
             if self.hooked or compat.keeps_graph():
                 self._spare(args)
             return self.executable.run("backward", arena, args)
@@ -309,10 +319,9 @@ class Pair:
 
     def _spare(self, args: list[Any]) -> None:
         """Saved tensors that somebody else may read again: backward gets copies to write over."""
-        for index in self.written_over:
-            tensor = args[index]
-            args[index] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            fill(args[index], tensor)
+        copies = together([args[index] for index in self.written_over])
+        for index, copy in zip(self.written_over, copies, strict=True):
+            args[index] = copy
 
 
 def _kind(argument: object) -> str:

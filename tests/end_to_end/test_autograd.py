@@ -459,3 +459,31 @@ def test_budget_of_a_model_in_pieces_is_not_that_of_the_model() -> None:
 @pytest.mark.parametrize("build", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
 def test_optimize_plans_a_module_of_torch_itself(build: Callable[[], nn.Module]) -> None:
     both(lambda model: square(model, noise(4, 8)).backward(), build())
+
+
+class Metric(nn.Module):
+    """Gives, beside its output, what is to have no gradient, as a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.detach()[0], y.view(-1).detach(), y.tanh().detach().t()
+
+
+@pytest.mark.parametrize("way", ["compile", "optimize"])
+def test_views_of_detached_tensors_need_no_gradient(way: str) -> None:
+    model = Metric()
+    wanted = copy.deepcopy(model)(noise(4, 8))
+    if way == "compile":
+        found = torch.compile(model, backend="roamc", options={"strict": True})(noise(4, 8))
+    else:
+        found = roamc.optimize(model, strict=True)(noise(4, 8))
+    assert [t.requires_grad for t in found] == [t.requires_grad for t in wanted] == [True, False, False, False]
+    assert_same([t.detach() for t in found], [t.detach() for t in wanted])
+    found[1].numpy()
+    found[2].add_(0)
+    ((found[0] - found[1]) ** 2).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import signal
 from collections import Counter
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 import roamc
@@ -50,6 +52,7 @@ class Faults:
         at: the operator that raises and its number among the calls, from 1.
         last: the operator that has raised.
         error: what is raised; None for a new one each time.
+        behind: what is called behind the operator, which then raises nothing.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class Faults:
         self.at = ("", 0)
         self.last = ""
         self.error: Exception | None = None
+        self.behind: Callable[[], None] | None = None
 
     def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         operator = name.removesuffix("_out")
@@ -65,7 +69,11 @@ class Faults:
             self.calls.update(("", operator))
             if self.at in (("", self.calls[""]), (operator, self.calls[operator])):
                 self.last = operator
-                raise self.error or Bug("a mistake")
+                if self.behind is None:
+                    raise self.error or Bug("a mistake")
+                results = function(*args, **kwargs)
+                self.behind()
+                return results
             return function(*args, **kwargs)
 
         return call
@@ -374,3 +382,86 @@ def test_a_train_step_that_cannot_be_planned_changes_nothing_and_names_the_way_i
     assert state_of(optimizer) == {}
     assert all(p.grad is None for p in model.parameters())
     assert step.plans == []
+
+
+class TimeIsUp(Exception):
+    """What the handler of a signal raises."""
+
+
+def time_is_up(number: int, frame: FrameType | None) -> None:
+    """Raise, as a time limit does in the middle of a step."""
+    raise TimeIsUp
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_what_the_handler_of_a_signal_raises_is_the_users(faults: Faults, share: float) -> None:
+    """The operator that it comes behind has run: nothing runs again, nobody swallows it, and the program stays."""
+    model = network()
+    model = roamc.optimize(model)
+    batch = (noise(4, 8),)
+    run_backward(model, square, batch)
+    total = faults.calls[""]
+    faults.at, faults.behind = ("", total + 1 + int(share * total)), signalled
+    before = signal.signal(signal.SIGUSR1, time_is_up)
+    try:
+        with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
+            run_backward(model, square, batch)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert said == []
+    assert len(roamc.plans(model)) == 1
+    assert arenas_waiting() == 0
+    twin = aot_eager(copy.deepcopy(network()))
+    model.zero_grad()
+    twin.load_state_dict(model.state_dict())
+    assert_same(run_backward(model, square, batch), run_backward(twin, square, batch))
+
+
+def test_what_the_handler_of_a_signal_raises_while_a_step_runs_or_is_planned(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGUSR1, time_is_up)
+    try:
+        model = network()
+        step = roamc.train_step(model, square, sgd(model))
+        step(noise(4, 8))
+        faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
+        with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
+            step(noise(4, 8))
+        monkeypatch.setattr("roamc.search.PlanSearch.run", signalled)
+        other = roamc.train_step(model, square, sgd(model))
+        with warnings_of_roamc() as more, pytest.raises(TimeIsUp):
+            other(noise(4, 8))
+        optimized = roamc.optimize(network())
+        with warnings_of_roamc() as most, pytest.raises(BackendCompilerFailed) as caught:
+            optimized(noise(4, 8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert said == more == most == []
+    assert isinstance(caught.value.inner_exception, TimeIsUp)
+
+
+def signalled(*_: Any, **__: Any) -> None:
+    """A signal comes; Python calls its handler before the next line."""
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_an_error_from_another_thread_is_the_users(faults: Faults) -> None:
+    """It has no frame of its own, and comes behind an operator that has run."""
+    model = network()
+    model = roamc.optimize(model)
+    batch = (noise(4, 8),)
+    run_backward(model, square, batch)
+
+    class Elsewhere(Exception):
+        pass
+
+    executable = roamc.optimize.__globals__["_RECORDS"][model].programs[0].executable
+    error = Elsewhere()
+    code = compile("raise error", executable._filename, "exec")
+    try:
+        exec(code, {"error": error})
+    except Elsewhere as raised:
+        with pytest.raises(Elsewhere):
+            executable._finished("forward", None, raised.with_traceback(raised.__traceback__.tb_next))
+    assert not executable.broken

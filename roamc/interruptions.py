@@ -1,0 +1,64 @@
+"""Exceptions that say nothing about the code that they came in: raised by a signal's handler, or from another thread.
+
+A time limit or a scheduler's notice raises in the middle of whatever runs. Such an error is the user's, so nothing may
+fall back on it; and an operator of the program may have ended just before it, so nothing may run it again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from types import FrameType, TracebackType
+
+
+def interruption(error: BaseException) -> BaseException | None:
+    """The error itself, or the one that it was raised from, if a handler of a signal raised it; else None.
+
+    Python calls handlers of signals, and trace functions, with the frame that they interrupt.
+    """
+    step: BaseException | None = error
+    while step is not None:
+        trace = step.__traceback__
+        while trace is not None:
+            if _takes_a_frame(trace.tb_frame):
+                return step
+            trace = trace.tb_next
+        step = step.__cause__
+    return None
+
+
+def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> bool:
+    """Whether an error that ended a program is an interruption, or of a type that no kernel of torch's raises.
+
+    Another thread can raise an error of any type in this one (``PyThreadState_SetAsyncExc``), and leaves no frame.
+
+    Args:
+        error: with its traceback.
+        program: file name of the program.
+        kernels: file name of the kernels that the program calls and that run nothing but torch's.
+    """
+    if interruption(error) is not None:
+        return True
+    last = _last(error.__traceback__)
+    if last is None or last.tb_frame.f_code.co_filename not in (program, kernels):
+        return False
+    home = type(error).__module__.partition(".")[0]
+    return home != "torch" and getattr(builtins, type(error).__name__, None) is not type(error)
+
+
+def _takes_a_frame(frame: FrameType) -> bool:
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    names = code.co_varnames[:count]
+    if not names or code.co_filename == __file__:
+        return False
+    given = frame.f_locals
+    values = [given[name] for name in names if name in given]
+    inner = values[-1] if values and code.co_flags & inspect.CO_VARARGS and isinstance(values[-1], tuple) else ()
+    return any(isinstance(value, FrameType) for value in (*values, *inner))
+
+
+def _last(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
