@@ -18,7 +18,7 @@ def in_one_line() -> Iterator[None]:
     """While inside, such an error becomes a :class:`CaptureError` with its notes, such as the user's line."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         text = _text(error)
         if text is None:
             raise
@@ -28,17 +28,22 @@ def in_one_line() -> Iterator[None]:
         raise refusal from None
 
 
-def _text(error: RuntimeError) -> str | None:
+def _text(error: RuntimeError | TypeError) -> str | None:
     """What to say of an error of the trace; None for one that is about something else."""
     if isinstance(error, compat.DataDependentError):
         return (
-            f"the step reads a tensor's value to decide what to do next ({error.func}); "
-            "train_step needs a step whose operators do not depend on data: use torch.where, or torch.compile"
+            f"the step reads a tensor's value, to decide what to do next or to print it ({error.func}); "
+            "train_step needs a step whose operators do not depend on data: use torch.where, print the loss "
+            "that the step returns, pass validate_args=False to what checks its arguments, or use torch.compile"
         )
     if isinstance(error, compat.DynamicShapeError):
         return (
             f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
             "use a mask instead of an index, or torch.compile"
+        )
+    if "FakeTensor.__format__" in str(error):
+        return (
+            "the step prints a tensor's value, and train_step traces it with none; print the loss that the step returns"
         )
     if ".numpy() is not supported" in str(error):
         return (
