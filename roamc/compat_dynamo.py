@@ -11,6 +11,7 @@ from torch import fx
 from torch._dynamo import external_utils
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 
 DynamoError = TorchDynamoException
 """What a backend raises to tell dynamo to trace anew or to leave a frame to eager."""
@@ -89,3 +90,17 @@ def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
     mode = FakeTensorMode(shape_env=shapes)
     with tracing(TracingContext(mode)):
         yield [mode.from_tensor(arg, static_shapes=True) if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Leave out the checks of torch.distributions that are on by default and read values, as torch.compile does from its first use on, for the whole process.
+
+    A distribution that is made with ``validate_args=True`` is checked, and the trace refused.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat, ops
-from roamc.capture import distributions, recurrent, user_line
+from roamc import compat, compat_dynamo, ops
+from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
@@ -46,7 +46,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         args, kwargs = put_together(values, nest)
         return model(*args, **kwargs)
 
-    with recurrent.decomposed(), distributions.unchecked(), user_line.noted():
+    with recurrent.decomposed(), compat_dynamo.unchecked_distributions(), user_line.noted():
         halves, outputs, static = compat.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)

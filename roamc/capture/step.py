@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat
-from roamc.capture import distributions, recurrent, refusals, rewinds, user_line
+from roamc import compat, compat_dynamo
+from roamc.capture import recurrent, refusals, rewinds, user_line
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
@@ -180,7 +180,7 @@ class _Trace:
                 refusals.in_one_line(),
                 compat.uncompiled(self.request.model),
                 recurrent.decomposed(),
-                distributions.unchecked(),
+                compat_dynamo.unchecked_distributions(),
                 user_line.noted(),
             ):
                 module = compat.trace(self._step, fakes, mode)
