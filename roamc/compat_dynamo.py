@@ -94,9 +94,10 @@ def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Leave out the checks of torch.distributions that are on by default and read values, as torch.compile does from its first use on, for the whole process.
+    """Leave out the checks of torch.distributions that are on by default and read values.
 
-    A distribution that is made with ``validate_args=True`` is checked, and the trace refused.
+    torch.compile does so from its first use on, for the whole process. A distribution that is made with
+    ``validate_args=True`` is checked all the same.
     """
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
