@@ -45,12 +45,12 @@ def worker(name: str, route: str) -> list[dict[str, Any]]:
 
 def _captured(name: str, route: str) -> tuple[Any, dict[str, float]]:
     """The graph, and what torch's partitioner took for it."""
-    from roamc import compat
+    from roamc import compat_aot
     from roamc.report.request import Request, workload_of
     from roamc.workload import capture
 
     compiled, seconds = route == "optimize", dict[str, float]()
-    split = compat.default_partition
+    split = compat_aot.default_partition
 
     def partition(joint: Any, inputs: Any, **how: Any) -> Any:
         seconds["torch"] = _timed(lambda: _min_cut(copy.deepcopy(joint), inputs, how))
@@ -59,7 +59,7 @@ def _captured(name: str, route: str) -> tuple[Any, dict[str, float]]:
     work = workload_of(Request(name, forward_backward=compiled))
     if not compiled or name not in LARGE:
         return capture(work, forward_backward=compiled), seconds
-    with mock.patch.object(compat, "default_partition", partition):
+    with mock.patch.object(compat_aot, "default_partition", partition):
         return capture(work, forward_backward=True), seconds
 
 

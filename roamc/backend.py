@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from roamc import compat, compat_dynamo, notices, search
+from roamc import compat_aot, compat_dynamo, notices, search
 from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
@@ -28,6 +28,7 @@ from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph import TrainGraph
 from roamc.interruptions import interruption
 from roamc.locks import Lock
+from roamc.memory import WROTE_OVER
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
 from roamc.plan import Plan
@@ -230,11 +231,11 @@ class _Unit:
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The compiled function of a graph whose sizes are known."""
-        backend = compat.aot_backend(
+        backend = compat_aot.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
         try:
-            with recurrent.decomposed():
+            with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
                 compiled: Callable[..., Any] = backend(gm, inputs)
         except (RoamcError, compat_dynamo.DynamoError):
             raise
@@ -247,7 +248,7 @@ class _Unit:
         self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """torch's split at full save, planned as one graph; then split again, as what is saved may have changed."""
-        halves = compat.default_partition(graph, inputs, **how)
+        halves = compat_aot.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()
         outputs = how["num_fwd_outputs"]
         planned = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
@@ -267,7 +268,7 @@ class _Unit:
 
     def inference(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """A graph without backward."""
-        static = compat.static_inputs()
+        static = compat_aot.static_inputs()
         whole = self._guarded(lambda: self._plan_whole(joint.inference(gm, static, self.name)))
         return boxed(whole) if whole is not None else interpreter(gm)
 

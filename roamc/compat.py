@@ -1,7 +1,8 @@
-"""torch's private interfaces: tracing, fake tensors, AOTAutograd. Checked on torch 2.11 to 2.14.
+"""torch's private interfaces: tracing and fake tensors. Checked on torch 2.11 to 2.14.
 
-Only this file, :mod:`roamc.compat_dynamo` and :mod:`roamc.compat_hooks` import names from ``torch.fx.experimental``, or
-that start with an underscore. When a new torch moves one, these files are the only places to mend.
+Only this file, :mod:`roamc.compat_aot`, :mod:`roamc.compat_dynamo` and :mod:`roamc.compat_hooks` import names from
+``torch.fx.experimental``, or that start with an underscore. When a new torch moves one, these files are the only places
+to mend.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from roamc.errors import CaptureError
-from roamc.regions import keep_saved
 
 __all__ = [
     "CaptureMode",
@@ -40,9 +39,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
-    "aot_backend",
     "clear_autocast_cache",
-    "default_partition",
     "fake_input",
     "fake_mode_of",
     "fake_parameter",
@@ -140,7 +137,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     caches casts of weights, so does the trace, with one cast of each as in eager; torch's tracer turns the cache off.
     """
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _checkpoints_followed(), _quiet_meta():
+    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), checkpoints_followed(), quiet_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 
@@ -173,7 +170,7 @@ def graph_so_far() -> fx.Graph:
 
 
 @contextlib.contextmanager
-def _checkpoints_followed() -> Iterator[None]:
+def checkpoints_followed() -> Iterator[None]:
     """While tracing, every selective checkpoint has a number, its marks end with it, and reentrant ones are refused.
 
     torch numbers them under dynamo alone, and its partition compares the numbers; it leaves the last mark of a region
@@ -214,32 +211,7 @@ def _refuse_reentrant(region: Any, *_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _checkpoints_marked() -> Iterator[None]:
-    """While AOTAutograd traces, regions of plain ``checkpoint`` are marked, as dynamo does, to run again in backward.
-
-    Their second run is in the trace, but reads nothing of backward: a partition would take it for a part of forward.
-    """
-    from torch.utils import checkpoint
-
-    name = "_checkpoint_without_reentrant_generator"
-    name = next(each for each in (f"{name}_impl", name) if hasattr(checkpoint, each))  # the first since torch 2.14
-    plain, run = checkpoint.noop_context_fn, getattr(checkpoint, name)
-
-    def mark(*_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-    marked = functools.partial(checkpoint.create_selective_checkpoint_contexts, mark, allow_cache_entry_mutation=True)
-
-    def begin(*given: Any, **named: Any) -> Any:
-        given = tuple(marked if value is plain else value for value in given)
-        return run(*given, **{key: marked if value is plain else value for key, value in named.items()})
-
-    with mock.patch.object(checkpoint, name, begin):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet_meta() -> Iterator[None]:
+def quiet_meta() -> Iterator[None]:
     """While inside, torch does not log the traceback of an operator whose shapes do not fit: it raises it, too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -407,60 +379,6 @@ def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: A
     return own(*args, **kwargs) if result is NotImplemented else result
 
 
-def default_partition(
-    joint: fx.GraphModule, inputs: Sequence[Any], **how: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's own split of a joint graph at full save: what eager saves, nothing recomputed.
-
-    Three faults of torch's are mended: a random operator with several results that nobody reads fails an
-    assertion, backward gets dead copies of forward's random operators, which would draw again, and the running
-    statistics of a batch norm in training are saved, which its backward takes and does not read.
-    """
-    from torch._functorch.partitioners import default_partition as split
-
-    keep_saved(joint.graph)
-    for node in list(joint.graph.nodes):
-        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
-            _pick_first(node)
-        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7]:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
-    forward, backward = split(joint, inputs, **how)
-    early = {node.name for node in forward.graph.nodes}
-    for node in reversed(list(backward.graph.nodes)):
-        if node.op == "call_function" and not node.users and node.name in early:
-            backward.graph.erase_node(node)
-    backward.recompile()
-    return forward, backward
-
-
-def _pick_first(node: fx.Node) -> None:
-    """Give ``node`` a user that takes its first result."""
-    if not node.meta["val"] or not isinstance(node.meta["val"][0], torch.Tensor):
-        return
-    with node.graph.inserting_after(node):
-        pick = node.graph.call_function(operator.getitem, (node, 0))
-    pick.meta = {**node.meta, "val": node.meta["val"][0]}
-
-
-def aot_backend(
-    *,
-    forward: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    backward: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    inference: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """A dynamo backend from AOTAutograd with our compilers and our partition."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    return aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
-
-
 def direct(target: Any) -> Any:
     """The callable behind an operator overload: one Python frame less per call."""
     return target._op if isinstance(target, OpOverload) else target
@@ -481,15 +399,6 @@ def saved_tensor_hooks_active() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def static_inputs() -> tuple[int, ...]:
-    """While AOTAutograd compiles: positions of the inputs that are parameters or buffers."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return tuple(getattr(metadata, "static_input_indices", None) or ())
-
-
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves of nested lists, tuples and dicts, and a hashable description of the nest."""
     from torch.utils import _pytree as pytree
@@ -502,65 +411,6 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     from torch.utils import _pytree as pytree
 
     return pytree.tree_unflatten(list(leaves), spec)
-
-
-def forward_backward(
-    model: torch.nn.Module, batch: Sequence[Any], call_model: Callable[..., Any] | None = None
-) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
-    """AOTAutograd's graphs of ``model(*batch)`` under fake tensors: (forward, backward) or (forward,).
-
-    With ``call_model``, those of ``call_model(model, *batch)``. Nodes know the user's line; models that ask whether
-    they are being compiled hear that they are.
-
-    Returns:
-        The graphs, the number of forward outputs that are not saved tensors, and the positions of parameters
-        and buffers among the forward inputs.
-    """
-    from torch._functorch._aot_autograd import graph_capture
-    from torch._functorch.aot_autograd import aot_function
-
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    leaves, spec = flatten(tuple(batch))
-    where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    found: dict[str, Any] = {"outputs": 0, "static": tuple(range(len(names)))}
-
-    def call(*flat: torch.Tensor) -> list[torch.Tensor]:
-        values = list(leaves)
-        for index, tensor in zip(where, flat[len(names) :], strict=True):
-            values[index] = tensor
-        held = dict(zip(names, flat, strict=False))
-        args = unflatten(values, spec)
-        with reparametrized(model, held), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-            results, _ = flatten(model(*args) if call_model is None else call_model(model, *args))
-        return [result for result in results if isinstance(result, torch.Tensor)]
-
-    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        found["outputs"] = how["num_fwd_outputs"]
-        forward, backward = found["halves"] = default_partition(joint, inputs, **how)
-        return forward, backward
-
-    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.setdefault("halves", (gm,))
-        return gm
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = torch.device("cpu")
-    fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
-    fakes += [fake_input(mode, leaves[index], device) for index in where]
-    traced = functools.partial(make_fx, record_stack_traces=True)
-    with (
-        mode,
-        uncompiled(model),
-        _checkpoints_followed(),
-        _quiet_meta(),
-        _checkpoints_marked(),
-        mock.patch.object(graph_capture, "make_fx", traced),
-    ):
-        aot_function(
-            call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
-            inference_compiler=keep,
-        )(*fakes)  # fmt: skip
-    return found["halves"], found["outputs"], found["static"]
 
 
 def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""torch's private interfaces, second of three files: dynamo, the tracer in front of a backend. See roamc/compat.py."""
+"""torch's private interfaces, third of four files: dynamo, the tracer in front of a backend. See roamc/compat.py."""
 
 from __future__ import annotations
 

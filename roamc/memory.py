@@ -39,7 +39,7 @@ class Place(enum.Enum):
 
 
 WROTE_OVER = "roamc_wrote_over"
-"""Key in the ``meta`` of an operator that eager runs in place, over its first argument, where the graph has a value."""
+"""Key in the ``meta`` of an operator that eager runs in place, on its first argument, where the graph makes a value."""
 
 
 @dataclass(frozen=True)
@@ -211,27 +211,40 @@ def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64
 def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
     """As :func:`lifetimes` in program order, but gradients live to the end of the step.
 
-    A value that eager wrote over, see :data:`WROTE_OVER`, gives its bytes to the result: it is dead at that operator.
+    Where eager writes over a value, the bytes go over to the result: the value is dead at that operator. What eager
+    writes to a part of a storage, or to a tensor of the caller's, has no bytes of its own and no life.
     """
     born, dead = lifetimes(memory)
-    given = set(_written_over(memory))
-    for row, storage in enumerate(memory.counted):
+    row = {storage.index: at for at, storage in enumerate(memory.counted)}
+    for storage in memory.counted:
         if storage.gradient:
-            dead[row] = len(memory.operators)
-        elif (storage.index, dead[row] - 1) in given:
-            dead[row] -= 1
+            dead[row[storage.index]] = len(memory.operators)
+    callers = {storage.index for storage in memory.storages if storage.place is Place.INPUT}
+    for position, argument, whole, result in _written_over(memory):
+        if argument.index in callers:
+            callers.add(result.index)
+        if argument.index in callers or not whole:
+            dead[row[result.index]] = born[row[result.index]]
+        elif not argument.gradient and argument.place is Place.TEMPORARY and dead[row[argument.index]] == position + 1:
+            dead[row[argument.index]] = position
     return born, dead
 
 
-def _written_over(memory: MemoryModel) -> Iterator[tuple[int, Step]]:
-    """Storages of the step's own that eager writes over where the graph has another, and at which operator."""
+def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, Storage]]:
+    """Operators that eager runs in place where the graph makes a value.
+
+    Yields:
+        The operator's position, the storage that eager writes to, whether to all of it, the storage of the value.
+    """
     for position, operator in enumerate(memory.operators):
-        if WROTE_OVER in operator.node.meta and operator.births:
+        rule = ops.rule(operator.node.target)
+        gradient = rule.accumulates and operator.phase is not Phase.FORWARD
+        if operator.births and (WROTE_OVER in operator.node.meta or rule.patches or gradient):
             argument = operator.node.args[0]
-            assert isinstance(argument, fx.Node)
-            storage = memory.storage_of(argument)
-            if storage.place is Place.TEMPORARY:
-                yield storage.index, position
+            if isinstance(argument, fx.Node) and (argument.name, 0) in memory.owner:
+                storage = memory.storage_of(argument)
+                whole = argument.meta["val"].nbytes >= storage.nbytes
+                yield position, storage, whole, memory.storages[operator.births[0]]
 
 
 def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
@@ -241,7 +254,7 @@ def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
         made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
         if storage.place is Place.OUTPUT and made:
             last = max(memory.uses[storage.index], default=0) + 1
-            earlier[row] = max(memory.boundary, last)
+            earlier[row] = min(dead[row], max(memory.boundary, last))
     return earlier
 
 

@@ -41,6 +41,10 @@ class OpRule:
         shape_of: positions of the arguments of which the operator reads the shape and no element.
         compares: (position of a tensor, position of a number): of the tensor's elements the operator reads only whether
             they are above the number.
+        patches: what functionalization writes for an operator that eager runs on a view of the first argument. The
+            result is that argument with the view replaced; eager makes no new tensor.
+        accumulates: torch's formulas for gradients write it over its first argument in eager, and call this form while
+            they are traced.
     """
 
     view_of: tuple[int, ...] = ()
@@ -53,6 +57,8 @@ class OpRule:
     overwrites: tuple[int, ...] = ()
     shape_of: tuple[int, ...] = ()
     compares: tuple[int, int] | None = None
+    patches: bool = False
+    accumulates: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Row:
     overwrites: tuple[int, ...] | None = None
     shape_of: tuple[int, ...] = ()
     compares: tuple[int, int] | None = None
+    patches: bool = False
+    accumulates: bool = False
 
 
 ROWS: dict[str, Row] = {
@@ -84,10 +92,10 @@ ROWS: dict[str, Row] = {
     # Has no dropout: refuses probabilities above 0.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
     # Sum with atomics on a GPU: the same inputs may give other bits.
-    "aten::index_put": Row(recomputable=False, overwrites=(0,)),
+    "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::_index_put_impl_": Row(recomputable=False),
-    "aten::scatter_add": Row(recomputable=False, overwrites=(0,)),
-    "aten::index_add": Row(recomputable=False, overwrites=(0,)),
+    "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::embedding_dense_backward": Row(recomputable=False),
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::upsample_bilinear2d_backward": Row(recomputable=False),
@@ -108,14 +116,16 @@ ROWS: dict[str, Row] = {
     # The addend is copied into the result first, unless it lies there.
     "aten::addmm": Row(overwrites=(0,)),
     "aten::baddbmm": Row(overwrites=(0,)),
-    "aten::scatter": Row(overwrites=(0,)),
+    "aten::scatter": Row(overwrites=(0,), accumulates=True),
+    "aten::put": Row(accumulates=True),
+    "aten::masked_scatter": Row(accumulates=True),
     # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
     "aten::copy": Row(overwrites=(0, 1)),
     "aten::masked_fill": Row(overwrites=(0,)),
-    "aten::slice_scatter": Row(overwrites=(0,)),
-    "aten::select_scatter": Row(overwrites=(0,)),
-    "aten::diagonal_scatter": Row(overwrites=(0,)),
-    "aten::as_strided_scatter": Row(overwrites=(0,)),
+    "aten::slice_scatter": Row(overwrites=(0,), patches=True),
+    "aten::select_scatter": Row(overwrites=(0,), patches=True),
+    "aten::diagonal_scatter": Row(overwrites=(0,), patches=True),
+    "aten::as_strided_scatter": Row(overwrites=(0,), patches=True),
     "aten::bernoulli": Row(overwrites=(0,)),
     **dict.fromkeys(
         [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
@@ -183,6 +193,8 @@ def _from_schema(target: OpOverload) -> OpRule:
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
         shape_of=row.shape_of,
         compares=row.compares,
+        patches=row.patches,
+        accumulates=row.accumulates,
     )
 
 

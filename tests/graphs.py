@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from roamc import compat, ops
+from roamc import compat, compat_aot, ops
 from roamc.capture import joint
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_values, placeholders
@@ -44,7 +44,7 @@ def captured_step(
 
 def joint_graph(model: nn.Module, batch: Sequence[Any]) -> TrainGraph:
     """Forward and backward of ``model(*batch)`` as torch.compile gives them."""
-    halves, outputs, static = compat.forward_backward(model, batch)
+    halves, outputs, static = compat_aot.forward_backward(model, batch)
     name = type(model).__name__
     return (
         joint.stitch(*halves, outputs, static, name) if len(halves) == 2 else joint.inference(halves[0], static, name)

@@ -56,7 +56,7 @@ MUST_NOT_IMPORT = {
     "roamc": ("passes", "solvers"),  # names of folders; in Python they are roamc.passes and roamc.solvers
 }
 # The modules that may name what torch keeps to itself.
-COMPAT = ("roamc.compat", "roamc.compat_dynamo", "roamc.compat_hooks")
+COMPAT = ("roamc.compat", "roamc.compat_aot", "roamc.compat_dynamo", "roamc.compat_hooks")
 
 
 def within(name: str, package: str) -> bool:

@@ -361,6 +361,7 @@ FIXES: dict[OpOverload, Fix] = {
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,
     aten.huber_loss.default: _as_wide_as_first,
+    aten.soft_margin_loss.default: _as_wide_as_first,
     aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,
 }

@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from roamc import compat, compat_dynamo, ops
+from roamc import compat_aot, compat_dynamo, ops
 from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
 from roamc.capture.tokens import without_tokens
+from roamc.capture.view_writes import without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
+from roamc.memory import WROTE_OVER
 from roamc.rewrite import given, mode_of, value_of
 from roamc.runtime.random import replay, save_rng_state
 
@@ -46,8 +48,13 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         args, kwargs = put_together(values, nest)
         return model(*args, **kwargs)
 
-    with recurrent.decomposed(), compat_dynamo.unchecked_distributions(), user_line.noted():
-        halves, outputs, static = compat.forward_backward(model, leaves, call)
+    with (
+        recurrent.decomposed(),
+        compat_dynamo.unchecked_distributions(),
+        compat_aot.writes_marked(WROTE_OVER),
+        user_line.noted(),
+    ):
+        halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)
     return stitch(halves[0], halves[1], outputs, static, name)
@@ -80,6 +87,7 @@ def stitch(
     made.copy(backward.graph, Phase.BACKWARD)
     second = [made.mapped(node) for node in output_values(backward.graph)]
     made.graph.output((*first, *second))
+    made.without_copies((*first, *second, *saved))
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
     stands_for = join(module)
     copies = correct(made.graph)
@@ -108,6 +116,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]
     made.graph.output(tuple(results))
+    made.without_copies(results)
     planned = fx.GraphModule(_attributes(module), made.graph)
     stands_for = join(planned)
     copies = correct(made.graph)
@@ -192,6 +201,11 @@ class _Stitcher:
             else:
                 late.append(entry)
         return late
+
+    def without_copies(self, named: Iterable[fx.Node | None]) -> None:
+        """See :mod:`roamc.capture.view_writes`; the nodes ``named`` stay as they are."""
+        if self.mode is not None:
+            without_copies(self.graph, self.mode, {node.name for node in named if node is not None})
 
     def mapped(self, node: Any) -> fx.Node | None:
         """The new node for one returned value."""

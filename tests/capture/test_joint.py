@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import roamc
-from roamc import compat, ops, verify
+from roamc import compat_aot, ops, verify
 from roamc.capture import joint
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders
@@ -30,7 +30,7 @@ NAMES = ["several outputs", "batch norm", "tied weights", "slice assignment", "v
 
 def halves_of(name: str) -> tuple[nn.Module, Any, tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
     model, batch = SMALL[name].build(), SMALL[name].batch()
-    return model, batch, *compat.forward_backward(model, (batch,))
+    return model, batch, *compat_aot.forward_backward(model, (batch,))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +77,7 @@ def test_saved_tensors_are_named_in_the_order_of_the_backward() -> None:
 def test_inference_graph_has_one_phase_and_no_boundary() -> None:
     model = SMALL["batch norm"].build().eval().requires_grad_(False)
     batch = noise(2, 3, 8, 8)
-    (gm,), _, static = compat.forward_backward(model, (batch,))
+    (gm,), _, static = compat_aot.forward_backward(model, (batch,))
     graph = joint.inference(gm, static, "n")
     verify.check_graph(graph, "capture", deep=True)
     assert not graph.boundary

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from roamc import compat
 from roamc.capture.corrections import correct
+from roamc.compat import OpOverload
 from roamc.errors import CaptureError
 from tests.operator_calls import NUMERIC, Call, Recorder, apart, is_plain, recorded, tensors
 
@@ -208,9 +209,10 @@ def test_max_unpooling_lies_like_the_image(order: torch.memory_format) -> None:
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(FLOATS, 2)], ids=str)
-def test_huber_loss_of_two_dtypes(first: torch.dtype, second: torch.dtype, reduction: int) -> None:
+@pytest.mark.parametrize("loss", [aten.huber_loss.default, aten.soft_margin_loss.default], ids=str)
+def test_a_loss_of_two_dtypes(loss: OpOverload, first: torch.dtype, second: torch.dtype, reduction: int) -> None:
     call = (torch.rand(5).to(first), torch.rand(5).to(second), reduction), {}
-    assert mismatch(aten.huber_loss.default, call) == ""
+    assert mismatch(loss, call) == ""
 
 
 @pytest.mark.sweep

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import roamc
-from roamc import compat, search
+from roamc import compat_aot, search
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
@@ -47,7 +47,7 @@ def captured(name: str, way: str) -> TrainGraph:
     model, batch, loss_fn = make(name)
     if way == "step":
         return capture_step(StepRequest(model, loss_fn, sgd(model), batch, lambda leaves: tuple(leaves))).graph
-    halves, outputs, static = compat.forward_backward(model, batch)
+    halves, outputs, static = compat_aot.forward_backward(model, batch)
     return joint.stitch(*halves, outputs, static, name)
 
 

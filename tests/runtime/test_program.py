@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import roamc
-from roamc import compat, search
+from roamc import compat, compat_aot, search
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
 def planned_pair(name: str) -> tuple[Planned, list[torch.Tensor]]:
     """A planned module, and its inputs."""
     model, batch = seeded(SMALL[name].build), SMALL[name].batch()
-    halves, outputs, static = compat.forward_backward(model, (batch,))
+    halves, outputs, static = compat_aot.forward_backward(model, (batch,))
     planned = search.run(joint.stitch(*halves, outputs, static, name), Options())
     return planned, [*(t.detach() for t in (*model.parameters(), *model.buffers())), batch]
 
@@ -144,7 +144,7 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
     model, x = seeded(Tanh), noise(4, 8)
 
     def graph() -> TrainGraph:
-        halves, outputs, static = compat.forward_backward(model, (x,))
+        halves, outputs, static = compat_aot.forward_backward(model, (x,))
         return joint.stitch(*halves, outputs, static, "tanh")
 
     first = search.run(graph(), Options(disable=("donate",)))

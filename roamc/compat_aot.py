@@ -1,0 +1,206 @@
+"""torch's private interfaces, second of four files: AOTAutograd, which traces a model. See roamc/compat.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from roamc.compat import (
+    checkpoints_followed,
+    fake_input,
+    fake_parameter,
+    flatten,
+    quiet_meta,
+    reparametrized,
+    uncompiled,
+    unflatten,
+)
+from roamc.regions import keep_saved
+
+
+@contextlib.contextmanager
+def _checkpoints_marked() -> Iterator[None]:
+    """While AOTAutograd traces, regions of plain ``checkpoint`` are marked, as dynamo does, to run again in backward.
+
+    Their second run is in the trace, but reads nothing of backward: a partition would take it for a part of forward.
+    """
+    from torch.utils import checkpoint
+
+    name = "_checkpoint_without_reentrant_generator"
+    name = next(each for each in (f"{name}_impl", name) if hasattr(checkpoint, each))  # the first since torch 2.14
+    plain, run = checkpoint.noop_context_fn, getattr(checkpoint, name)
+
+    def mark(*_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    marked = functools.partial(checkpoint.create_selective_checkpoint_contexts, mark, allow_cache_entry_mutation=True)
+
+    def begin(*given: Any, **named: Any) -> Any:
+        given = tuple(marked if value is plain else value for value in given)
+        return run(*given, **{key: marked if value is plain else value for key, value in named.items()})
+
+    with mock.patch.object(checkpoint, name, begin):
+        yield
+
+
+@contextlib.contextmanager
+def writes_marked(key: str) -> Iterator[None]:
+    """While AOTAutograd traces, nodes that stand for an operator that writes (``relu_``, ``+=``) have ``meta[key]``.
+
+    Functionalization leaves the operator that makes a value, and nothing to tell it by. Nodes that it makes later, when
+    the base of a view that was written is read again, are not marked.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    plain = FunctionalTensorMode.__torch_dispatch__
+    calls = itertools.count()
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = next(calls)
+        tracer = get_proxy_mode() if isinstance(func, OpOverload) and func._schema.is_mutable else None
+        if tracer is None:
+            return plain(self, func, types, args, kwargs)
+        last = next(iter(reversed(tracer.tracer.graph.nodes)), None)
+        result = plain(self, func, types, args, kwargs)
+        if next(calls) == number + 1:  # it has not come apart into others, which have their own marks
+            for node in reversed(tracer.tracer.graph.nodes):
+                if node is last:
+                    break
+                node.meta[key] = True
+        return result
+
+    with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+        yield
+
+
+def default_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], **how: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own split of a joint graph at full save: what eager saves, nothing recomputed.
+
+    Three faults of torch's are mended: a random operator with several results that nobody reads fails an
+    assertion, backward gets dead copies of forward's random operators, which would draw again, and the running
+    statistics of a batch norm in training are saved, which its backward takes and does not read.
+    """
+    from torch._functorch.partitioners import default_partition as split
+
+    keep_saved(joint.graph)
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
+            _pick_first(node)
+        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    forward, backward = split(joint, inputs, **how)
+    early = {node.name for node in forward.graph.nodes}
+    for node in reversed(list(backward.graph.nodes)):
+        if node.op == "call_function" and not node.users and node.name in early:
+            backward.graph.erase_node(node)
+    backward.recompile()
+    return forward, backward
+
+
+def _pick_first(node: fx.Node) -> None:
+    """Give ``node`` a user that takes its first result."""
+    if not node.meta["val"] or not isinstance(node.meta["val"][0], torch.Tensor):
+        return
+    with node.graph.inserting_after(node):
+        pick = node.graph.call_function(operator.getitem, (node, 0))
+    pick.meta = {**node.meta, "val": node.meta["val"][0]}
+
+
+def aot_backend(
+    *,
+    forward: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    backward: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    inference: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """A dynamo backend from AOTAutograd with our compilers and our partition."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def static_inputs() -> tuple[int, ...]:
+    """While AOTAutograd compiles: positions of the inputs that are parameters or buffers."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return tuple(getattr(metadata, "static_input_indices", None) or ())
+
+
+def forward_backward(
+    model: torch.nn.Module, batch: Sequence[Any], call_model: Callable[..., Any] | None = None
+) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
+    """AOTAutograd's graphs of ``model(*batch)`` under fake tensors: (forward, backward) or (forward,).
+
+    With ``call_model``, those of ``call_model(model, *batch)``. Nodes know the user's line; models that ask whether
+    they are being compiled hear that they are.
+
+    Returns:
+        The graphs, the number of forward outputs that are not saved tensors, and the positions of parameters
+        and buffers among the forward inputs.
+    """
+    from torch._functorch._aot_autograd import graph_capture
+    from torch._functorch.aot_autograd import aot_function
+
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    leaves, spec = flatten(tuple(batch))
+    where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    found: dict[str, Any] = {"outputs": 0, "static": tuple(range(len(names)))}
+
+    def call(*flat: torch.Tensor) -> list[torch.Tensor]:
+        values = list(leaves)
+        for index, tensor in zip(where, flat[len(names) :], strict=True):
+            values[index] = tensor
+        held = dict(zip(names, flat, strict=False))
+        args = unflatten(values, spec)
+        with reparametrized(model, held), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+            results, _ = flatten(model(*args) if call_model is None else call_model(model, *args))
+        return [result for result in results if isinstance(result, torch.Tensor)]
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        found["outputs"] = how["num_fwd_outputs"]
+        forward, backward = found["halves"] = default_partition(joint, inputs, **how)
+        return forward, backward
+
+    def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.setdefault("halves", (gm,))
+        return gm
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = torch.device("cpu")
+    fakes = [fake_parameter(mode, tensor, device) for tensor in (*model.parameters(), *model.buffers())]
+    fakes += [fake_input(mode, leaves[index], device) for index in where]
+    traced = functools.partial(make_fx, record_stack_traces=True)
+    with (
+        mode,
+        uncompiled(model),
+        checkpoints_followed(),
+        quiet_meta(),
+        _checkpoints_marked(),
+        mock.patch.object(graph_capture, "make_fx", traced),
+    ):
+        aot_function(
+            call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
+            inference_compiler=keep,
+        )(*fakes)  # fmt: skip
+    return found["halves"], found["outputs"], found["static"]
