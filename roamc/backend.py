@@ -106,7 +106,7 @@ def compile_graph(
 
 
 def _name(gm: fx.GraphModule, record: Record) -> str:
-    """The model's class where it is known, numbered from its second graph on; else that of a part."""
+    """The model's class where it is known, numbered from its second graph on; else that of a part, or the function."""
     if record.name:
         return record.name if not record.programs else f"{record.name} (graph {len(record.programs) + 1})"
     module = compat_dynamo.compiled_module()
@@ -117,7 +117,7 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
         if stack:
             kind = next(iter(stack.values()))[1]
             return kind.rsplit(".", 1)[-1] if isinstance(kind, str) else kind.__name__
-    return "graph"
+    return compat_dynamo.compiled_function() or "graph"
 
 
 @dataclass(frozen=True)

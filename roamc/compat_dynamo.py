@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,20 @@ def compiled_code() -> object:
 def behind_a_break() -> bool:
     """While dynamo compiles: whether the graph begins where another of the same call has ended."""
     frame = _compiled_frame()
-    return frame is not None and frame.f_code.co_name.startswith("torch_dynamo_resume_in")
+    return frame is not None and _RESUMED.match(frame.f_code.co_name) is not None
+
+
+def compiled_function() -> str:
+    """While dynamo compiles: the name of the function it has been called for; empty outside of dynamo."""
+    frame = _compiled_frame()
+    if frame is None:
+        return ""
+    resumed = _RESUMED.match(frame.f_code.co_name)
+    return str(resumed["name"] if resumed else frame.f_code.co_name)
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_\d+")
+"""How dynamo names the rest of a function behind a break."""
 
 
 def _compiled_frame() -> Any:

@@ -105,7 +105,7 @@ def describe(leaf: Any) -> object:
     if type(leaf).__hash__ is None or any(isinstance(value, torch.Tensor) for value in held):
         raise CaptureError(
             "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
-            f"{type(leaf).__name__}"
+            f"{type(leaf).__name__}{'; torch.as_tensor makes an array a tensor' if hasattr(leaf, '__array__') else ''}"
         )
     return (type(leaf).__name__, leaf)
 

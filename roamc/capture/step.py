@@ -238,7 +238,9 @@ class _Trace:
 def check_loss(loss: object) -> None:
     """Refuse anything but one floating-point number that depends on the parameters."""
     if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}")
+        several = isinstance(loss, tuple | Mapping)  # as are the outputs of transformers
+        advice = "; of several results, return the loss alone" if several else ""
+        raise CaptureError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}{advice}")
     if loss.numel() != 1 or loss.dim() != 0:
         raise CaptureError(
             f"loss_fn must return a scalar tensor, not one of shape {tuple(loss.shape)}; use .mean() or .sum()"

@@ -456,6 +456,17 @@ def test_budget_of_a_model_in_pieces_is_not_that_of_the_model() -> None:
         square(model, noise(4, 8)).backward()
 
 
+def test_pieces_of_a_function_have_its_name() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin() * 2
+        torch._dynamo.graph_break()
+        return (y.cos() * 3).sum()
+
+    roamc.backend.LATEST.clear()
+    torch.compile(function, backend="roamc", options={"strict": True})(noise(4, 8).requires_grad_()).backward()
+    assert [plan.name for plan in roamc.plans()] == ["function", "function"]
+
+
 @pytest.mark.parametrize("build", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
 def test_optimize_plans_a_module_of_torch_itself(build: Callable[[], nn.Module]) -> None:
     both(lambda model: square(model, noise(4, 8)).backward(), build())

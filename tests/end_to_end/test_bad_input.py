@@ -64,7 +64,11 @@ LOSSES: dict[str, tuple[Body, tuple[str, ...]]] = {
     "one element in a vector": (lambda m, x: m(x).sum().view(1), ("scalar", "(1,)")),
     "a number": (lambda m, x: 3.0, ("scalar tensor", "float")),
     "nothing": (lambda m, x: None, ("scalar tensor", "NoneType")),
-    "a pair": (lambda m, x: (m(x).sum(), m(x)), ("scalar tensor", "tuple")),
+    "a pair": (lambda m, x: (m(x).sum(), m(x)), ("scalar tensor", "tuple", "return the loss alone")),
+    "an output of several parts": (
+        lambda m, x: {"loss": m(x).sum()},
+        ("scalar tensor", "dict", "return the loss alone"),
+    ),
     "an integer": (lambda m, x: m(x).argmax(), ("floating-point", "int64")),
     "without gradient": (lambda m, x: m(x).sum().detach(), ("does not depend on any parameter",)),
     "of the input alone": (lambda m, x: x.sum(), ("does not depend on any parameter",)),
@@ -85,6 +89,12 @@ def test_loss(name: str) -> None:
     assert_same(tensors_of(model), before)
     assert_same(torch.get_rng_state(), random)
     assert state_of(optimizer) == {}
+
+
+def test_an_array_in_the_batch_is_told_from_a_tensor() -> None:
+    model = net()
+    step = roamc.train_step(model, lambda m, x: m(x).sum(), sgd(model))
+    refused(lambda: step(X.numpy()), roamc.CaptureError, "ndarray", "torch.as_tensor")
 
 
 @pytest.mark.parametrize("loss_fn", [branch_on_data, nonzero], ids=lambda f: f.__name__)
