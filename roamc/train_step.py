@@ -24,7 +24,7 @@ from roamc.capture.batch import Nest, check_batch, describe, geometry, put_toget
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
 from roamc.capture.replicas import agreed, check_around, check_whole
-from roamc.capture.shared import check_shared, sharing
+from roamc.capture.shared import check_shared, check_state, sharing
 from roamc.capture.step import (
     CapturedStep,
     Cohort,
@@ -275,6 +275,7 @@ class TrainStep:
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
         check_not_meta(self.model)
+        check_state(self.optimizer, dict(self.model.named_parameters()))
         check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
         if not self._reduced:
             agreed(captured.replicas, captured.reduced)

@@ -50,6 +50,36 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
             )
 
 
+def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse optimizer state that lies, in part or whole, where other state or a parameter does.
+
+    The trace gives each a storage of its own, and takes their updates for independent.
+
+    Raises:
+        CaptureError: names both.
+    """
+    taken = [(*_extent(parameter), f"parameter {name!r}", False) for name, parameter in parameters.items()]
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                taken.append((*_extent(value), f"{key!r} of {name!r} in the optimizer's state", True))
+    furthest = (0, "", False)
+    for start, end, words, state in sorted(taken):
+        last, other, others = furthest
+        if start < last and (state or others):
+            mine, beside = (words, other) if state else (other, words)
+            raise CaptureError(f"{mine} shares memory with {beside}; give it a tensor of its own, such as a .clone()")
+        furthest = max(furthest, (end, words, state))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
 """In AOTAutograd's error: two inputs that share memory although neither is a view of the other, as ``.data =`` makes
 them; one of them is written to."""

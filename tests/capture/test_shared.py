@@ -76,6 +76,56 @@ def test_a_batch_that_the_step_would_write_is_refused(name: str, later: bool) ->
     assert_same(tensors_of(model), before)
 
 
+def one_of_another(model: Any, state: Any) -> None:
+    state[model.second.weight]["exp_avg"] = state[model.first.weight]["exp_avg"]
+
+
+def two_of_one(model: Any, state: Any) -> None:
+    state[model.first.weight]["exp_avg"] = state[model.first.weight]["exp_avg_sq"]
+
+
+def a_parameter(model: Any, state: Any) -> None:
+    state[model.second.weight]["exp_avg_sq"] = model.second.weight.data
+
+
+def in_part(model: Any, state: Any) -> None:
+    memory = noise(72)
+    state[model.first.weight]["exp_avg"] = memory[:64].view(8, 8)
+    state[model.second.weight]["exp_avg"] = memory[8:].view(8, 8)
+
+
+def one_memory(model: Any, state: Any) -> None:
+    memory = noise(128)
+    state[model.first.weight]["exp_avg"] = memory[:64].view(8, 8)
+    state[model.second.weight]["exp_avg"] = memory[64:].view(8, 8)
+
+
+def with_state(share: Callable[[Any, Any], None]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    eager_step(model, loss, optimizer, noise(4, 8))
+    share(model, optimizer.state)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("share", [one_of_another, two_of_one, a_parameter, in_part])
+def test_state_that_shares_memory_is_refused(share: Callable[[Any, Any], None]) -> None:
+    model, optimizer = with_state(share)
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError, match=r"optimizer's state shares memory with .*weight.*clone"):
+        roamc.train_step(model, loss, optimizer)(noise(4, 8))
+    assert_same(tensors_of(model), before)
+
+
+def test_state_in_one_storage_side_by_side() -> None:
+    model, optimizer = with_state(one_memory)
+    twin, reference = with_state(one_memory)
+    step = roamc.train_step(model, loss, optimizer, strict=True)
+    for _ in range(2):
+        assert_same(step(noise(4, 8)), eager_step(twin, loss, reference, noise(4, 8)))
+        assert_same([tensors_of(model), state_of(optimizer)], [tensors_of(twin), state_of(reference)])
+
+
 def test_a_batch_that_shares_memory_that_nobody_writes() -> None:
     model = built()
     twin = copy.deepcopy(model)
