@@ -296,7 +296,8 @@ def fake_mode_of(value: object) -> FakeTensorMode | None:
 def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """While inside, ``module`` holds ``tensors`` in place of its parameters and buffers.
 
-    Every place that holds one of these parameters or buffers gets its tensor: tied weights, shared modules.
+    Every place that holds one of these parameters or buffers gets its tensor: tied weights, shared modules. What
+    recurrent layers keep of their weights besides is put back, too.
     """
     from torch.nn.utils.stateless import _reparametrize_module
 
@@ -307,8 +308,17 @@ def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
         for key, value in (*part._parameters.items(), *part._buffers.items()):
             if value is not None and id(value) in replacement:
                 slots[f"{prefix}.{key}" if prefix else key] = replacement[id(value)]
-    with _reparametrize_module(module, slots):
-        yield
+    kept = [(vars(part), name, vars(part)[name]) for part in module.modules() for name in _KEPT if name in vars(part)]
+    try:
+        with _reparametrize_module(module, slots):
+            yield
+    finally:
+        for attributes, name, value in kept:
+            attributes[name] = value
+
+
+_KEPT = ("_flat_weight_refs",)
+"""What layers of ``nn.RNNBase`` note anew when they are called with other weights."""
 
 
 def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:

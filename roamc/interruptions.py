@@ -7,20 +7,25 @@ fall back on it; and an operator of the program may have ended just before it, s
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
-from types import FrameType, TracebackType
+import signal
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
+from typing import Any
 
 
 def interruption(error: BaseException) -> BaseException | None:
     """The error itself, or the one that it was raised from, if a handler of a signal raised it; else None.
 
-    Python calls handlers of signals, and trace functions, with the frame that they interrupt.
+    Python calls handlers of signals, and trace functions, with the frame that they interrupt. One that deletes it is
+    known while it is installed.
     """
+    handlers = _handlers()
     step: BaseException | None = error
     while step is not None:
         trace = step.__traceback__
         while trace is not None:
-            if _takes_a_frame(trace.tb_frame):
+            if trace.tb_frame.f_code in handlers or _takes_a_frame(trace.tb_frame):
                 return step
             trace = trace.tb_next
         step = step.__cause__
@@ -56,6 +61,21 @@ def _takes_a_frame(frame: FrameType) -> bool:
     values = [given[name] for name in names if name in given]
     inner = values[-1] if values and code.co_flags & inspect.CO_VARARGS and isinstance(values[-1], tuple) else ()
     return any(isinstance(value, FrameType) for value in (*values, *inner))
+
+
+def _handlers() -> set[CodeType]:
+    """The code of the handlers of signals that are installed and written in Python."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if callable(handler) and not isinstance(handler, FunctionType | MethodType):
+            handler = type(handler).__call__
+        code = getattr(handler, "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found
 
 
 def _last(trace: TracebackType | None) -> TracebackType | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import roamc
 from tests.end_to_end.helpers import adamw, assert_same, eager_step, noise, square, tensors_of
+from tests.small_models import small_model
 
 X = noise(4, 8)
 Change = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -206,3 +209,37 @@ def test_more_sizes_than_plans_are_named_once() -> None:
     with pytest.warns(UserWarning, match=r"max_plans=2 .*the batch's sizes") as caught:
         called_with(step, *(noise(size, 8) for size in range(1, 6)))
     assert len(caught) == 1
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which notes on the side which weights it was called with last."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(8, 8, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)[0]
+        return result
+
+
+SAME: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], Callable[..., Tensor]]]] = {
+    "attributes": lambda: (Watched(), (X,), square),
+    **{kind.__name__: lambda kind=kind: (Recurrent(kind), (X,), square) for kind in (nn.LSTM, nn.GRU, nn.RNN)},
+    **{f"small model {seed}": lambda seed=seed: small_model(seed) for seed in (0, 1, 2, 3, 4, 7, 8, 9, 11)},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_nothing_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is called as before is captured once."""
+    torch.manual_seed(0)
+    model, batch, loss_of = SAME[name]()
+    here = sys.modules["roamc.train_step"]
+    captures, capture = [], here._captured
+    monkeypatch.setattr(here, "_captured", lambda request: captures.append(request) or capture(request))
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+    step = roamc.train_step(model, loss_of, optimizer, order="lpmf", layout_nodes=0)
+    for _ in range(3):
+        step(*batch)
+    assert len(captures) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -391,6 +392,38 @@ class TimeIsUp(Exception):
 def time_is_up(number: int, frame: FrameType | None) -> None:
     """Raise, as a time limit does in the middle of a step."""
     raise TimeIsUp
+
+
+class TimeLimit:
+    """Handlers that keep nothing of what they are given."""
+
+    def is_over(self, *given: object) -> None:
+        del given
+        raise TimeIsUp
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise TimeIsUp
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [TimeLimit(), TimeLimit().is_over, functools.partial(TimeLimit().is_over, 1)],
+    ids=["object", "method", "partial"],
+)
+def test_a_handler_that_deletes_the_frame_is_known(handler: Callable[..., None], faults: Faults) -> None:
+    model = network()
+    step = roamc.train_step(model, square, sgd(model))
+    step(noise(4, 8))
+    faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
+            step(noise(4, 8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert said == []
+    assert len(step.plans) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
