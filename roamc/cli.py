@@ -98,8 +98,8 @@ Limit = Annotated[
         "--memory-budget",
         metavar="SIZE",
         help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, light (as min, but no matrix "
-        "product or other heavy operator runs again), or device. End with 2 if no plan keeps it. Repeated, one row for "
-        "each.",
+        "product or other heavy operator runs again), or device. End with 2 if no plan keeps it. roamc plan takes "
+        "several: one row for each.",
     ),
 ]
 Others = Annotated[
@@ -182,6 +182,8 @@ def explain(
     """
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
+        if source and graph:
+            raise OptionError("--source and --graph print one text each: give one of them")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()))  # fmt: skip
         traced = not (source or graph) if curve is None else curve
@@ -374,6 +376,8 @@ def _reported(debug: bool, as_json: bool) -> Iterator[None]:
         if as_json:
             _print_json({"fits": False, "error": str(error)})
         raise _DoesNotFit(DOES_NOT_FIT) from None
+    except BrokenPipeError:  # of `roamc ... | head`: typer ends without a word
+        raise
     except Exception as error:  # whatever it is, a user of the command line gets a sentence
         if debug:
             traceback.print_exc()

@@ -91,15 +91,37 @@ ROWS: dict[str, Row] = {
     "aten::_fused_dropout": Row(random=True),
     # Has no dropout: refuses probabilities above 0.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
-    # Sum with atomics on a GPU: the same inputs may give other bits.
+    # Add up or write with atomics on a GPU, or pick one of equals: the same inputs may give other bits. All that
+    # torch.use_deterministic_algorithms lists, and attention's backward.
     "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::_index_put_impl_": Row(recomputable=False),
     "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::embedding_dense_backward": Row(recomputable=False),
+    "aten::scatter.src": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::scatter.reduce": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::put": Row(recomputable=False, accumulates=True),
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::upsample_bilinear2d_backward": Row(recomputable=False),
-    "aten::grid_sampler_2d_backward": Row(recomputable=False),
+    "aten::max_pool3d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::adaptive_max_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::adaptive_max_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::avg_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
+    **dict.fromkeys(
+        [
+            *("aten::scatter_reduce", "aten::index_reduce", "aten::index_copy", "aten::_unsafe_index_put"),
+            *("aten::cumsum", "aten::histc", "aten::bincount", "aten::kthvalue", "aten::median", "aten::nanmedian"),
+            *("aten::nll_loss2d_forward", "aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
+            "aten::_adaptive_avg_pool3d_backward",
+            *("aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::_embedding_bag_dense_backward"),
+            *(f"aten::upsample_{name}_backward" for name in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+            *(f"aten::_upsample_{name}2d_aa_backward" for name in ("bilinear", "bicubic")),
+            *(f"aten::grid_sampler_{rank}d_backward" for rank in (2, 3)),
+            *(f"aten::fractional_max_pool{rank}d_backward" for rank in (2, 3)),
+            *(f"aten::{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
+            *(f"aten::_{name}_attention_backward" for name in ("efficient", "scaled_dot_product_efficient")),
+        ],
+        Row(recomputable=False),
+    ),
     # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
     "aten::linalg_lstsq": Row(recomputable=False),
     # Pointwise, though torch does not say so.
@@ -117,7 +139,6 @@ ROWS: dict[str, Row] = {
     "aten::addmm": Row(overwrites=(0,)),
     "aten::baddbmm": Row(overwrites=(0,)),
     "aten::scatter": Row(overwrites=(0,), accumulates=True),
-    "aten::put": Row(accumulates=True),
     "aten::masked_scatter": Row(accumulates=True),
     # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
     "aten::copy": Row(overwrites=(0, 1)),
@@ -134,12 +155,7 @@ ROWS: dict[str, Row] = {
     # Work in place: our kernels copy their argument into the result first, unless it lies there.
     **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
     # Read less of an argument than its elements.
-    "aten::max_pool3d_with_indices_backward": Row(shape_of=(1,)),
-    "aten::adaptive_max_pool2d_backward": Row(shape_of=(1,)),
-    "aten::adaptive_max_pool3d_backward": Row(shape_of=(1,)),
     "aten::avg_pool2d_backward": Row(shape_of=(1,)),
-    "aten::avg_pool3d_backward": Row(shape_of=(1,)),
-    "aten::_adaptive_avg_pool2d_backward": Row(shape_of=(1,)),
     "aten::threshold_backward": Row(compares=(1, 2)),
 }
 
@@ -169,7 +185,7 @@ def rule(target: Target) -> OpRule:
 
 def _from_schema(target: OpOverload) -> OpRule:
     schema = target._schema
-    row = ROWS.get(schema.name, Row())
+    row = ROWS.get(f"{schema.name}.{schema.overload_name}", ROWS.get(schema.name, Row()))
     mutates: list[int | str] = []
     views: list[int] = []
     for position, argument in enumerate(schema.arguments):

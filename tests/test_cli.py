@@ -244,6 +244,21 @@ def test_limit_of_clipping_is_checked(limit: str) -> None:
     assert said == f"error: clip_grad_norm must be a positive number, not {float(limit)}\n"
 
 
+def test_options_that_exclude_each_other_are_refused() -> None:
+    said = run("explain", "gpt", *SMALL, "--source", "--graph", code=1).stderr
+    assert said == "error: --source and --graph print one text each: give one of them\n"
+    said = run("plan", "gpt", *SMALL, "--forward-backward", "--clip-grad-norm", "1", code=1).stderr
+    assert said.startswith("error: --clip-grad-norm is part of the update")
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "roamc", "models"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 def test_debug_shows_the_traceback(file: str) -> None:
     assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
 

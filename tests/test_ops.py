@@ -119,10 +119,29 @@ def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [aten.index_put.default, aten.scatter_add.default, aten.embedding_dense_backward.default], ids=str
+    "target",
+    [
+        *(
+            aten.index_put.default,
+            aten.scatter_add.default,
+            aten.scatter.src,
+            aten.scatter_reduce.two,
+            aten.put.default,
+        ),
+        *(aten.embedding_dense_backward.default, aten.upsample_bicubic2d_backward.default, aten.cumsum.default),
+        *(aten.reflection_pad2d_backward.default, aten._adaptive_avg_pool2d_backward.default, aten.kthvalue.default),
+    ],
+    ids=str,
 )
-def test_sum_with_atomics_is_not_recomputed(target: Any) -> None:
-    assert rule(target) == OpRule(recomputable=False, overwrites=rule(target).overwrites)
+def test_what_may_give_other_bits_is_not_recomputed(target: Any) -> None:
+    assert not rule(target).recomputable
+    assert not rule(target).random
+
+
+def test_a_row_of_an_overload_goes_before_that_of_the_operator() -> None:
+    assert rule(aten.scatter.value).recomputable
+    assert not rule(aten.scatter.src).recomputable
+    assert rule(aten.scatter.src).overwrites == rule(aten.scatter.value).overwrites == (0,)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +159,10 @@ def test_what_gives_and_writes_nothing_keeps_its_place(target: Any) -> None:
 def test_every_row_names_an_operator_that_exists() -> None:
     for name in ops.ROWS:
         namespace, _, operator = name.partition("::")
-        assert getattr(getattr(torch.ops, namespace), operator).overloads(), name
+        operator, _, overload = operator.partition(".")
+        overloads = getattr(getattr(torch.ops, namespace), operator).overloads()
+        assert overloads, name
+        assert not overload or overload in overloads, name
 
 
 def test_collectives_keep_their_order_and_are_not_recomputed() -> None:

@@ -131,6 +131,8 @@ def options_of(request: Request) -> Options:
         OptionError: an option, or the limit of clipping, is unknown or out of range.
     """
     check_clip(request.clip_grad_norm)
+    if request.forward_backward and request.clip_grad_norm is not None:
+        raise OptionError("--clip-grad-norm is part of the update, which --forward-backward leaves out")
     given = dict(parse_setting(text) for text in request.options)
     if request.memory_budget is not None:
         given["memory_budget"] = request.memory_budget
