@@ -38,6 +38,18 @@ def _gradients(channels: int, dims: int, *, transposed: bool = False) -> Callabl
     return run
 
 
+def _of_groups(groups: int, reach: int) -> Callable[..., Any]:
+    def run(gradient: Tensor, image: Tensor, weight: Tensor) -> Any:
+        back, ones, window = aten.convolution_backward, [1, 1], [reach, reach]
+        return back(gradient, image, weight, None, ones, window, ones, False, [0, 0], groups, [True, True, False])
+
+    return run
+
+
+def in_channels_last(*shape: int) -> Tensor:
+    return floats(*shape).to(memory_format=torch.channels_last)
+
+
 WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "many exponentials, at most": (aten.linalg_matrix_exp, (floats(1024, 16, 16),), 14 * MB + 64 * 1024),
     "one exponential, at most": (aten.linalg_matrix_exp, (floats(512, 512),), 12 * MB + 64),
@@ -149,6 +161,16 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         _gradients(4, 3),
         (floats(4, 4, 16, 32, 32), floats(4, 4, 16, 32, 32), floats(4, 4, 3, 3, 3)),
         (16 + 16 - 4) * MB // 4 + 8 * 4 * 4 * 27 * 4 + FEW,
+    ),
+    "windows of 7 x 7 on single channels, channels last, in blocks of 16 x 16": (
+        _of_groups(64, 3),
+        (in_channels_last(8, 64, 8, 16), in_channels_last(8, 64, 8, 16), floats(64, 1, 7, 7)),
+        64 * 49 * 16 * 16 * 4 + 2 * 64 * 49 * 4 + 2 * 2 * MB // 32 + FEW,
+    ),
+    "windows of 3 x 3 on single channels, channels last, have a kernel of their own": (
+        _of_groups(64, 1),
+        (in_channels_last(8, 64, 8, 16), in_channels_last(8, 64, 8, 16), floats(64, 1, 3, 3)),
+        2 * 64 * 9 * 4 + 2 * 2 * MB // 32 + FEW,
     ),
     "few channels in blocks of 8, transposed": (
         _gradients(4, 3, transposed=True),

@@ -36,7 +36,8 @@ def convolution(call: Call, made: torch.Tensor) -> Bytes:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
     again = weight.nbytes + SMALL
     if _channels_last(image):
-        return again + (THREADS * image.nbytes // max(1, image.shape[0]) if call.args[6] else 0)
+        per_image = THREADS * image.nbytes // max(1, image.shape[0]) if call.args[6] else 0
+        return again + per_image + _of_groups(weight, call.args[8])
     if call.args[6]:
         return _transposed(image, made, call.args[3]) + again
     return _forward(image, weight, made) + again + _gathered(image, weight, call.args[3])
@@ -68,13 +69,49 @@ def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
         again += 7 * weight.nbytes
     if _channels_last(image):
-        return again + weight.nbytes + THREADS * per_image
+        return again + weight.nbytes + THREADS * per_image + _padded(call)
     wide, groups = image.dtype is torch.float32, call.args[-2]
+    if groups > 1 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK:
+        again += 2 * THREADS * weight.nbytes + (0 if wide else _blocks(image))
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
     if strided and call.args[-1][0]:
         most = max(most, 2 * _blocked(image), _blocks(image, BLOCK // 2) + _blocks(gradient, BLOCK // 2))
     return most + again + (0 if wide else THREADS * per_image)
+
+
+def _of_groups(weight: torch.Tensor, groups: int) -> Bytes:
+    """What the weights of groups take more, forward; those of two channels are padded."""
+    leave, enter = weight.shape[0] // groups, weight.shape[1]
+    if groups == 1:
+        return 0
+    return weight.nbytes + SMALL + (_weight_in_blocks(weight, groups) if max(leave, enter) == 2 else 0)
+
+
+def _weight_in_blocks(weight: torch.Tensor, groups: int) -> Bytes:
+    """A weight in float32 with the channels of each group, coming and going, in whole blocks."""
+    leave, enter = weight.shape[0] // groups, weight.shape[1]
+    block = torch.float32.itemsize * BLOCK * BLOCK * prod(weight.shape[2:])
+    return groups * -(-leave // BLOCK) * -(-enter // BLOCK) * block
+
+
+def _padded(call: Call) -> Bytes:
+    """Weights of narrow groups, with the channels of each group in whole blocks; in 16 bits half of it once more, and
+    an image and a gradient likewise. Groups of one channel have kernels of their own up to windows of 3 x 3, and for
+    the gradient of the image."""
+    gradient, image, weight = (tensor_at(call, at) for at in range(3))
+    groups, (_, of_weight, _) = call.args[-2:]
+    leave, enter = weight.shape[0] // groups, weight.shape[1]
+    small = max(weight.shape[2:]) <= 3
+    if groups == 1 or (leave == enter == 1 and (small or not of_weight)):
+        return 0
+    blocks = _weight_in_blocks(weight, groups)
+    if image.dtype is torch.float32:
+        return blocks
+    per_image = (
+        image.nbytes * BLOCK // min(BLOCK, enter) + gradient.nbytes * BLOCK // min(BLOCK, leave)
+    ) // image.shape[0]
+    return blocks * 3 // 2 + THREADS * per_image
 
 
 def _gradients(
