@@ -26,7 +26,7 @@ def peaks(rows: Rows) -> list[str]:
 
 
 def _peak_row(row: dict[str, Any]) -> str:
-    eager, step, loop = (row[name]["measured"] for name in ("eager", "train_step", "optimize_free"))
+    eager, step, loop = (row[name]["measured"] for name in ("eager", "train_step", "optimize"))
     shares = f"{step / eager:.3f} | {step / row['train_step']['needed_bytes']:.3f}"
     return (
         f"| {row['model']} | {megabytes(eager)} | {megabytes(step)} | {shares} "

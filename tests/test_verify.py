@@ -333,6 +333,41 @@ def test_arena_is_too_small(name: str, route: str) -> None:
     refused_layout(with_layout(graph, arena_bytes=graph.layout.arena_bytes // 2), "outside the arena")
 
 
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_arena_is_larger_than_its_tensors(name: str, route: str) -> None:
+    graph = planned(name, route)
+    assert graph.layout is not None
+    larger = graph.layout.arena_bytes + graph.layout.alignment
+    refused_layout(with_layout(graph, arena_bytes=larger), f"the arena has {larger} bytes and its last tensor ends at")
+
+
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_the_peak_is_too_low(name: str, route: str) -> None:
+    graph = planned(name, route)
+    assert graph.layout is not None
+    low = graph.layout.peak_bytes - 1
+    refused_layout(with_layout(graph, peak_bytes=low), f"bytes at .*, above the {low} that the layout says")
+
+
+def test_what_operators_take_for_themselves_is_left_out() -> None:
+    x = torch.randn(64, 64)
+    graph = search.run(traced(lambda x: torch.linalg.eigh(x @ x.T)[1].sum(), x), Options()).graph
+    assert graph.layout is not None
+    low = graph.layout.peak_bytes
+    refused_layout(with_layout(graph, needed_bytes=low), f"at _linalg_eigh, above the {low} that the layout says")
+
+
+def test_a_result_that_is_copied_into_the_arena_exists_twice(arenas_of_any_size: None) -> None:
+    x = torch.randn(64, 64)
+    graph = search.run(traced(lambda x: torch.roll(x.sin(), 3, 0).sum(), x), Options()).graph
+    assert graph.layout is not None
+    assert list(graph.layout.offset) == ["sin"], "roll makes its result itself"
+    offset = {"sin": 0, "roll": x.nbytes}
+    both = with_layout(graph, offset=offset, arena_bytes=2 * x.nbytes, peak_bytes=3 * x.nbytes, needed_bytes=2**30)
+    check_layout(both)
+    refused_layout(with_layout(both, peak_bytes=3 * x.nbytes - 1), f"{3 * x.nbytes} bytes at roll")
+
+
 def test_layout_is_missing() -> None:
     refused_layout(traced(lambda x: x.sin(), X), "no layout")
 
