@@ -100,18 +100,17 @@ def _padded(call: Call) -> Bytes:
     an image and a gradient likewise. Groups of one channel have kernels of their own up to windows of 3 x 3, and for
     the gradient of the image."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    groups, (_, of_weight, _) = call.args[-2:]
-    leave, enter = weight.shape[0] // groups, weight.shape[1]
+    groups: int = call.args[-2]
+    of_weight: bool = call.args[-1][1]
+    leave, enter = max(1, weight.shape[0] // groups), max(1, weight.shape[1])
     small = max(weight.shape[2:]) <= 3
     if groups == 1 or (leave == enter == 1 and (small or not of_weight)):
         return 0
     blocks = _weight_in_blocks(weight, groups)
     if image.dtype is torch.float32:
         return blocks
-    per_image = (
-        image.nbytes * BLOCK // min(BLOCK, enter) + gradient.nbytes * BLOCK // min(BLOCK, leave)
-    ) // image.shape[0]
-    return blocks * 3 // 2 + THREADS * per_image
+    both = image.nbytes * BLOCK // min(BLOCK, enter) + gradient.nbytes * BLOCK // min(BLOCK, leave)
+    return blocks * 3 // 2 + THREADS * both // max(1, image.shape[0])
 
 
 def _gradients(
