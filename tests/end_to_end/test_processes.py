@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import roamc
 from tests.end_to_end.cases import WIDE, wide
 from tests.end_to_end.helpers import (
+    TORCH,
     adamw,
     aot_eager,
     arenas_waiting,
@@ -31,6 +32,11 @@ from tests.end_to_end.helpers import (
     square,
     state_of,
     tensors_of,
+)
+
+TRACES_IN_THREADS = pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="FakeTensorMode of two threads at once ends the process in the next torch.compile, whatever backend",
 )
 
 # -- threads --------------------------------------------------------------------------------------
@@ -56,6 +62,7 @@ def gradients_many(model: nn.Module, seed: int) -> list[tuple[Tensor, ...]]:
     return [gradient_of(model, seed + number) for number in range(20)]
 
 
+@TRACES_IN_THREADS
 def test_two_threads_with_a_compiled_model_each() -> None:
     models = [optimized(wide()), optimized(wide())]
     found = in_threads(
@@ -66,6 +73,7 @@ def test_two_threads_with_a_compiled_model_each() -> None:
     assert_same(found, wanted)
 
 
+@TRACES_IN_THREADS
 def test_two_threads_with_one_compiled_model() -> None:
     model = optimized(wide())
     found = in_threads(lambda: gradients_many(model, 0), lambda: gradients_many(model, 50))
@@ -74,6 +82,7 @@ def test_two_threads_with_one_compiled_model() -> None:
     assert arenas_waiting() == 0
 
 
+@TRACES_IN_THREADS
 def test_two_threads_with_one_train_step() -> None:
     model = wide()
     twin = copy.deepcopy(model)
