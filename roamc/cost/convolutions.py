@@ -71,7 +71,7 @@ def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
     if _channels_last(image):
         return again + weight.nbytes + THREADS * per_image + _padded(call)
     wide, groups = image.dtype is torch.float32, call.args[-2]
-    if groups > 1 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK:
+    if groups > 1 and max(weight.shape[2:]) > 3 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK:
         again += 2 * THREADS * weight.nbytes + (0 if wide else _blocks(image))
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
