@@ -54,9 +54,15 @@ def _checkpoints_marked() -> Iterator[None]:
         yield
 
 
+def _writes_first(func: OpOverload) -> bool:
+    """Whether the operator writes to its first argument; a batch norm writes to its fourth."""
+    first = next(iter(func._schema.arguments), None)
+    return first is not None and first.alias_info is not None and first.alias_info.is_write
+
+
 @contextlib.contextmanager
 def writes_marked(key: str) -> Iterator[None]:
-    """While AOTAutograd traces, nodes that stand for an operator that writes (``relu_``, ``+=``) have ``meta[key]``.
+    """While AOTAutograd traces, nodes that stand for a write to their first argument (``relu_``) have ``meta[key]``.
 
     Functionalization leaves the operator that makes a value, and nothing to tell it by. Nodes that it makes later, when
     the base of a view that was written is read again, are not marked.
@@ -68,7 +74,7 @@ def writes_marked(key: str) -> Iterator[None]:
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = next(calls)
-        tracer = get_proxy_mode() if isinstance(func, OpOverload) and func._schema.is_mutable else None
+        tracer = get_proxy_mode() if isinstance(func, OpOverload) and _writes_first(func) else None
         if tracer is None:
             return plain(self, func, types, args, kwargs)
         last = next(iter(reversed(tracer.tracer.graph.nodes)), None)

@@ -21,7 +21,7 @@ Shares no code with the passes: their rewritings that change operators and not v
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +144,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
                 crossed = True
                 early = [(made, port) for made, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
+                walk.hand_over(callers)
             odd = walk.call(node)
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view of {odd}, and lies in another storage")
@@ -248,12 +249,19 @@ class _Walk:
             if node is not None
         }
 
+    def hand_over(self, nodes: Iterable[fx.Node]) -> None:
+        """Forward has ended: another one may run, and write to those of the caller's tensors that this one has."""
+        for place in (place for node in nodes for place in self.numbers.places(node)):
+            content = self._content[place.storage]
+            if self.numbers.key(content)[0] == "written":
+                self._content[place.storage] = self.numbers.of("handed", content)
+
     def left(self, node: fx.Node, name: str) -> dict[str, Number]:
         """Numbers of what was written to the tensors of ``node``, which are not the step's own."""
         found = {}
         for place in self.numbers.places(node):
             content = self._content[place.storage]
-            if self.numbers.key(content)[0] == "written":
+            if self.numbers.key(content)[0] in ("written", "handed"):
                 found[f"{name} ({node.name})"] = content
         return found
 
@@ -478,6 +486,7 @@ WORDS = {
     "part": "the result of {}",
     "call": "what {} computes",
     "written": "what {} has written",
+    "handed": "what another forward may have written since",
     "after": "a generator that {} has drawn from",
     "saved": "the generator's state that {} keeps",
     "generator": "a generator that has drawn nothing",
@@ -507,7 +516,7 @@ def _is_same_call(numbers: Numbers, wanted: Number, found: Number) -> bool:
     return numbers.key(wanted)[:2] == numbers.key(found)[:2] and numbers.key(found)[0] == "call"
 
 
-NUMBERED = {"part": (1,), "written": (1,), "after": (1,), "saved": (1,), "call": (4,)}
+NUMBERED = {"part": (1,), "written": (1,), "handed": (1,), "after": (1,), "saved": (1,), "call": (4,)}
 """Kind of key to the places in it at which there are numbers; in "read" and "other" at all."""
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from roamc import Options, search
 from roamc.errors import PlanError, VerifyError
-from roamc.graph import TrainGraph, operators, output_node
+from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
 from roamc.options import parse_options
 from roamc.passes import donate, normalize
 from roamc.passes.retain import Rerun, rerun
@@ -123,6 +123,24 @@ def test_rerun_in_front_of_the_write_is_accepted() -> None:
     graph = stale()
     before = values(graph)
     check(rerun(graph, [Rerun("mul_", "clone", ("clone",))]), before, "retain")
+
+
+def test_rerun_in_backward_of_a_read_of_what_forward_has_written() -> None:
+    """Another forward may have written it since."""
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        kept = x * scale.mul_(0.5)
+        return kept.sin() + kept.cos()
+
+    late = (Port("output[0]", Role.OUTPUT, Phase.BACKWARD),)
+    for boundary in (False, True):
+        graph = traced(function, X, torch.ones(8), phases="FFFBB", boundary=boundary, outputs=late)
+        before = values(graph)
+        after = rerun(graph, [Rerun("cos", "mul", ("mul",))])
+        if boundary:
+            refused(after, before, "cos through mul_1", "what another forward may have written since and not")
+        else:
+            check(after, before, "retain")
 
 
 def reduced_twice() -> TrainGraph:

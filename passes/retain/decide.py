@@ -154,7 +154,7 @@ def question(
         seconds=[prices[name] if name else 0.0 for name in names],
         repeatable=[bool(name) and able(nodes[name]) for name in names],
         droppable=droppable(memory, storages, able),
-        expires=expiries(memory, nodes, names, sequence),
+        expires=expiries(memory, nodes, names, sequence, boundary=graph.boundary),
     )
     return Question(made, tuple(names), storages, allowed)
 
@@ -198,19 +198,26 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
 
 
 def expiries(
-    memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int]
+    memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int], *, boundary: bool
 ) -> list[int]:
-    """Per operator the first step in front of which it must not run again: what it reads is written before that."""
+    """Per operator the first step in front of which it must not run again: what it reads is written before that.
+
+    Where forward and backward are run apart (``boundary``), a tensor of the caller's that the graph writes may be
+    written between the two: by another forward.
+    """
     steps = {names[index]: step for step, index in enumerate(sequence)}
     writes: dict[int, list[int]] = {}
     for op in memory.operators:
         for storage in op.writes:
             writes.setdefault(storage, []).append(steps[op.node.name])
+    handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
     found = []
     for name in names:
         read = _read_again(memory, nodes[name]) if name and writes else ()
         later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
-        found.append(min(later, default=len(names) - 1) + 1)
+        last = min(later, default=len(names) - 1) + 1
+        forward = bool(handed.intersection(read)) and steps[name] < memory.boundary
+        found.append(min(last, memory.boundary) if forward else last)
     return found
 
 

@@ -111,7 +111,7 @@ class _Exchange:
         target, written = node.target, node.meta["val"]
         node.target = twin
         node.meta["val"] = value = corrected(node, derived(node, self.mode), self.mode)
-        fits = _geometry(value) == _geometry(written) and 0 in ops.may_overwrite(node)
+        fits = geometry(value) == geometry(written) and 0 in ops.may_overwrite(node)
         if not fits or form_of(node, 1).kind is FormKind.ALLOCATE:
             node.target, node.meta["val"] = target, written
             return False
@@ -140,7 +140,7 @@ class _Exchange:
         value = written.meta["val"]
         for copy in [user for user in written.users if user.target is aten.clone.default]:
             own = copy.meta["val"]
-            alike = _geometry(own) == _geometry(value) and copy.meta.get("custom") == written.meta.get("custom")
+            alike = geometry(own) == geometry(value) and copy.meta.get("custom") == written.meta.get("custom")
             if alike and not self.writes[identity(own)] and not self.writes[identity(value)]:
                 views = [pair for pair in self._sharing(copy) if pair[0] is not copy]
                 del self.shared[identity(own)]
@@ -149,6 +149,7 @@ class _Exchange:
                 self.graph.erase_node(copy)
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    """How a tensor lies in its storage: of two that are equal here, either may be written over the other."""
     size = tensor.untyped_storage().nbytes()
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size

@@ -24,8 +24,10 @@ from torch import fx, nn
 from roamc import compat_aot, compat_dynamo, ops
 from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
+from roamc.capture.caller_writes import in_place
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
+from roamc.capture.part_writes import in_parts
 from roamc.capture.tokens import without_tokens
 from roamc.capture.view_writes import without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
@@ -87,7 +89,7 @@ def stitch(
     made.copy(backward.graph, Phase.BACKWARD)
     second = [made.mapped(node) for node in output_values(backward.graph)]
     made.graph.output((*first, *second))
-    made.without_copies((*first, *second, *saved))
+    made.simplify((*first, *second, *saved))
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
     stands_for = join(module)
     copies = correct(made.graph)
@@ -116,7 +118,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]
     made.graph.output(tuple(results))
-    made.without_copies(results)
+    made.simplify(results)
     planned = fx.GraphModule(_attributes(module), made.graph)
     stands_for = join(planned)
     copies = correct(made.graph)
@@ -202,10 +204,14 @@ class _Stitcher:
                 late.append(entry)
         return late
 
-    def without_copies(self, named: Iterable[fx.Node | None]) -> None:
-        """See :mod:`roamc.capture.view_writes`; the nodes ``named`` stay as they are."""
+    def simplify(self, named: Iterable[fx.Node | None]) -> None:
+        """Write where eager writes: see modules view_writes, caller_writes and part_writes. Nodes ``named`` stay."""
         if self.mode is not None:
-            without_copies(self.graph, self.mode, {node.name for node in named if node is not None})
+            names = {node.name for node in named if node is not None}
+            without_copies(self.graph, self.mode, names)
+            for rewrite in (in_place, in_parts):
+                for gone in rewrite(self.graph, self.mode, self.phase, names):
+                    del self.phase[gone]
 
     def mapped(self, node: Any) -> fx.Node | None:
         """The new node for one returned value."""

@@ -39,7 +39,7 @@ def some_reruns(graph: TrainGraph, seed: int, share: float, ahead: bool = False)
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
     nodes = {op.node.name: op.node for op in memory.operators}
-    until = expiries(memory, nodes, names, range(len(names)))
+    until = expiries(memory, nodes, names, range(len(names)), boundary=graph.boundary)
     chosen = []
     for storage, may_drop in zip(memory.counted, droppable(memory, memory.counted), strict=True):
         for user in memory.uses[storage.index] if may_drop else ():

@@ -1,0 +1,147 @@
+"""What is made of a part of a value and put there is made there, and only where nobody sees a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc.capture.part_writes import ROUNDED, in_parts
+from roamc.memory import WROTE_OVER, build_memory
+from roamc.rewrite import mode_of
+from tests.graphs import assert_same, clones, run_real, traced
+
+aten = torch.ops.aten
+WHOLE, OTHER = torch.randn(6, 8), torch.randn(6, 4)
+
+
+def halved(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    z = aten.slice_scatter.default(y, y[:, :4] * 0.5, 1, 0, 4)
+    return z + z.t().sum()
+
+
+def added(x: Tensor, other: Tensor) -> Tensor:
+    y = x.exp()
+    z = aten.slice_scatter.default(y, y[:, 2:6] + other, 1, 2, 6)
+    return z.view(-1).sin()
+
+
+def row(x: Tensor, other: Tensor) -> Tensor:
+    y = x.exp()
+    return aten.select_scatter.default(y, -y[2], 0, 2) * 2
+
+
+def diagonal(x: Tensor, other: Tensor) -> Tensor:
+    y = x.exp()
+    return aten.diagonal_scatter.default(y, y.diagonal() - other[0, 0]) * 2
+
+
+def twice(x: Tensor, other: Tensor) -> Tensor:
+    y = x.exp()
+    z = aten.slice_scatter.default(y, y[:, :4] * 0.5, 1, 0, 4)
+    return aten.slice_scatter.default(z, z[:, 2:6] + other, 1, 2, 6) * 2
+
+
+def of_the_callers(x: Tensor, _: Tensor) -> Tensor:
+    return aten.slice_scatter.default(x, x[:, :4] * 0.5, 1, 0, 4) * 2
+
+
+def handed_out(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    return aten.slice_scatter.default(y, y[:, :4] * 0.5, 1, 0, 4)
+
+
+def old_value_is_read(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    z = aten.slice_scatter.default(y, y[:, :4] * 0.5, 1, 0, 4)
+    return z + y
+
+
+def part_is_read_again(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    part = y[:, :4]
+    z = aten.slice_scatter.default(y, part * 0.5, 1, 0, 4)
+    return z.sum() * part
+
+
+def made_is_read_again(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    made = y[:, :4] * 0.5
+    z = aten.slice_scatter.default(y, made, 1, 0, 4)
+    return z.sum() * made
+
+
+def another_part(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    return aten.slice_scatter.default(y, y[:, 2:6] * 0.5, 1, 0, 4) * 2
+
+
+def of_itself(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    return aten.slice_scatter.default(y, y[:, :4] * y[:, 2:6], 1, 0, 4) * 2
+
+
+def with_last_bits(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    return aten.slice_scatter.default(y, y[:, :4].tanh(), 1, 0, 4) * 2
+
+
+def wider(x: Tensor, _: Tensor) -> Tensor:
+    y = x.bfloat16()
+    return aten.slice_scatter.default(y, y[:, :4] * torch.ones(6, 4), 1, 0, 4) * 2
+
+
+def written_behind(x: Tensor, _: Tensor) -> Tensor:
+    y = x.clone()
+    z = aten.slice_scatter.default(y, y[:, :4] * 0.5, 1, 0, 4)
+    return z.mul_(2) + 1
+
+
+def by_itself(function: Callable[..., Any], *, phases: str = "", marked: bool = True) -> tuple[Any, int]:
+    """The graph of ``function`` with writes in parts, and how many scatters are gone."""
+    graph = traced(function, WHOLE, OTHER, phases=phases)
+    for node in graph.graph.nodes:
+        if marked and node.target in (*ROUNDED, aten.tanh.default):
+            node.meta[WROTE_OVER] = True
+    mode = mode_of(graph.graph)
+    assert mode is not None
+    gone = in_parts(graph.graph, mode, graph.phase, [node.name for node in graph.graph.output_node().args[0]])
+    graph.module.recompile()
+    return graph, len(gone)
+
+
+@pytest.mark.parametrize(
+    ("function", "gone"),
+    [(halved, 1), (added, 1), (row, 1), (diagonal, 1), (twice, 2)]
+    + [(case, 0) for case in (of_the_callers, handed_out, old_value_is_read, part_is_read_again, made_is_read_again)]
+    + [(case, 0) for case in (another_part, of_itself, with_last_bits, wider, written_behind)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_scatter_is_left_where_it_must_be(function: Callable[..., Any], gone: int) -> None:
+    expected, _ = run_real(traced(function, WHOLE, OTHER), clones([WHOLE, OTHER]))
+    graph, count = by_itself(function)
+    assert count == gone
+    inputs = clones([WHOLE, OTHER])
+    got, _ = run_real(graph, inputs)
+    assert_same(expected, got, function.__name__)
+    assert_same([WHOLE, OTHER], inputs, function.__name__)
+
+
+def test_what_backward_reads_stays() -> None:
+    letters = ["F"] * len(traced(halved, WHOLE, OTHER).phase)
+    _, gone = by_itself(halved, phases="".join([*letters[:-1], "B"]))
+    assert not gone
+
+
+def test_what_eager_makes_anew_stays() -> None:
+    _, gone = by_itself(halved, marked=False)
+    assert not gone
+
+
+def test_the_part_has_no_bytes() -> None:
+    graph, _ = by_itself(twice)
+    assert [storage.name for storage in build_memory(graph).counted] == ["exp", "mul_1"]
