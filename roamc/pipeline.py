@@ -14,6 +14,7 @@ from typing import Any
 
 from roamc import news, typed, value_flow, verify
 from roamc.graph import TrainGraph
+from roamc.memory import build_memory
 from roamc.options import Options
 from roamc.passes import checkpoint, donate, layout, normalize, reorder, retain
 from roamc.plan import Plan
@@ -142,12 +143,12 @@ class Runner:
     def _run(self, each: Pass, state: State, decision: Any) -> State:
         begun = time.perf_counter()
         news.say(each.name)
-        constraints = verify.constraints(state.graph)
+        constraints, memory = verify.constraints(state.graph), build_memory(state.graph)
         if decision is None:
             decision = self._decision(each, state.graph)
         graph, flow = each.apply(state.graph, decision), state.flow
         verify.check_graph(graph, each.name, constraints, deep=self.deep)
-        if graph is not state.graph:
+        if graph is not state.graph or build_memory(graph) is not memory:
             flow = value_flow.check(graph, flow, each.name, self.options.codecs)
         seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun
         return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)

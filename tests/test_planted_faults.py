@@ -178,6 +178,25 @@ def test_fault_of_a_pass_is_refused_behind_it(fault: str, monkeypatch: pytest.Mo
         search.run(traced(function, X, X.clone()), Options())
 
 
+@pytest.mark.parametrize(
+    "fault", ["arguments are exchanged", "another operator", "another number", "another tensor of the same shape"]
+)
+def test_fault_of_a_pass_that_hands_its_own_graph_back(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written into the graph all the same."""
+    _, plant, said = FAULTS[fault]
+
+    def apply(graph: TrainGraph, decision: object) -> TrainGraph:
+        plant(graph)
+        return graph
+
+    step = next(step for step in pipeline.PIPELINE if step.name == "checkpoint")
+    at = pipeline.PIPELINE.index(step)
+    planted = dataclasses.replace(step, apply=apply)
+    monkeypatch.setattr(pipeline, "PIPELINE", (*pipeline.PIPELINE[:at], planted, *pipeline.PIPELINE[at + 1 :]))
+    with pytest.raises(VerifyError, match=f"after pass 'checkpoint': .*(?:{said})"):
+        search.run(traced(function, X, X.clone()), Options())
+
+
 @pytest.mark.usefixtures("arenas_of_any_size")
 def test_there_is_what_faults_are_planted_in() -> None:
     graph = search.run(traced(function, X, X.clone()), Options()).graph

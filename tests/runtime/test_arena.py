@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from roamc.runtime.arena import Arena, ArenaPool
+from roamc.runtime import huge_pages
+from roamc.runtime.arena import Arena, ArenaPool, fill
 
 CPU = torch.device("cpu")
 
@@ -49,6 +50,50 @@ def test_a_view_that_torch_has_changed_is_found(how: str) -> None:
     else:
         bad.set_(torch.empty(4).untyped_storage(), 0, (4,), (1,))
     assert arena.moved_views() == ["bad"]
+
+
+PAGE = 1 << 21
+"""Bytes of a large page: memory is given back in these."""
+
+pages = pytest.mark.skipif(not huge_pages.usable(CPU), reason="no pages are given back on this system")
+
+
+def paged(*away: tuple[int, int]) -> ArenaPool:
+    """Arenas of four pages, of which the ranges ``away`` are closed at the beginning of a step."""
+    return ArenaPool(4 * PAGE, CPU, lambda arena: {}, away=away)
+
+
+@pages
+def test_a_step_begins_with_the_closed_ranges_of_its_program() -> None:
+    of = paged((PAGE, 2 * PAGE))
+    arena = of.acquire()
+    assert arena._block is not None
+    arena.open(PAGE, 2 * PAGE)
+    arena.close(2 * PAGE, 3 * PAGE)
+    of.release(arena)
+    assert of.acquire() is arena
+    assert arena._block.away == {(PAGE, 2 * PAGE)}
+
+
+@pages
+def test_a_copy_has_the_bytes_and_the_closed_ranges() -> None:
+    of = paged()
+    one, other = of.acquire(), of.acquire()
+    assert one._block is not None
+    one.base.random_()
+    one.close(PAGE, 2 * PAGE)
+    other.close(2 * PAGE, 3 * PAGE)
+    other.copy_from(one)
+    assert other._block is not None
+    assert other._block.away == {(PAGE, 2 * PAGE)}
+    for low, high in ((0, PAGE), (2 * PAGE, 4 * PAGE)):
+        assert torch.equal(one.base[low:high], other.base[low:high])
+
+
+def test_what_is_expanded_is_copied_once() -> None:
+    place, tensor = torch.zeros(3, 1, 2).expand(3, 4, 2), torch.arange(6.0).view(3, 1, 2).expand(3, 4, 2)
+    fill(place, tensor)
+    assert torch.equal(place, tensor)
 
 
 @pytest.mark.parametrize(("conj", "neg"), [(True, False), (False, True), (True, True)])
