@@ -1,7 +1,7 @@
 """One plan: the pipeline run on one graph for given terms, its layout checked, its numbers written down.
 
 Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is larger than what lives in
-it, :mod:`roamc.passes.joint` lays out other orders with no higher peak, and the best of them is taken.
+it, :mod:`roamc.other_orders` lays out other orders with no higher peak, and the best of them is taken.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from roamc import budget, cost, pipeline, value_flow, verify
+from roamc import budget, cost, other_orders, pipeline, value_flow, verify
 from roamc.graph import Role, TrainGraph, copied, main_device
 from roamc.memory import build_memory, eager_lifetimes, eager_live_bytes, input_bytes, most_alive
 from roamc.options import Options
-from roamc.passes import donate, joint, layout, reorder, retain
+from roamc.passes import donate, layout, reorder, retain
 from roamc.pipeline import Runner, State
 from roamc.plan import Plan
 from roamc.planned import Planned, plan_of
@@ -53,7 +53,8 @@ def prepared(
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))
-    graph = graph.replace(eager_bytes=peak, eager_floor=joint.eager_floor(graph, memory) if peak < layout.SMALL else {})
+    floor = other_orders.eager_floor(graph, memory) if peak < layout.SMALL else {}
+    graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs)
@@ -126,12 +127,12 @@ class PlanMaker:
 
     def place(self, ordered: State, step_seconds: Seconds) -> Planned:
         """Run the passes behind the order, check the layout and write the plan."""
-        again = self.runner.plan is None and joint.may_look_again(self.options)
-        first = self._with(joint.first_look(self.options)) if again else self
-        values = joint.values_of(ordered.graph)
+        again = self.runner.plan is None and other_orders.may_look_again(self.options)
+        first = self._with(other_orders.first_look(self.options)) if again else self
+        values = other_orders.values_of(ordered.graph)
         passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
         end = first.runner.run(ordered, passes)
-        if again and joint.falls_short(end.decisions[layout.NAME]):
+        if again and other_orders.falls_short(end.decisions[layout.NAME]):
             end = self._other_orders(end, values)
         begun = time.perf_counter()
         verify.check_layout(end.graph)
@@ -139,18 +140,18 @@ class PlanMaker:
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 
-    def _other_orders(self, end: State, values: joint.Values) -> State:
+    def _other_orders(self, end: State, values: other_orders.Values) -> State:
         """The layout falls short: take the best of the orders with no higher peak."""
         begun = time.perf_counter()
-        first = joint.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
-        donated, bare = joint.values_of(end.graph), joint.without_donation(end.graph, values)
-        best = joint.decide(bare, first, self.options)
+        first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
+        donated, bare = other_orders.values_of(end.graph), other_orders.without_donation(end.graph, values)
+        best = other_orders.decide(bare, first, self.options)
         decisions = {reorder.NAME: best.ordered, layout.NAME: best.placed}
         anew: tuple[str, ...] = (*decisions, donate.NAME)
         if best.ordered.order == first.ordered.order:
-            joint.put_back(end.graph, donated)
+            other_orders.put_back(end.graph, donated)
             bare, anew = end.graph, (layout.NAME,)
-        seconds = {**end.seconds, joint.NAME: time.perf_counter() - begun}
+        seconds = {**end.seconds, other_orders.NAME: time.perf_counter() - begun}
         state = State(bare, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)
         return self.runner.run(state, [each for each in pipeline.PIPELINE if each.name in anew], decisions)
 

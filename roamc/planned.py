@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from roamc import other_orders
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph
 from roamc.memory import build_memory, input_bytes, lifetimes, sizes, timeline
-from roamc.passes import joint, layout, reorder, retain
+from roamc.passes import layout, reorder, retain
 from roamc.pipeline import State
 from roamc.plan import Plan
 from roamc.units import Bytes, Seconds, format_bytes
@@ -68,7 +69,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
-        notes=(*graph.notes, *joint.note(ordered, placed)),
+        notes=(*graph.notes, *other_orders.note(ordered, placed)),
         seconds=dict(end.seconds),
     )
 

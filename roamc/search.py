@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from roamc import budget, cost, pipeline
+from roamc import budget, cost, other_orders, pipeline
 from roamc.errors import REQUIRED, PlanError
 from roamc.fingerprint import fingerprint
 from roamc.graph import TrainGraph, main_device
 from roamc.memory import build_memory
 from roamc.options import Options
-from roamc.passes import joint, layout, reorder, retain
+from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import check_lossy
 from roamc.pipeline import State
 from roamc.plan import Plan
@@ -235,7 +235,7 @@ class PlanSearch:
         """A plan; that of the program's order where the one of ours could take more than eager does."""
         planned = make(maker)
         over = layout.above_eager(planned.graph, maker.options)
-        if not over or not joint.may_look_again(maker.options):
+        if not over or not other_orders.may_look_again(maker.options):
             return planned
         other = make(maker.in_program_order)
         return other if layout.above_eager(other.graph, maker.options) < over else planned

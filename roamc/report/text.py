@@ -22,7 +22,18 @@ BAR = 20
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
 
-STAGES = ("capture", "normalize", "checkpoint", "retain", "reorder", "donate", "joint", "layout", "verify", "emit")
+STAGES = (
+    "capture",
+    "normalize",
+    "checkpoint",
+    "retain",
+    "reorder",
+    "donate",
+    "other orders",
+    "layout",
+    "verify",
+    "emit",
+)
 """The order in which times are shown; any other stage comes last."""
 
 

@@ -1,4 +1,4 @@
-"""joint: another order where the layout of the first one falls short.
+"""Another order where the layout of the first one falls short.
 
 The order is chosen for the least live bytes and the layout for that order. Mostly the arena then is what lives in
 it. Where it is not, orders with no higher peak are laid out as well, on the memory model and without touching the
@@ -32,7 +32,8 @@ from roamc.solvers.order import OrderProblem
 from roamc.solvers.order.equal_peak import NamedOrder, equal_peaks
 from roamc.units import Bytes, format_bytes
 
-NAME = "joint"
+NAME = "other orders"
+"""In ``Plan.seconds``, in reports and in messages."""
 
 FIRST_NODES = 40_000
 """Node limit of a layout for which other orders can still be tried."""

@@ -1,4 +1,4 @@
-"""joint: where the layout falls short, another order of no higher peak; never a larger arena; nothing elsewhere."""
+"""Where the layout falls short, another order of no higher peak; never a larger arena; nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roamc import search
+from roamc import other_orders, search
 from roamc.graph import TrainGraph
 from roamc.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearranged
 from roamc.options import Options
-from roamc.passes import donate, joint, layout, normalize, reorder
+from roamc.passes import donate, layout, normalize, reorder
 from roamc.plan import Plan
 from tests.end_to_end.helpers import TORCH
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real
@@ -30,7 +30,7 @@ NO_SEARCH = Options(layout_nodes=0)
 CASES = [(5, "step"), (24, "step")]
 if TORCH >= (2, 12):  # before, this one is traced to another graph, whose layout loses nothing
     CASES.append((5, "joint"))
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 def graph_of(seed: int, route: str) -> TrainGraph:
@@ -43,9 +43,9 @@ def planned(seed: int, route: str, options: Options = NO_SEARCH) -> Plan:
 
 
 @functools.cache
-def without_joint(seed: int, route: str) -> Plan:
+def in_one_order(seed: int, route: str) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint, "may_look_again", lambda options: False)
+        patch.setattr(other_orders, "may_look_again", lambda options: False)
         return search.run(graph_of(seed, route), NO_SEARCH).plan
 
 
@@ -55,7 +55,7 @@ def needed(plan: Plan) -> int:
 
 @pytest.mark.parametrize(("seed", "route"), CASES)
 def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str) -> None:
-    alone, found = without_joint(seed, route), planned(seed, route)
+    alone, found = in_one_order(seed, route), planned(seed, route)
     assert alone.arena_bytes > alone.live_bytes
     assert found.arena_bytes == found.live_bytes
     assert needed(found) < needed(alone)
@@ -68,7 +68,7 @@ def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str) -> Non
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", [100, 101, 102, 7, 13])
 def test_never_a_higher_peak_and_never_a_larger_arena(seed: int, route: str) -> None:
-    alone, found = without_joint(seed, route), planned(seed, route)
+    alone, found = in_one_order(seed, route), planned(seed, route)
     assert needed(found) <= needed(alone)
     assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
     if alone.arena_bytes == alone.live_bytes:
@@ -107,7 +107,7 @@ def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
 SCRIPT = """
 import pytest
 from tests.conftest import allow_arenas_of_any_size
-from tests.passes.test_joint import planned
+from tests.test_other_orders import planned
 allow_arenas_of_any_size(pytest.MonkeyPatch())
 print(planned(5, "step").to_json())
 """
@@ -127,7 +127,7 @@ def test_every_process_finds_the_same() -> None:
 def test_an_order_that_the_user_names_stays(options: Options) -> None:
     plan = planned(5, "step", options)
     assert not plan.decisions.get("reorder", {}).get("laid_out")
-    assert joint.NAME not in plan.seconds
+    assert other_orders.NAME not in plan.seconds
 
 
 def test_works_without_donation() -> None:
@@ -146,14 +146,14 @@ def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: st
     ordered = reorder.decide(graph, NO_SEARCH)
     number = {operator.node.name: index for index, operator in enumerate(memory.operators)}
     order = [number[name] for name in ordered.order]
-    foretold = rearranged(memory, order, joint.due(memory, order, gifts))
+    foretold = rearranged(memory, order, other_orders.due(memory, order, gifts))
     graph = reorder.apply(graph, ordered)
-    values = joint.values_of(graph)
+    values = other_orders.values_of(graph)
     before = build_memory(graph)
     graph = donate.apply(graph, donate.decide(graph, NO_SEARCH))
     assert facts(build_memory(graph)) == facts(foretold)
     assert layout.lay_out(foretold, graph, NO_SEARCH) == layout.decide(graph, NO_SEARCH)
-    assert facts(build_memory(joint.without_donation(graph, values))) == facts(before)
+    assert facts(build_memory(other_orders.without_donation(graph, values))) == facts(before)
 
 
 def facts(memory: MemoryModel) -> Any:
