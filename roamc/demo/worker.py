@@ -67,7 +67,7 @@ class Task:
 def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
     """What ``run`` returns, and the most bytes that torch's CPU allocator had handed out since it began."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         result = run()
     kineto: Any = profile.profiler
     events = [(e.start_ns(), e.nbytes()) for e in kineto.kineto_results.events() if e.name() == "[memory]"]
