@@ -75,7 +75,8 @@ class _Writes:
         self.shared: dict[int, list[tuple[fx.Node, int]]] = {}
         for node in self.graph.nodes:
             for position, tensor in tensors_of(node):
-                self.shared.setdefault(identity(tensor), []).append((node, position))
+                if tensor.layout is torch.strided:  # others have no storage, and are refused later, by name
+                    self.shared.setdefault(identity(tensor), []).append((node, position))
 
     def exchange(self, copy: fx.Node) -> bool:
         """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then."""

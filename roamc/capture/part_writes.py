@@ -113,4 +113,5 @@ def _fits(scatter: fx.Node, base: fx.Node, value: fx.Node, mode: FakeTensorMode)
 def _sharing(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     """The nodes with a tensor in the storage of ``node``."""
     storage = identity(node.meta["val"])
-    return [other for other in graph.nodes if any(identity(tensor) == storage for _, tensor in tensors_of(other))]
+    dense = ((node, tensor) for node in graph.nodes for _, tensor in tensors_of(node) if tensor.layout is torch.strided)
+    return list(dict.fromkeys(other for other, tensor in dense if identity(tensor) == storage))
