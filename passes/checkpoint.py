@@ -41,7 +41,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if graph.boundary or not any("recompute" in node.meta for node in graph.graph.nodes):
         return Decision(())
     memory = build_memory(graph)
-    finder = _Finder(memory, _marked(memory), boundary=graph.boundary)
+    finder = _Finder(memory, _marked(memory))
     for step, operator in enumerate(memory.operators):
         if operator.phase is not Phase.FORWARD:
             for storage in operator.reads:
@@ -77,13 +77,13 @@ class _Finder:
     What an operator reads may have been written since, such as a buffer; then its first results stay.
     """
 
-    def __init__(self, memory: MemoryModel, marked: set[int], *, boundary: bool) -> None:
+    def __init__(self, memory: MemoryModel, marked: set[int]) -> None:
         self.memory = memory
         self.missing = marked
         self.found: list[Rerun] = []
         names = [operator.node.name for operator in memory.operators]
         nodes = {operator.node.name: operator.node for operator in memory.operators}
-        self.until = expiries(memory, nodes, names, range(len(names)), boundary=boundary)
+        self.until = expiries(memory, nodes, names, range(len(names)), boundary=False)
 
     def renew(self, storage: int, step: int) -> None:
         """Make ``storage`` again in front of ``step``, unless it is there, not marked, or can no longer be made."""

@@ -337,9 +337,9 @@ class _Builder:
         self.gradients: set[int] = set()
 
     def build(self) -> MemoryModel:
-        self.handed = self._identities(output_values(self.graph.graph))
+        self.handed = identities(output_values(self.graph.graph))
         by_name = {node.name: node for node in self.graph.graph.nodes}
-        self.gradients = self._identities(by_name.get(name) for name in self.graph.gradients)
+        self.gradients = identities(by_name.get(name) for name in self.graph.gradients)
         fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
         for node in self.graph.graph.nodes:
@@ -350,10 +350,6 @@ class _Builder:
             elif node.op == "call_function":
                 self._visit(node)
         return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
-
-    def _identities(self, nodes: Iterable[fx.Node | None]) -> set[int]:
-        """Storage identities of all tensors that ``nodes`` stand for."""
-        return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
 
     def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
         """Record the storage of one tensor; its index if it is new, None if it was known."""
@@ -467,15 +463,15 @@ def identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
+    """What :func:`identity` gives for all tensors that ``nodes`` stand for."""
+    return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
+
+
 def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
     """Names of the graph's inputs whose storage one of the operators ``nodes`` writes, through a view too."""
-    arguments = [argument for node in nodes for argument in ops.mutated_arguments(node)]
-    storages = {identity(tensor) for argument in arguments for _, tensor in tensors_of(argument)}
-    return {
-        node.name
-        for node in placeholders(graph.graph)
-        if any(identity(tensor) in storages for _, tensor in tensors_of(node))
-    }
+    storages = identities(argument for node in nodes for argument in ops.mutated_arguments(node))
+    return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(identities([node]))}
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:

@@ -13,38 +13,17 @@ the caller may write to ``x`` as soon as forward has ended.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from roamc import ops
 from roamc.capture.in_place_values import geometry, makes_value
-from roamc.compat import FakeTensorMode, OpOverload
-from roamc.graph import Phase, tensors_of
-from roamc.memory import identity
-from roamc.rewrite import move
+from roamc.capture.sharing import Half
+from roamc.compat import OpOverload
+from roamc.memory import identities, identity
 
 aten = torch.ops.aten
-
-
-def in_place(
-    graph: fx.Graph, mode: FakeTensorMode, phase: Mapping[str, Phase], named: Collection[str]
-) -> tuple[str, ...]:
-    """Let operators whose result is copied to an input write to that input.
-
-    Args:
-        graph: changed in place.
-        mode: the fake mode of its tensors.
-        phase: of every operator and view.
-        named: nodes whose tensors others take over; they stay as they are.
-
-    Returns:
-        Names of the copies, which are gone.
-    """
-    writes = _Writes(graph, mode, phase, named)
-    return tuple(copy.name for copy in list(graph.nodes) if copy.target is aten.copy_.default and writes.exchange(copy))
 
 
 @functools.cache
@@ -57,71 +36,31 @@ def writes_over(target: object) -> OpOverload | None:
     return twin if makes_value(twin) is target else None
 
 
-@dataclass
-class _Writes:
-    """The tensors of one graph by their storages.
+def to_callers(half: Half, copy: fx.Node) -> bool:
+    """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then; the copy is gone."""
+    if copy.target is not aten.copy_.default or copy.users:
+        return False
+    given, value = copy.args[:2]
+    if not isinstance(given, fx.Node) or given.op != "placeholder":
+        return False
+    chain = _chain(given, value)
+    if not chain or not _may(half, given, chain, copy):
+        return False
+    half.graph.erase_node(copy)
+    for node in chain:
+        node.target = writes_over(node.target)  # type: ignore[assignment]
+        half.put(half.shared.pop(identity(node.meta["val"])), given.meta["val"])
+    return True
 
-    Attributes:
-        graph, mode, phase, named: as for :func:`in_place`.
-    """
 
-    graph: fx.Graph
-    mode: FakeTensorMode
-    phase: Mapping[str, Phase]
-    named: Collection[str]
-
-    def __post_init__(self) -> None:
-        self.places = {node: place for place, node in enumerate(self.graph.nodes)}
-        self.shared: dict[int, list[tuple[fx.Node, int]]] = {}
-        for node in self.graph.nodes:
-            for position, tensor in tensors_of(node):
-                if tensor.layout is torch.strided:  # others have no storage, and are refused later, by name
-                    self.shared.setdefault(identity(tensor), []).append((node, position))
-
-    def exchange(self, copy: fx.Node) -> bool:
-        """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then."""
-        given, value = copy.args[:2]
-        if not isinstance(given, fx.Node) or given.op != "placeholder" or copy.users:
+def _may(half: Half, given: fx.Node, chain: list[fx.Node], copy: fx.Node) -> bool:
+    """Whether each value has been read when the next is written over it, and only forward reads the last one."""
+    for node, following in zip([given, *chain[:-1]], chain, strict=True):
+        until = half.places[following]
+        if any(half.places[reader] > until for reader in half.readers(node) if reader is not copy):
             return False
-        chain = _chain(given, value)
-        if not chain or not self._may(given, chain, copy):
-            return False
-        self.graph.erase_node(copy)
-        storage = given.meta["val"].untyped_storage()
-        for node in chain:
-            node.target = writes_over(node.target)  # type: ignore[assignment]
-            tensors = self.shared.pop(identity(node.meta["val"]))
-            with self.mode:
-                for other, position in tensors:
-                    move(other, position, storage)
-            self.shared[identity(given.meta["val"])] += tensors
-        return True
-
-    def _may(self, given: fx.Node, chain: list[fx.Node], copy: fx.Node) -> bool:
-        """Whether each value has been read when the next is written over it, and only forward reads the last one."""
-        nexts = [self.places[node] for node in chain]
-        for node, until in zip([given, *chain[:-1]], nexts, strict=True):
-            if any(self.places[reader] > until for reader in self._readers(node) if reader is not copy):
-                return False
-        last = [reader for reader in self._readers(chain[-1]) if reader is not copy]
-        within = all(self.phase.get(reader.name) is Phase.FORWARD for reader in last)
-        return within and not any(self._is_taken(node) for node in chain)
-
-    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Whoever reads a tensor in the storage of ``node``."""
-        for other, _ in self.shared[identity(node.meta["val"])]:
-            yield from other.users
-
-    def _is_taken(self, node: fx.Node) -> bool:
-        """Whether others take over, or write to, a tensor in the storage of ``node``."""
-        own = identity(node.meta["val"])
-        written = {
-            identity(t)
-            for reader in self._readers(node)
-            for a in ops.mutated_arguments(reader)
-            for _, t in tensors_of(a)
-        }
-        return own in written or any(other.name in self.named for other, _ in self.shared[own])
+    last = [reader for reader in half.readers(chain[-1]) if reader is not copy]
+    return half.are_forward(last) and not any(half.is_named(node) or half.is_written(node) for node in chain)
 
 
 def _chain(given: fx.Node, value: object) -> list[fx.Node]:
@@ -142,6 +81,4 @@ def _fits(node: fx.Node, given: fx.Node) -> bool:
         return False
     if geometry(node.meta["val"]) != geometry(given.meta["val"]) or not isinstance(node.args[0], fx.Node):
         return False
-    storages = [{identity(tensor) for _, tensor in tensors_of(argument)} for argument in node.all_input_nodes]
-    first = {identity(tensor) for _, tensor in tensors_of(node.args[0])}
-    return sum(bool(first & others) for others in storages) == 1
+    return identities([node.args[0]]).isdisjoint(identities(set(node.all_input_nodes) - {node.args[0]}))

@@ -23,11 +23,11 @@ from torch import fx
 
 from roamc import ops
 from roamc.capture.corrections import corrected
+from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.forms import FormKind, form_of
-from roamc.graph import tensors_of
-from roamc.memory import WROTE_OVER, identity
-from roamc.rewrite import derived, move
+from roamc.memory import WROTE_OVER, identities, identity
+from roamc.rewrite import derived
 
 aten = torch.ops.aten
 
@@ -67,26 +67,18 @@ def _arguments(target: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
-class _Exchange:
+class _Exchange(Sharing):
     """One walk through a graph.
 
     Attributes:
-        places: node to its position in the graph.
-        shared: storage to the tensors in it, in the order of the graph: (node, position among its results).
         writes: how many operators write to a storage.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        self.graph = graph
-        self.mode = mode
-        self.places = {node: place for place, node in enumerate(graph.nodes)}
-        self.shared: dict[int, list[tuple[fx.Node, int]]] = {}
+        super().__init__(graph, mode)
         self.writes: Counter[int] = Counter()
         for node in graph.nodes:
-            for position, tensor in tensors_of(node):
-                self.shared.setdefault(identity(tensor), []).append((node, position))
-            written = [tensor for argument in ops.mutated_arguments(node) for _, tensor in tensors_of(argument)]
-            self.writes.update({identity(tensor) for tensor in written})
+            self.writes.update(identities(ops.mutated_arguments(node)))
 
     def run(self) -> None:
         """Exchange what can be, first to last."""
@@ -97,14 +89,11 @@ class _Exchange:
 
     def _is_free(self, node: fx.Node) -> bool:
         """Whether what ``node`` writes is the step's own, and read behind it by no name that is older."""
-        before = [other for other, _ in self._sharing(node) if self.places[other] < self.places[node]]
+        before = [other for other, _ in self.of(node) if self.places[other] < self.places[node]]
         return all(
             other.op == "call_function" and all(self.places[user] <= self.places[node] for user in other.users)
             for other in before
         )
-
-    def _sharing(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
-        return self.shared[identity(node.meta["val"])]
 
     def _exchange(self, node: fx.Node, twin: OpOverload) -> bool:
         """Let ``node`` call ``twin`` if the result has the geometry, and the size, of all that was written over."""
@@ -123,15 +112,8 @@ class _Exchange:
         # Writes in front of the node count for both storages: too high a count keeps a copy, and changes no value.
         self.writes[identity(value)] = self.writes[identity(written)] - 1
         self.writes[identity(written)] -= 1
-        self._put(behind, value)
+        self.put(behind, value)
         return True
-
-    def _put(self, tensors: list[tuple[fx.Node, int]], into: torch.Tensor) -> None:
-        """Move ``tensors`` into the storage of ``into``."""
-        with self.mode:
-            for other, position in tensors:
-                move(other, position, into.untyped_storage())
-        self.shared[identity(into)] += tensors
 
     def _drop_copies(self, node: fx.Node) -> None:
         """Let the readers of copies of what ``node`` wrote over read that itself, where nobody writes to either."""
@@ -142,9 +124,9 @@ class _Exchange:
             own = copy.meta["val"]
             alike = geometry(own) == geometry(value) and copy.meta.get("custom") == written.meta.get("custom")
             if alike and not self.writes[identity(own)] and not self.writes[identity(value)]:
-                views = [pair for pair in self._sharing(copy) if pair[0] is not copy]
+                views = [pair for pair in self.of(copy) if pair[0] is not copy]
                 del self.shared[identity(own)]
-                self._put(views, value)
+                self.put(views, value)
                 copy.replace_all_uses_with(written)
                 self.graph.erase_node(copy)
 

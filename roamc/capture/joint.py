@@ -24,10 +24,11 @@ from torch import fx, nn
 from roamc import compat_aot, compat_dynamo, ops
 from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
-from roamc.capture.caller_writes import in_place
+from roamc.capture.caller_writes import to_callers
 from roamc.capture.collectives import join
 from roamc.capture.corrections import correct
-from roamc.capture.part_writes import in_parts
+from roamc.capture.part_writes import to_parts
+from roamc.capture.sharing import Half
 from roamc.capture.tokens import without_tokens
 from roamc.capture.view_writes import without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
@@ -209,9 +210,11 @@ class _Stitcher:
         if self.mode is not None:
             names = {node.name for node in named if node is not None}
             without_copies(self.graph, self.mode, names)
-            for rewrite in (in_place, in_parts):
-                for gone in rewrite(self.graph, self.mode, self.phase, names):
-                    del self.phase[gone]
+            half = Half(self.graph, self.mode, self.phase, names)
+            for exchange in (to_callers, to_parts):
+                for node in list(self.graph.nodes):
+                    if exchange(half, node):
+                        del self.phase[node.name]
 
     def mapped(self, node: Any) -> fx.Node | None:
         """The new node for one returned value."""

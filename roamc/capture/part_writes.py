@@ -12,7 +12,7 @@ so that ``y`` and ``z`` must not be read in backward: there no budget could drop
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch import fx
 from roamc import ops
 from roamc.capture.caller_writes import writes_over
 from roamc.capture.in_place_values import geometry
+from roamc.capture.sharing import Half
 from roamc.compat import FakeTensorMode, OpOverload
-from roamc.graph import Phase, tensors_of
-from roamc.memory import WROTE_OVER, identity
-from roamc.rewrite import move, placed_in
+from roamc.memory import WROTE_OVER, identities, identity
+from roamc.rewrite import placed_in
 
 aten = torch.ops.aten
 
@@ -39,52 +39,39 @@ ROUNDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div
 """Operators whose results are rounded once: they have the same bits wherever the result lies."""
 
 
-def in_parts(
-    graph: fx.Graph, mode: FakeTensorMode, phase: Mapping[str, Phase], named: Collection[str]
-) -> tuple[str, ...]:
-    """Let such operators write to the part.
-
-    Args:
-        graph: changed in place.
-        mode: the fake mode of its tensors.
-        phase: of every operator and view.
-        named: nodes whose tensors others take over; they stay as they are.
-
-    Returns:
-        Names of the scatters, which are gone.
-    """
-    scatters = [node for node in graph.nodes if node.target in PARTS]
-    return tuple(node.name for node in scatters if _exchange(graph, node, mode, phase, named))
-
-
-def _exchange(
-    graph: fx.Graph, scatter: fx.Node, mode: FakeTensorMode, phase: Mapping[str, Phase], named: Collection[str]
-) -> bool:
+def to_parts(half: Half, scatter: fx.Node) -> bool:
+    """Let what makes the value of ``scatter`` write to the part, if only forward reads the whole; it is gone then."""
+    if scatter.target not in PARTS:
+        return False
     base, value = scatter.args[:2]
-    if not isinstance(base, fx.Node) or not isinstance(value, fx.Node) or not _fits(scatter, base, value, mode):
+    if not isinstance(base, fx.Node) or not isinstance(value, fx.Node) or not _fits(scatter, base, value, half.mode):
         return False
-    before, behind = (_sharing(graph, node) for node in (base, scatter))
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    last = max(places[reader] for node in before for reader in node.users if reader is not scatter)
-    readers = [reader for node in (*before, *behind) for reader in node.users]
-    if last > places[value] or any(phase.get(reader.name) is not Phase.FORWARD for reader in readers):
-        return False
-    if any(node.op != "call_function" or node.name in named for node in (*before, *behind)):
-        return False
-    if any(ops.mutated_arguments(reader) for node in behind for reader in node.users):
+    if not _may(half, scatter, base, value):
         return False
     part: Any = value.args[0]
     value.target = writes_over(value.target)  # type: ignore[assignment]
-    storage = base.meta["val"].untyped_storage()
-    with mode:
-        value.meta["val"] = placed_in(part.meta["val"], storage)
-        for node in behind:
-            for position, tensor in list(tensors_of(node)):
-                if identity(tensor) == identity(scatter.meta["val"]) and node is not scatter:
-                    move(node, position, storage)
+    whole = base.meta["val"]
+    behind = [place for place in half.shared.pop(identity(scatter.meta["val"])) if place[0] is not scatter]
+    del half.shared[identity(value.meta["val"])]
+    with half.mode:
+        value.meta["val"] = placed_in(part.meta["val"], whole.untyped_storage())
+    half.of(base).append((value, 0))
+    half.put(behind, whole)
     scatter.replace_all_uses_with(base)
-    graph.erase_node(scatter)
+    half.graph.erase_node(scatter)
     return True
+
+
+def _may(half: Half, scatter: fx.Node, base: fx.Node, value: fx.Node) -> bool:
+    """Whether the old whole has been read when its part is written, and only forward reads the old one or the new."""
+    before = [reader for reader in half.readers(base) if reader is not scatter]
+    if any(half.places[reader] > half.places[value] for reader in before):
+        return False
+    if any(node.op != "call_function" for node, _ in (*half.of(base), *half.of(scatter))):
+        return False
+    if half.is_named(base) or half.is_named(scatter) or any(map(ops.mutated_arguments, half.readers(scatter))):
+        return False
+    return half.are_forward([*before, *half.readers(scatter)])
 
 
 def _fits(scatter: fx.Node, base: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
@@ -97,9 +84,7 @@ def _fits(scatter: fx.Node, base: fx.Node, value: fx.Node, mode: FakeTensorMode)
     whole, seen, made = base.meta["val"], part.meta["val"], value.meta["val"]
     with mode:
         filled = PARTS[scatter.target](whole, *scatter.args[2:])
-    others = {
-        identity(t) for argument in value.all_input_nodes if argument is not part for _, t in tensors_of(argument)
-    }
+    others = identities(set(value.all_input_nodes) - {part})
     return bool(
         identity(seen) == identity(whole)
         and geometry(seen) == geometry(filled)
@@ -108,10 +93,3 @@ def _fits(scatter: fx.Node, base: fx.Node, value: fx.Node, mode: FakeTensorMode)
         and identity(whole) not in others
         and writes_over(value.target) is not None
     )
-
-
-def _sharing(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The nodes with a tensor in the storage of ``node``."""
-    storage = identity(node.meta["val"])
-    dense = ((node, tensor) for node in graph.nodes for _, tensor in tensors_of(node) if tensor.layout is torch.strided)
-    return list(dict.fromkeys(other for other, tensor in dense if identity(tensor) == storage))

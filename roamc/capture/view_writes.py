@@ -18,8 +18,7 @@ from torch import fx
 
 from roamc import ops
 from roamc.compat import FakeTensorMode
-from roamc.graph import tensors_of
-from roamc.memory import identity
+from roamc.memory import identities, identity
 from roamc.rewrite import derived
 
 aten = torch.ops.aten
@@ -37,12 +36,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
         named: nodes that others know by name; they stay.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
-    writes = [
-        (places[node], identity(tensor))
-        for node in graph.nodes
-        for argument in ops.mutated_arguments(node)
-        for _, tensor in tensors_of(argument)
-    ]
+    writes = [(places[node], storage) for node in graph.nodes for storage in identities(ops.mutated_arguments(node))]
     for node in graph.nodes:
         if node.target in COPIES and node.name not in named and _is_scattered(node) and _is_plain(node):
             source = node.args[1]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.capture.caller_writes import in_place
+from roamc.capture.caller_writes import to_callers
+from roamc.capture.sharing import Half
+from roamc.graph import TrainGraph
 from roamc.memory import build_memory
 from roamc.rewrite import mode_of
 from tests.end_to_end.helpers import assert_same, noise
@@ -83,6 +85,14 @@ def of_another(x: Tensor, rows: Tensor) -> Tensor:
     return moved.sin()
 
 
+def in_place(graph: TrainGraph, named: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Names of the copies that are gone."""
+    mode = mode_of(graph.graph)
+    assert mode is not None
+    half = Half(graph.graph, mode, graph.phase, named)
+    return tuple(node.name for node in list(graph.graph.nodes) if to_callers(half, node))
+
+
 @pytest.mark.parametrize(
     ("function", "phases", "left"),
     [
@@ -100,9 +110,7 @@ def of_another(x: Tensor, rows: Tensor) -> Tensor:
 )
 def test_a_copy_is_left_where_it_must_be(function: Callable[..., Any], phases: str, left: int) -> None:
     graph = traced(function, BUFFER, ROWS, phases=phases)
-    mode = mode_of(graph.graph)
-    assert mode is not None
-    gone = in_place(graph.graph, mode, graph.phase, ())
+    gone = in_place(graph)
     graph.module.recompile()
     assert len(gone) == 1 - left
     assert sum(node.target is aten.copy_.default for node in graph.graph.nodes) == left
@@ -115,17 +123,13 @@ def test_a_copy_is_left_where_it_must_be(function: Callable[..., Any], phases: s
 
 def test_values_on_the_way_have_no_bytes() -> None:
     graph = traced(chain, BUFFER, ROWS)
-    mode = mode_of(graph.graph)
-    assert mode is not None
-    in_place(graph.graph, mode, graph.phase, ())
+    in_place(graph)
     assert [storage.name for storage in build_memory(graph).counted] == ["exp", "cos", "add_1"]
 
 
 def test_a_named_value_stays() -> None:
     graph = traced(average, BUFFER, ROWS)
-    mode = mode_of(graph.graph)
-    assert mode is not None
-    assert in_place(graph.graph, mode, graph.phase, ("lerp",)) == ()
+    assert in_place(graph, ("lerp",)) == ()
 
 
 class Centred(nn.Module):

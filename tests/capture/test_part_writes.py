@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc.capture.part_writes import ROUNDED, in_parts
+from roamc.capture.part_writes import ROUNDED, to_parts
+from roamc.capture.sharing import Half
 from roamc.memory import WROTE_OVER, build_memory
 from roamc.rewrite import mode_of
 from tests.graphs import assert_same, clones, run_real, traced
@@ -109,9 +110,10 @@ def by_itself(function: Callable[..., Any], *, phases: str = "", marked: bool = 
             node.meta[WROTE_OVER] = True
     mode = mode_of(graph.graph)
     assert mode is not None
-    gone = in_parts(graph.graph, mode, graph.phase, [node.name for node in graph.graph.output_node().args[0]])
+    half = Half(graph.graph, mode, graph.phase, [node.name for node in graph.graph.output_node().args[0]])
+    gone = sum(to_parts(half, node) for node in list(graph.graph.nodes))
     graph.module.recompile()
-    return graph, len(gone)
+    return graph, gone
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Which tensors of a graph lie in one storage, kept up to date while values move from one storage to another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from roamc import ops
+from roamc.compat import FakeTensorMode
+from roamc.graph import Phase, tensors_of
+from roamc.memory import identities, identity
+from roamc.rewrite import move
+
+Place = tuple[fx.Node, int]
+"""A node, and the position of a tensor among its results."""
+
+
+class Sharing:
+    """The tensors of a graph by their storages.
+
+    Attributes:
+        graph, mode: the graph, and the fake mode of its tensors.
+        places: node to its position in the graph.
+        shared: storage to the tensors in it, in the order of the graph. Sparse tensors have none; they are
+            refused later, by name.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self.mode = mode
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self.shared: dict[int, list[Place]] = {}
+        for node in graph.nodes:
+            for position, tensor in tensors_of(node):
+                if tensor.layout is torch.strided:
+                    self.shared.setdefault(identity(tensor), []).append((node, position))
+
+    def of(self, node: fx.Node) -> list[Place]:
+        """The tensors in the storage of ``node``, which stands for one tensor."""
+        return self.shared[identity(node.meta["val"])]
+
+    def readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Whoever reads a tensor in the storage of ``node``."""
+        for other, _ in self.of(node):
+            yield from other.users
+
+    def put(self, tensors: Iterable[Place], into: torch.Tensor) -> None:
+        """Move ``tensors`` into the storage of ``into``, each to the place that it has in its own."""
+        tensors = list(tensors)
+        with self.mode:
+            for other, position in tensors:
+                move(other, position, into.untyped_storage())
+        self.shared[identity(into)] += tensors
+
+
+class Half(Sharing):
+    """A graph of forward, or of forward and backward, which others take values from.
+
+    Attributes:
+        phase: of every operator and view.
+        named: nodes whose tensors others take over; they stay as they are.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, mode: FakeTensorMode, phase: Mapping[str, Phase], named: Collection[str]
+    ) -> None:
+        super().__init__(graph, mode)
+        self.phase, self.named = phase, named
+
+    def is_named(self, node: fx.Node) -> bool:
+        """Whether others take over a tensor in the storage of ``node``."""
+        return any(other.name in self.named for other, _ in self.of(node))
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether a reader writes to the storage of ``node``."""
+        own = identity(node.meta["val"])
+        return any(own in identities(ops.mutated_arguments(reader)) for reader in self.readers(node))
+
+    def are_forward(self, readers: Iterable[fx.Node]) -> bool:
+        """Whether all of them are operators or views of forward."""
+        return all(self.phase.get(reader.name) is Phase.FORWARD for reader in readers)
