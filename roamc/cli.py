@@ -267,6 +267,15 @@ def measure(
             typer.echo(f"\nthe profile is in {path}")
 
 
+@app.command(name="warm-up")
+def compile_solvers(debug: Debug = False) -> None:
+    """Compile the solvers now, once per installation, so that no plan has to wait for it. Takes about a minute."""
+    with _reported(debug, as_json=False):
+        with Stages("compiling the solvers"):
+            warm_up()
+        typer.echo("the solvers are compiled")
+
+
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the built-in models and what can be set."""

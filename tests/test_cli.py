@@ -21,6 +21,7 @@ from roamc.demo.race import Result, race
 from roamc.demo.worker import Task
 from roamc.errors import RoamcError
 from roamc.report import request
+from roamc.solvers import compiled
 
 SMALL = ["--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64"]
 
@@ -331,6 +332,12 @@ def test_calibrate_stores_prints_and_gives_json(tmp_path: Path, monkeypatch: pyt
     printed = run("calibrate", "--quick", "--output", str(path), "--json").stdout
     assert path.read_text("utf-8") == printed
     assert load_profile(profile=str(path)).device == "cpu"
+
+
+def test_solvers_are_compiled_at_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled._process, "patience", 1.0)
+    assert run("warm-up").stdout.strip() == "the solvers are compiled"
+    assert compiled._process.patience == 0.0, "nothing is interpreted any more"
 
 
 @pytest.mark.parametrize(
