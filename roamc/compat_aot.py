@@ -64,8 +64,8 @@ def _writes_first(func: OpOverload) -> bool:
 def writes_marked(key: str) -> Iterator[None]:
     """While AOTAutograd traces, nodes that stand for a write to their first argument (``relu_``) have ``meta[key]``.
 
-    Functionalization leaves the operator that makes a value, and nothing to tell it by. Nodes that it makes later, when
-    the base of a view that was written is read again, are not marked.
+    Functionalization leaves the operator that makes a value, and nothing to tell it by. All nodes that one such call
+    adds are marked, the scatters into the base of a view among them; a scatter that the user calls is not.
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 

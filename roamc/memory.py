@@ -238,8 +238,8 @@ def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, St
     """
     for position, operator in enumerate(memory.operators):
         rule = ops.rule(operator.node.target)
-        gradient = rule.accumulates and operator.phase is not Phase.FORWARD
-        if operator.births and (WROTE_OVER in operator.node.meta or rule.patches or gradient):
+        gradient = (rule.accumulates or rule.patches) and operator.phase is not Phase.FORWARD
+        if operator.births and (WROTE_OVER in operator.node.meta or gradient):
             argument = operator.node.args[0]
             if isinstance(argument, fx.Node) and (argument.name, 0) in memory.owner:
                 storage = memory.storage_of(argument)
@@ -445,7 +445,7 @@ class _Builder:
         return self.maker[node]
 
     def _check_edges(self, edges: set[tuple[int, int]]) -> None:
-        """Writes to the caller's tensors stay behind the last check before them: a step that fails changes nothing."""
+        """Writes to the caller's tensors stay behind the checks that stand before them in the graph, as in eager."""
         last = None
         for index, operator in enumerate(self.operators):
             if ops.rule(operator.node.target).ordered:

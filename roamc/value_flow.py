@@ -10,7 +10,8 @@ generator); what it makes or writes has a number made of that. Two equal numbers
     dx = mm(h, g)           9 = mm(7, 3)     h_1 = mul(x, s)         10 = mul(1, 8)
                                              dx  = mm(h_1, g)        11 = mm(10, 3), and 9 is wanted
 
-Views need no number: they are places in a storage, and a reader reads (number of the storage, place). A rerun has the
+Views need no number: they are places in a storage, and a reader reads (number of the storage, place). That a view lies
+where its operator and arguments put it is derived anew, once for all views that are alike. A rerun has the
 number of its original, a replay that of the draw that it repeats, a result written over an argument that of the result.
 What a codec has decoded counts as the value that was encoded, for readers that need no more of it than the codec keeps.
 
@@ -20,6 +21,7 @@ Shares no code with the passes: their rewritings that change operators and not v
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from roamc.errors import VerifyError, way_out
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, tensors_of
 from roamc.memory import identity
 from roamc.ops import Need
+from roamc.rewrite import given
 from roamc.runtime.random import dropout_mask, replay, save_rng_state
 
 aten = torch.ops.aten
@@ -49,6 +52,7 @@ class Numbers:
         self._keys: list[Key] = []
         self._tensors: dict[int, tuple[object, tuple[_Place, ...]]] = {}
         self._targets: dict[int, _Target] = {}
+        self._views: dict[Key, tuple[Number, ...]] = {}
 
     def of(self, *key: Any) -> Number:
         """The number of ``key``, whose first part says what it is."""
@@ -77,6 +81,17 @@ class Numbers:
         if known is None or known[0] is not value:
             known = self._tensors[id(value)] = value, tuple(self._place(at, t) for at, t in tensors_of(node))
         return known[1]
+
+    def view(self, node: fx.Node, key: Key) -> tuple[Number, ...]:
+        """Geometries of the results of a view, derived from ``node`` the first time that a view has this ``key``."""
+        known = self._views.get(key)
+        if known is None:
+            arguments, keywords = given(node)
+            with torch.no_grad():
+                made = node.target(*arguments, **keywords)  # type: ignore[operator]
+            many = made if isinstance(made, list | tuple) else [made]
+            known = self._views[key] = tuple(self._place(at, tensor).geometry for at, tensor in enumerate(many))
+        return known
 
     def _place(self, position: int, tensor: torch.Tensor) -> _Place:
         shape = tuple(map(int, tensor.shape))
@@ -128,11 +143,12 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
     """Number the values of ``graph``, which pass ``after`` left, in its present order.
 
     Raises:
-        VerifyError: a view does not lie in what it is a view of.
+        VerifyError: a view does not lie in what it is a view of, or elsewhere in it than its arguments say.
     """
     walk = _Walk(numbers, graph.encodings, graph.donated)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
+    given = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
     finals: dict[str, Number] = {}
     crossed = not graph.boundary
@@ -144,14 +160,13 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
                 crossed = True
                 early = [(made, port) for made, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
-                walk.hand_over(callers)
+                walk.hand_over(given)
             odd = walk.call(node)
             if odd is not None:
-                raise VerifyError(f"after pass {after!r}: {node.name} is a view of {odd}, and lies in another storage")
+                raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
     finals |= walk.results(returned, "step")
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            finals |= walk.left(node, callers.get(node, node.name))
+    for node in given:
+        finals |= walk.left(node, callers.get(node, node.name))
     finals["the random generator"] = walk.state
     return Flow(numbers, walk.operators, tuple(walk.effects), finals, walk.makers)
 
@@ -216,17 +231,17 @@ class _Walk:
         for place in self.numbers.places(node):
             self._content.setdefault(place.storage, self.numbers.of("part", number, place.position))
 
-    def call(self, node: fx.Node) -> fx.Node | None:
+    def call(self, node: fx.Node) -> str | None:
         """Run ``node``: number what it reads, then what it makes and writes.
 
         Returns:
-            What ``node`` is a view of, if it does not lie there; else None.
+            What is wrong with ``node`` if it is a view and does not lie where it should; else None.
         """
         places = self.numbers.places(node)
         fresh = [place for place in places if place.storage not in self._content]
         target = self.numbers.target(node.target)
         if not fresh and target.is_view and node.name not in self.donated:
-            return self._base_elsewhere(node, target, places)
+            return self._misplaced(node, target, places)
         if node.target is save_rng_state:
             self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
             return None
@@ -250,7 +265,8 @@ class _Walk:
         }
 
     def hand_over(self, nodes: Iterable[fx.Node]) -> None:
-        """Forward has ended: another one may run, and write to those of the caller's tensors that this one has."""
+        """Forward has ended. Until backward begins, another forward may write again what this one wrote to the caller's
+        tensors; what lies there now has no known value."""
         for place in (place for node in nodes for place in self.numbers.places(node)):
             content = self._content[place.storage]
             if self.numbers.key(content)[0] == "written":
@@ -295,11 +311,31 @@ class _Walk:
         rule = EQUAL.get(call.target)
         return rule(self, call) if rule is not None else None
 
-    def _base_elsewhere(self, node: fx.Node, target: _Target, places: Sequence[_Place]) -> fx.Node | None:
+    def _misplaced(self, node: fx.Node, target: _Target, places: Sequence[_Place]) -> str | None:
+        if target.target is operator.getitem:
+            picked = [place for place in self.numbers.places(node.args[0]) if place.position == node.args[1]]  # type: ignore[arg-type]
+            same = [(place.storage, place.geometry) for place in picked] == [
+                (place.storage, place.geometry) for place in places
+            ]
+            return None if same else f"of {node.args[0]}, and is not its result {node.args[1]}"
         bases = [node.args[position] for position in target.rule.view_of if position < len(node.args)]
         known = [base for base in bases if isinstance(base, fx.Node)]
         within = [place.storage for base in known for place in self.numbers.places(base)]
-        return known[0] if within and any(place.storage not in within for place in places) else None
+        if within and any(place.storage not in within for place in places):
+            return f"of {known[0]}, and lies in another storage"
+        arguments = (
+            tuple(map(self._where, node.args)),
+            tuple((name, self._where(node.kwargs[name])) for name in node.kwargs),
+        )
+        wanted = self.numbers.view(node, (target.number, *arguments))
+        if wanted == tuple(place.geometry for place in places):
+            return None
+        return f"of {known[0]}, and lies elsewhere in it than its arguments say"
+
+    def _where(self, value: Any) -> Any:
+        """An argument of a view: of a tensor the geometry, whatever lies in it."""
+        places = self.numbers.places(value) if isinstance(value, fx.Node) else ()
+        return ("at", *[place.geometry for place in places]) if places else self._key(value)
 
     def _make(self, node: fx.Node, fresh: Sequence[_Place], made: Mapping[int, Number]) -> None:
         number = self._other.get(node, -1)

@@ -345,9 +345,16 @@ def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: f
     if graph.donated[node.name] not in ops.may_overwrite(node):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
     result, gift = node.meta["val"], argument.meta["val"]
-    alike = (result.storage_offset(), *_geometry(result)) == (gift.storage_offset(), *_geometry(gift))
-    if identity(result) != identity(gift) or not alike:
+    if identity(result) != identity(gift) or _lies(result) != _lies(gift):
         _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
+    for other in node.all_input_nodes:
+        if any(identity(tensor) == identity(gift) and _lies(tensor) != _lies(gift) for _, tensor in tensors_of(other)):
+            what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
+            _fail(graph, after, node, what)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), *_geometry(tensor)
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:

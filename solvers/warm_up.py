@@ -1,6 +1,6 @@
 """Have every compiled loop ready: a first plan then takes no longer than the next.
 
-What numba has compiled stays on disk; only the first process of an installation takes seconds here.
+What numba has compiled stays on disk; the first process of an installation takes about a minute here.
 """
 
 import random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -419,6 +420,27 @@ def test_code_of_another_value() -> None:
         with node.meta["val"].fake_mode:
             node.meta["val"] = node.target(*fx.map_arg(node.args, lambda argument: argument.meta["val"]))
     refused(after, before, "where_2 would read the result of gt_decode.* and not the result of gt,")
+
+
+def part_written(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.exp()
+    y[:, :4].mul_(0.5)
+    return y @ x, y.split(4, 1)[1].sin()
+
+
+def test_view_of_another_part() -> None:
+    graph = traced(part_written, X)
+    before = values(graph)
+    node_of(graph, "slice_1").args = (node_of(graph, "exp"), 1, 4, 8)
+    refused(graph, before, "slice_1 is a view of exp, and lies elsewhere in it than its arguments say")
+
+
+def test_another_result_is_picked() -> None:
+    graph = traced(part_written, X)
+    before = values(graph)
+    picked = next(node for node in graph.graph.nodes if node.target is operator.getitem and node.users)
+    picked.args = (picked.args[0], 1 - picked.args[1])
+    refused(graph, before, "is a view of split, and is not its result")
 
 
 def test_code_that_is_decoded_in_another_way() -> None:

@@ -36,21 +36,25 @@ def writes_over(target: object) -> OpOverload | None:
     return twin if makes_value(twin) is target else None
 
 
-def to_callers(half: Half, copy: fx.Node) -> bool:
-    """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then; the copy is gone."""
+def to_callers(half: Half, copy: fx.Node) -> list[str]:
+    """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then.
+
+    Returns:
+        The name of ``copy`` if it is gone.
+    """
     if copy.target is not aten.copy_.default or copy.users:
-        return False
+        return []
     given, value = copy.args[:2]
     if not isinstance(given, fx.Node) or given.op != "placeholder":
-        return False
+        return []
     chain = _chain(given, value)
     if not chain or not _may(half, given, chain, copy):
-        return False
+        return []
     half.graph.erase_node(copy)
     for node in chain:
         node.target = writes_over(node.target)  # type: ignore[assignment]
         half.put(half.shared.pop(identity(node.meta["val"])), given.meta["val"])
-    return True
+    return [copy.name]
 
 
 def _may(half: Half, given: fx.Node, chain: list[fx.Node], copy: fx.Node) -> bool:

@@ -30,7 +30,7 @@ from roamc.capture.corrections import correct
 from roamc.capture.part_writes import to_parts
 from roamc.capture.sharing import Half
 from roamc.capture.tokens import without_tokens
-from roamc.capture.view_writes import without_copies
+from roamc.capture.view_writes import put_at_once, without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
@@ -209,12 +209,15 @@ class _Stitcher:
         """Write where eager writes: see modules view_writes, caller_writes and part_writes. Nodes ``named`` stay."""
         if self.mode is not None:
             names = {node.name for node in named if node is not None}
-            without_copies(self.graph, self.mode, names)
+            gone = set(without_copies(self.graph, self.mode, names))
             half = Half(self.graph, self.mode, self.phase, names)
             for exchange in (to_callers, to_parts):
                 for node in list(self.graph.nodes):
-                    if exchange(half, node):
-                        del self.phase[node.name]
+                    if node.name not in gone:
+                        gone.update(exchange(half, node))
+            gone.update(put_at_once(self.graph, self.mode, names))
+            for name in gone:
+                del self.phase[name]
 
     def mapped(self, node: Any) -> fx.Node | None:
         """The new node for one returned value."""

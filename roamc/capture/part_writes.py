@@ -6,13 +6,14 @@
     z = slice_scatter(y, m, 1, 0, 4)
     ... z ...                            ... y ...
 
-``m`` has no bytes of its own any more, as in eager. What has been written over cannot be made again from what it was,
+``m`` has no bytes of its own any more, as in eager. Of a view of a view (``y[3:][:, 1].mul_(2)``) there are as many
+scatters as views, and all of them go. What has been written over cannot be made again from what it was,
 so that ``y`` and ``z`` must not be read in backward: there no budget could drop them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,57 +40,85 @@ ROUNDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div
 """Operators whose results are rounded once: they have the same bits wherever the result lies."""
 
 
-def to_parts(half: Half, scatter: fx.Node) -> bool:
-    """Let what makes the value of ``scatter`` write to the part, if only forward reads the whole; it is gone then."""
+def to_parts(half: Half, scatter: fx.Node) -> list[str]:
+    """Let what makes the value of ``scatter`` write to the part, if only forward reads the whole.
+
+    Returns:
+        Names of the nodes that are gone: ``scatter``, and those that put its result into something larger.
+    """
     if scatter.target not in PARTS:
-        return False
-    base, value = scatter.args[:2]
-    if not isinstance(base, fx.Node) or not isinstance(value, fx.Node) or not _fits(scatter, base, value, half.mode):
-        return False
-    if not _may(half, scatter, base, value):
-        return False
+        return []
+    scatters = until_whole(scatter, half.mode)
+    whole, value = scatters[-1].args[0], scatter.args[1]
+    if not isinstance(whole, fx.Node) or not isinstance(value, fx.Node):
+        return []
+    if not _fits(scatter, whole, value, half.mode) or not _may(half, scatters, whole, value):
+        return []
+    if geometry(whole.meta["val"]) != geometry(scatters[-1].meta["val"]):
+        return []
     part: Any = value.args[0]
     value.target = writes_over(value.target)  # type: ignore[assignment]
-    whole = base.meta["val"]
-    behind = [place for place in half.shared.pop(identity(scatter.meta["val"])) if place[0] is not scatter]
     del half.shared[identity(value.meta["val"])]
     with half.mode:
-        value.meta["val"] = placed_in(part.meta["val"], whole.untyped_storage())
-    half.of(base).append((value, 0))
-    half.put(behind, whole)
-    scatter.replace_all_uses_with(base)
-    half.graph.erase_node(scatter)
-    return True
+        value.meta["val"] = placed_in(part.meta["val"], whole.meta["val"].untyped_storage())
+    half.of(whole).append((value, 0))
+    behind = [place for place in half.of(scatters[-1]) if place[0] is not scatters[-1]]
+    half.put(behind, whole.meta["val"])
+    scatters[-1].replace_all_uses_with(whole)
+    for gone in reversed(scatters):
+        del half.shared[identity(gone.meta["val"])]
+        half.graph.erase_node(gone)
+    return [gone.name for gone in scatters]
 
 
-def _may(half: Half, scatter: fx.Node, base: fx.Node, value: fx.Node) -> bool:
+def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
+    """The part of its first argument that ``scatter`` fills."""
+    whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
+    with mode:
+        part: torch.Tensor = PARTS[scatter.target](whole, *scatter.args[2:])
+    return part
+
+
+def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
+    """``scatter``, then the one that puts its result to where its base is a part of something larger, and so on."""
+    scatters = [scatter]
+    while len(scatters[-1].users) == 1:
+        base, (outer,) = scatters[-1].args[0], scatters[-1].users
+        if outer.target not in PARTS or outer.kwargs or outer.args[1] is not scatters[-1]:
+            break
+        part, filled = base.meta["val"], filled_by(outer, mode)  # type: ignore[union-attr]
+        if identity(part) != identity(filled) or geometry(part) != geometry(filled):
+            break
+        scatters.append(outer)
+    return scatters
+
+
+def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node) -> bool:
     """Whether the old whole has been read when its part is written, and only forward reads the old one or the new."""
-    before = [reader for reader in half.readers(base) if reader is not scatter]
+    own = {*scatters, *(scatter.args[0] for scatter in scatters[:-1])}
+    before = [reader for reader in half.readers(whole) if reader not in own]
+    behind = list(half.readers(scatters[-1]))
     if any(half.places[reader] > half.places[value] for reader in before):
         return False
-    if any(node.op != "call_function" for node, _ in (*half.of(base), *half.of(scatter))):
+    if any(node.op != "call_function" for node, _ in (*half.of(whole), *half.of(scatters[-1]))):
         return False
-    if half.is_named(base) or half.is_named(scatter) or any(map(ops.mutated_arguments, half.readers(scatter))):
+    if any(map(half.is_named, (whole, *scatters))) or any(map(ops.mutated_arguments, behind)):
         return False
-    return half.are_forward([*before, *half.readers(scatter)])
+    return half.are_forward([*before, *behind])
 
 
-def _fits(scatter: fx.Node, base: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
+def _fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
     """Whether ``value`` is made of the part that ``scatter`` fills with it, and may be written over that."""
     part = value.args[0] if value.args else None
     if value.target not in ROUNDED or value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:
         return False
     if list(value.users) != [scatter] or not isinstance(part, fx.Node) or 0 not in ops.may_overwrite(value):
         return False
-    whole, seen, made = base.meta["val"], part.meta["val"], value.meta["val"]
-    with mode:
-        filled = PARTS[scatter.target](whole, *scatter.args[2:])
-    others = identities(set(value.all_input_nodes) - {part})
+    storage, seen, made = identity(whole.meta["val"]), part.meta["val"], value.meta["val"]
     return bool(
-        identity(seen) == identity(whole)
-        and geometry(seen) == geometry(filled)
-        and geometry(whole) == geometry(scatter.meta["val"])
+        identity(seen) == storage
+        and geometry(seen) == geometry(filled_by(scatter, mode))
         and (seen.shape, seen.dtype) == (made.shape, made.dtype)
-        and identity(whole) not in others
+        and storage not in identities(set(value.all_input_nodes) - {part})
         and writes_over(value.target) is not None
     )

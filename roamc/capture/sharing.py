@@ -23,8 +23,7 @@ class Sharing:
     Attributes:
         graph, mode: the graph, and the fake mode of its tensors.
         places: node to its position in the graph.
-        shared: storage to the tensors in it, in the order of the graph. Sparse tensors have none; they are
-            refused later, by name.
+        shared: storage to the tensors in it. Sparse tensors have none; they are refused later, by name.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -56,11 +55,11 @@ class Sharing:
 
 
 class Half(Sharing):
-    """A graph of forward, or of forward and backward, which others take values from.
+    """Forward, or forward and backward in one graph.
 
     Attributes:
         phase: of every operator and view.
-        named: nodes whose tensors others take over; they stay as they are.
+        named: nodes that outputs or saved values refer to by name; their tensors stay as they are.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Half(Sharing):
         self.phase, self.named = phase, named
 
     def is_named(self, node: fx.Node) -> bool:
-        """Whether others take over a tensor in the storage of ``node``."""
+        """Whether outputs or saved values refer to a tensor in the storage of ``node``."""
         return any(other.name in self.named for other, _ in self.of(node))
 
     def is_written(self, node: fx.Node) -> bool:

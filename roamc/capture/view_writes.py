@@ -7,16 +7,23 @@
 
 ``copy`` makes ``s`` as a tensor with the strides of ``v``: as many bytes as lie between the first element of ``v`` and
 its last, so that a write to four columns of ``x`` costs nearly the bytes of ``x``. The scatter reads elements only.
+
+``s`` may be a part of ``x``. If it is what the scatter fills (Python assigns the result of ``x[:4] *= 2`` to ``x[:4]``
+once more), then ``y`` is ``x``. If it is another part, the copy stays: as long as it stands between them, ``y`` may
+be written over ``x``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
 from roamc import ops
+from roamc.capture.in_place_values import geometry
+from roamc.capture.part_writes import PARTS, filled_by, until_whole
 from roamc.compat import FakeTensorMode
 from roamc.memory import identities, identity
 from roamc.rewrite import derived
@@ -27,25 +34,98 @@ COPIES = frozenset({aten.copy.default, aten.fill.Tensor})
 """Operators whose result is their second argument in the shape of the first."""
 
 
-def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> None:
+def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
     """Make such copies views of what they copy.
 
     Args:
         graph: changed in place.
         mode: the fake mode of its tensors.
         named: nodes that others know by name; they stay.
+
+    Returns:
+        Names of the nodes that are gone.
     """
+    gone: list[str] = []
     places = {node: place for place, node in enumerate(graph.nodes)}
     writes = [(places[node], storage) for node in graph.nodes for storage in identities(ops.mutated_arguments(node))]
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target in COPIES and node.name not in named and _is_scattered(node) and _is_plain(node):
             source = node.args[1]
             last = max(places[reader] for reader in node.users)
             storage = identity(source.meta["val"])
-            if not any(places[node] < place <= last for place, written in writes if written == storage):
+            if any(places[node] < place <= last for place, written in writes if written == storage):
+                continue
+            if storage not in identities(reader.args[0] for reader in node.users):
                 node.target, node.args = aten.expand.default, (source, list(node.meta["val"].shape))
                 node.kwargs = {}
                 node.meta["val"] = derived(node, mode)
+            elif all(reader.name not in named and _fills_with_itself(reader, source, mode) for reader in node.users):
+                gone += _erased(graph, node)
+    return gone
+
+
+def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
+    """Let a value that is put into a view of a view be put into the whole by one scatter.
+
+        before                               after
+        w = slice(x, 0, 3)                   y = as_strided_scatter(x, s, ...)
+        z = select_scatter(w, s, 1, 1)
+        y = slice_scatter(x, z, 0, 3)
+
+    ``z`` is nearly as large as ``x``, and ``y`` may be written over ``x``.
+
+    Args:
+        graph: changed in place.
+        mode: the fake mode of its tensors.
+        named: nodes that others know by name; they stay.
+
+    Returns:
+        Names of the scatters that are gone.
+    """
+    gone: list[str] = []
+    written = {storage for node in graph.nodes for storage in identities(ops.mutated_arguments(node))}
+    for node in list(graph.nodes):
+        if node.target not in PARTS or node.kwargs or node.name in gone:
+            continue
+        *inner, last = until_whole(node, mode)
+        whole: Any = last.args[0]
+        value: Any = node.args[1]
+        of_named = any(scatter.name in named for scatter in inner)
+        if not inner or of_named or not _is_alone(whole, last) or not written.isdisjoint(identities([whole, value])):
+            continue
+        filled = filled_by(node, mode)
+        place = list(filled.shape), list(filled.stride()), filled.storage_offset()
+        last.target, last.args = aten.as_strided_scatter.default, (whole, value, *place)
+        for scatter in reversed(inner):
+            graph.erase_node(scatter)
+        gone += [scatter.name for scatter in inner]
+    return gone
+
+
+def _is_alone(whole: fx.Node, scatter: fx.Node) -> bool:
+    """Whether ``whole`` is all that lies in its storage, and the result of ``scatter`` lies as it does."""
+    tensor = whole.meta["val"]
+    alone = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return bool(alone and not tensor.storage_offset() and geometry(tensor) == geometry(scatter.meta["val"]))
+
+
+def _fills_with_itself(scatter: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
+    """Whether ``source`` is the part of its base that ``scatter`` fills, so that its result is its base."""
+    whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
+    if scatter.target not in PARTS or scatter.kwargs or geometry(whole) != geometry(scatter.meta["val"]):
+        return False
+    part = source.meta["val"]
+    return identity(part) == identity(whole) and geometry(part) == geometry(filled_by(scatter, mode))
+
+
+def _erased(graph: fx.Graph, copy: fx.Node) -> list[str]:
+    """Let those who read the scatters of ``copy`` read their bases; the names of the scatters and of ``copy``."""
+    erased = [*copy.users, copy]
+    for scatter in list(copy.users):
+        scatter.replace_all_uses_with(scatter.args[0])  # type: ignore[arg-type]
+        graph.erase_node(scatter)
+    graph.erase_node(copy)
+    return [node.name for node in erased]
 
 
 def _is_scattered(node: fx.Node) -> bool:

@@ -47,6 +47,22 @@ def view_of_a_view_written(narrow: Tensor, _: Tensor) -> Tensor:
     return rows.sum()
 
 
+def rows_copied_to_others(narrow: Tensor, _: Tensor) -> Tensor:
+    rows = wide(narrow)
+    rows[: ROWS * 8] = rows[ROWS * 8 : ROWS * 16]
+    return rows.sum()
+
+
+def part_augmented(narrow: Tensor, _: Tensor) -> Tensor:
+    rows = wide(narrow)
+    rows[:, :8] *= 2
+    return rows.sum()
+
+
+def scattered_by_the_user(narrow: Tensor, _: Tensor) -> Tensor:
+    return torch.slice_scatter(wide(narrow) * 2, narrow, 0, 0, ROWS).sum()
+
+
 def rows_chosen_by_a_mask(narrow: Tensor, index: Tensor) -> Tensor:
     rows = wide(narrow)
     rows[index.repeat(TIMES) > 5] = 1.0
@@ -75,6 +91,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a slice assigned by broadcasting": broadcast_assigned,
     "slices written in a loop": written_in_a_loop,
     "a view of a view written": view_of_a_view_written,
+    "rows copied to others": rows_copied_to_others,
+    "a part augmented": part_augmented,
+    "scattered by the user": scattered_by_the_user,
     "rows chosen by a mask": rows_chosen_by_a_mask,
     "augmented": augmented,
     "relu_": lambda narrow, _: torch.relu_(wide(narrow) * 2).sum(),
@@ -110,14 +129,12 @@ def test_eagers_peak_is_what_the_allocator_sees(name: str, route: str) -> None:
     torch.manual_seed(0)
     model, batch = Model(name), (torch.randn(ROWS, COLUMNS), torch.randint(0, ROWS, (ROWS,)))
     whole = {"loss_fn": lambda m, *batch: m(*batch), "optimizer": sgd(model)} if route == "step" else {}
-    said = roamc.plan(model, *batch, **whole).baseline_bytes
+    plan = roamc.plan(model, *batch, **whole)
+    said = plan.baseline_bytes
     _, measured = peak_bytes(lambda: model(*batch).backward())
     # Kernels take a little for themselves; eager keeps what gather reads, of which backward needs the size alone.
     spare = MOST // 8 + MOST * (name == "gather of all")
-    assert said - MOST // 64 <= measured <= said + spare
-
-
-def test_a_slice_that_is_assigned_costs_no_second_tensor() -> None:
-    model, batch = Model("a slice assigned by broadcasting"), (torch.randn(ROWS, COLUMNS), torch.zeros(ROWS))
-    plan = roamc.plan(model, *batch)
-    assert plan.peak_bytes <= plan.baseline_bytes + MOST // 64
+    # Autograd adds gradients in place, which its trace does not say.
+    unknown = MOST * (name in ("rows copied to others", "a part augmented"))
+    assert said - MOST // 64 - unknown <= measured <= said + spare
+    assert plan.peak_bytes <= measured + MOST // 32

@@ -18,6 +18,7 @@ from roamc.verify import check_graph
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 
+aten = torch.ops.aten
 X = torch.randn(4, 4)
 FLAGS = [(seed, route) for seed in range(20) for route in ("step", "joint")]
 
@@ -130,6 +131,18 @@ def test_judge_sees_who_reads_what_was_written_over() -> None:
 def test_judge_sees_a_result_that_lies_elsewhere() -> None:
     with pytest.raises(VerifyError, match="which lies elsewhere"):
         check_graph(tampered(share=False, node="exp"), "donate")
+
+
+def test_judge_sees_an_operator_that_reads_another_part_of_what_it_writes() -> None:
+    def moved(x: Tensor) -> Tensor:
+        y = x.sin()
+        return aten.slice_scatter.default(y, y[:2], 0, 1, 3).sum()
+
+    graph = traced(moved, X)
+    by_name = {n.name: n for n in graph.graph.nodes}
+    by_name["slice_scatter"].meta["val"] = by_name["sin"].meta["val"]
+    with pytest.raises(VerifyError, match="slice_scatter is to be written over sin, and reads it as slice_1 as well"):
+        check_graph(graph.replace(donated={"slice_scatter": 0}), "donate")
 
 
 def test_judge_sees_an_operator_that_must_not() -> None:
