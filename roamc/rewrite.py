@@ -95,8 +95,8 @@ def settings_of(node: fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, arguments, strict=False)), **keywords}
 
 
-def derived(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The fake value that the operator of ``node`` gives for the values of its arguments."""
+def derived(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
+    """The fake value that the operator of ``node`` gives for the values of its arguments, which belong to ``mode``."""
     arguments, keywords = given(node)
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]

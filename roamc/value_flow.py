@@ -21,6 +21,7 @@ Shares no code with the passes: their rewritings that change operators and not v
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,12 @@ import torch
 from torch import fx
 
 from roamc import ops
+from roamc.compat import fake_mode_of
 from roamc.errors import VerifyError, way_out
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, tensors_of
 from roamc.memory import identity
 from roamc.ops import Need
-from roamc.rewrite import given
+from roamc.rewrite import derived
 from roamc.runtime.random import dropout_mask, replay, save_rng_state
 
 aten = torch.ops.aten
@@ -86,9 +88,10 @@ class Numbers:
         """Geometries of the results of a view, derived from ``node`` the first time that a view has this ``key``."""
         known = self._views.get(key)
         if known is None:
-            arguments, keywords = given(node)
+            # A codec's operators were traced under a fake mode of their own, which need not be the active one.
+            modes = [fake_mode_of(tensor) for _, tensor in tensors_of(node)]
             with torch.no_grad():
-                made = node.target(*arguments, **keywords)  # type: ignore[operator]
+                made = derived(node, modes[0] or contextlib.nullcontext())
             many = made if isinstance(made, list | tuple) else [made]
             known = self._views[key] = tuple(self._place(at, tensor).geometry for at, tensor in enumerate(many))
         return known
