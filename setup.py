@@ -71,8 +71,8 @@ setup(
         "dev": ["mypy", "ruff"],
     },
     entry_points={
-        "torch_dynamo_backends": ["roamc = roamc.backend:roamc"],  # so torch.compile finds it by name
-        "console_scripts": ["roamc = roamc.cli:main"],
+        "torch_dynamo_backends": ["roamc = roamc.frontends.backend:roamc"],  # so torch.compile finds it by name
+        "console_scripts": ["roamc = roamc.cli.commands:main"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -76,15 +76,16 @@ def _run(step: Any, batch: Any, now: Clock) -> float:
 
 def _operators(graph: Any) -> list[Any]:
     """The nodes that the program calls, in its order."""
-    from roamc import ops
     from roamc.graph import operators
+    from roamc.operators import ops
 
     return [node for node in operators(graph.graph) if not ops.is_view(node.target)]
 
 
 def _stamped(executable: Any, now: Clock) -> list[float]:
     """Make the program read the clock before every operator, into the list that is returned."""
-    from roamc import compat, ops
+    from roamc import compat
+    from roamc.operators import ops
     from roamc.runtime.program import compiled, load
 
     stamps: list[float] = []

@@ -35,10 +35,10 @@ from benchmarks.planning_models import COMPILED, KINDS, MODELS, choices, graph, 
 from benchmarks.rivals import Missing, eager, inductor, lescea, model_ilp, supermalloc, xla
 from benchmarks.rivals.caching_allocator import peak_reserved
 from benchmarks.rivals.precedence import is_legal
-from roamc import search
-from roamc.memory import input_bytes
+from roamc.graph.memory import input_bytes
 from roamc.options import Options
 from roamc.passes import donate, reorder
+from roamc.planning import search
 from roamc.solvers import layout as layouts
 from roamc.solvers import order as orders
 from roamc.solvers.arrays import IntArray, LongArray

@@ -50,7 +50,7 @@ def _plans(name: str, route: str, budget: str | None) -> list[Row]:
     import roamc
 
     torch._dynamo.reset()
-    roamc.backend.LATEST.clear()
+    roamc.frontends.backend.LATEST.clear()
     work = make(name, "float32")
     options: dict[str, Any] = {"memory_budget": budget, "strict": True, "profile": "cpu"}
     if route == "train_step":
@@ -62,7 +62,7 @@ def _plans(name: str, route: str, budget: str | None) -> list[Row]:
         compiled.loss(compiled.model, *work.batch)
     else:
         compiled.loss(torch.compile(compiled.model, backend="roamc", dynamic=False, options=options), *work.batch)
-    return [plan.to_dict() for plan in roamc.backend.LATEST]
+    return [plan.to_dict() for plan in roamc.frontends.backend.LATEST]
 
 
 def record(path: Path, models: list[str]) -> None:

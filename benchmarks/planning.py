@@ -46,8 +46,8 @@ def worker(name: str, route: str) -> list[dict[str, Any]]:
 def _captured(name: str, route: str) -> tuple[Any, dict[str, float]]:
     """The graph, and what torch's partitioner took for it."""
     from roamc import compat_aot
-    from roamc.report.request import Request, workload_of
-    from roamc.workload import capture
+    from roamc.cli.request import Request, workload_of
+    from roamc.frontends.workload import capture
 
     compiled, seconds = route == "optimize", dict[str, float]()
     split = compat_aot.default_partition
@@ -76,15 +76,15 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def _operators(graph: Any) -> int:
-    from roamc.memory import build_memory
+    from roamc.graph.memory import build_memory
 
     return len(build_memory(graph).operators)
 
 
 def _planned(graph: Any, budget: str, alone: float) -> dict[str, Any]:
-    from roamc import search
     from roamc.errors import BudgetError
     from roamc.options import parse_options
+    from roamc.planning import search
 
     options = parse_options({"profile": "cpu"} | ({} if budget == "none" else {"memory_budget": budget}))
     start = time.process_time()

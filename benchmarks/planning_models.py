@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.classic_nets import VGG16, AlexNet, MNASNet
+from roamc.frontends.workload import OPTIMIZERS, Workload, capture
 from roamc.graph import TrainGraph
-from roamc.memory import MemoryModel, build_memory, input_bytes
+from roamc.graph.memory import MemoryModel, build_memory, input_bytes
 from roamc.options import Options
 from roamc.passes import donate, normalize, reorder
 from roamc.solvers.order import OrderProblem, evaluate
-from roamc.workload import OPTIMIZERS, Workload, capture
 
 IMAGE, CLASSES = 224, 1000
 COMPILED = "compiled"

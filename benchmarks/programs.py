@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import roamc
 from benchmarks.blocks import Blocked, wrap
-from roamc import search
 from roamc.graph import TrainGraph
 from roamc.options import Options
-from roamc.plan import Plan
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
 
 FAMILIES = ("eager", "aot_eager", "inductor", "optimize", "train_step")
 OURS = FAMILIES[3:]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.rivals.one_result import one_result
-from roamc import zoo
+from roamc.cli import zoo
+from roamc.frontends.workload import Workload, capture
 from roamc.options import Options
-from roamc.search import PlanSearch
+from roamc.planning.search import PlanSearch
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.retain import RetainProblem, make_problem
-from roamc.workload import Workload, capture
 
 
 def layers(count: int, seed: int = 0, width: int = 5) -> RetainProblem:

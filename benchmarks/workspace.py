@@ -30,9 +30,9 @@ def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
     """Measure one model's operators."""
     import torch
 
-    from roamc import workload
     from roamc.cost.scratch import workspace
-    from roamc.memory import build_memory
+    from roamc.frontends import workload
+    from roamc.graph.memory import build_memory
 
     torch.set_num_threads(threads)
     work = make(name, dtype)

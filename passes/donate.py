@@ -9,7 +9,7 @@
               result have the same shape, strides and dtype; the operator reads that storage in no other geometry
 
 The bits are those of the operator that allocates its result. Which arguments may be written over stands in
-:mod:`roamc.ops`.
+:mod:`roamc.operators.ops`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.errors import PlanError
-from roamc.forms import FormKind, form_of
 from roamc.graph import TrainGraph, tensors_of
-from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
+from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
+from roamc.graph.rewrite import mode_of, move
+from roamc.operators import ops
+from roamc.operators.out_variants import FormKind, form_of
 from roamc.options import Options
-from roamc.rewrite import mode_of, move
 from roamc.units import Bytes
 
 NAME = "donate"

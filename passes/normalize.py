@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
-from roamc.memory import identity
+from roamc.graph.memory import identity
+from roamc.operators import ops
+from roamc.operators.random import dropout_mask
 from roamc.options import Options
-from roamc.runtime.random import dropout_mask
 
 NAME = "normalize"
 

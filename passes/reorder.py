@@ -5,7 +5,7 @@
               reads, random and collective operators among themselves, the boundary between forward and backward
 
 Views and results picked out of tuples do no work: they move with the operator that they belong to. The constraints
-come from :mod:`roamc.memory`, the order from :mod:`roamc.solvers.order`.
+come from :mod:`roamc.graph.memory`, the order from :mod:`roamc.solvers.order`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from roamc import news
+from roamc import progress
 from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
-from roamc.memory import MemoryModel, Place, Storage, build_memory
+from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate
 from roamc.solvers.order import ALGORITHMS, WORK_LIMIT, OrderProblem, make_problem, solve, validate
@@ -78,7 +78,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
-    news.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
+    progress.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
 
 
 HANDOVER = ""

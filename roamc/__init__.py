@@ -18,12 +18,12 @@ from roamc.errors import (
     UnfinishedError,
     VerifyError,
 )
-from roamc.max_batch import Fit, max_batch
-from roamc.optimize import optimize, plan, plans, train_step
+from roamc.frontends.max_batch import Fit, max_batch
+from roamc.frontends.optimize import optimize, plan, plans, train_step
+from roamc.frontends.train_step import TrainStep
+from roamc.graph.keep import keep
 from roamc.options import Options
-from roamc.plan import Plan
-from roamc.regions import keep
-from roamc.train_step import TrainStep
+from roamc.planning.plan import Plan
 from roamc.version import __version__, warn_of_untested_torch
 
 warn_of_untested_torch(torch.__version__)

@@ -26,7 +26,7 @@ from roamc.compat import (
     uncompiled,
     unflatten,
 )
-from roamc.regions import keep_saved
+from roamc.graph.keep import keep_saved
 
 
 @contextlib.contextmanager

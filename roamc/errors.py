@@ -24,14 +24,14 @@ class CaptureError(RoamcError):
 
 
 class VerifyError(RoamcError):
-    """A graph or a plan broke a rule; at debug level the log ``roamc.verify`` shows the neighbourhood of the fault."""
+    """A graph or a plan broke a rule; at debug level the log ``roamc.graph.verify`` shows the nodes around it."""
 
 
 class BudgetError(RoamcError):
     """No plan within the budget exists; the message names the smallest budget that would do.
 
     Attributes:
-        plan: the plan that did not fit, a :class:`roamc.plan.Plan`; None if there is none.
+        plan: the plan that did not fit, a :class:`roamc.planning.plan.Plan`; None if there is none.
     """
 
     def __init__(self, message: str, plan: object = None) -> None:

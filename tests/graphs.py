@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from roamc import compat, compat_aot, ops
+from roamc import compat, compat_aot
 from roamc.capture import joint
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_values, placeholders
+from roamc.operators import ops
 from tests.models import make
 
 aten = torch.ops.aten

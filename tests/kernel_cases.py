@@ -1,4 +1,4 @@
-"""Arguments for every kernel of ``roamc.runtime.kernels``: odd shapes, strides, dtypes and settings.
+"""Arguments for every kernel of ``roamc.operators.kernels``: odd shapes, strides, dtypes and settings.
 
 ``CASES`` maps an overload to (dtypes, function); the function gives the calls to
 try for one dtype, each as ``call(...)``.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roamc.runtime.random import dropout_mask
+from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
 collective = torch.ops.roamc_collective

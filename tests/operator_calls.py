@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roamc import compat, ops
+from roamc import compat
+from roamc.operators import ops
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Calls = dict[Any, list[Call]]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from roamc.cli import app
+from roamc.cli.commands import app
 from roamc.options import Options
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from roamc.memory import Int64s
+from roamc.graph.memory import Int64s
 from roamc.units import Bytes
 
 KIB, MIB = 1 << 10, 1 << 20

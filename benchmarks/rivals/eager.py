@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from roamc.graph import Phase
-from roamc.memory import Int64s, MemoryModel, eager_lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, eager_lifetimes, sizes, timeline
 from roamc.units import Bytes
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
     rewrite:  nothing in the graph; ``TrainGraph.layout`` holds arena size and offsets, which emission reads
     checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
-              same step overlap; the peak is what offsets and lives say (:mod:`roamc.verify`)
+              same step overlap; the peak is what offsets and lives say (:mod:`roamc.graph.verify`)
 
 :mod:`roamc.passes.layout.held` says which storages may stay with the allocator, :mod:`roamc.passes.layout.holes` which
 pages of the arena go back to the system while nothing lies there. :mod:`roamc.passes.layout.choose` lays several of
@@ -19,8 +19,8 @@ import numpy as np
 
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, tensors_of
-from roamc.layout import Hole, Layout
-from roamc.memory import MemoryModel, Place, build_memory, timeline
+from roamc.graph.layout import Hole, Layout
+from roamc.graph.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
@@ -63,7 +63,7 @@ class Decision:
         held_bytes: most bytes of held results at one step.
         peak_bytes: most bytes at one step, of the arena without its holes and of what lies outside it.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects, as estimated.
-        holes: (low, high, after, before) of every :class:`roamc.layout.Hole`.
+        holes: (low, high, after, before) of every :class:`roamc.graph.layout.Hole`.
         opened_bytes: bytes of the arena that come again, after having been given back, per step.
         status: ``"optimal"`` if the arena is its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: the member of the portfolio that found it.

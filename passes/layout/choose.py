@@ -17,7 +17,7 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
-from roamc.memory import Int64s, most_alive
+from roamc.graph.memory import Int64s, most_alive
 from roamc.options import Options
 from roamc.passes.layout.held import (
     LITTLE,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roamc.memory import Int64s, MemoryModel, Place, dropped_lifetimes, eager_lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place, dropped_lifetimes, eager_lifetimes, sizes, timeline
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]

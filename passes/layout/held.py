@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.cost import workspaces
-from roamc.forms import FormKind, form_of
-from roamc.memory import Int64s, MemoryModel, Operator, Place, dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Operator, Place, dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roamc.memory import Int64s, Step
+from roamc.graph.memory import Int64s, Step
 from roamc.passes.layout.eager import SMALL, Bools
 from roamc.units import Bytes
 

@@ -26,7 +26,7 @@ import numpy as np
 from roamc import cost
 from roamc.cost import DeviceProfile
 from roamc.graph import Phase, TrainGraph, copied, operators
-from roamc.memory import MemoryModel, build_memory
+from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values, written
 from roamc.passes.retain.decide import Decision, Question, choose, decision, question

@@ -14,12 +14,12 @@ from roamc.cost import workspaces
 from roamc.cost.kinds import is_light
 from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, tensors_of
-from roamc.memory import MemoryModel, Operator, Place, Storage, build_memory
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import donate, reorder
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
-from roamc.regions import is_kept
 from roamc.solvers.retain import (
     WALKS,
     Frontier,

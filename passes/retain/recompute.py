@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
+from roamc.graph.rewrite import keep_state
+from roamc.operators import ops
+from roamc.operators.random import replay, save_rng_state
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.versions import Versions
-from roamc.rewrite import keep_state
-from roamc.runtime.random import replay, save_rng_state
 
 
 class Rerun(NamedTuple):

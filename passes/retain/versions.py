@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.memory import MemoryModel, build_memory, identity
-from roamc.rewrite import mode_of, placed_in
+from roamc.graph.memory import MemoryModel, build_memory, identity
+from roamc.graph.rewrite import mode_of, placed_in
+from roamc.operators import ops
 
 PLACE = torch.uint8
 """Stands for the bytes of a storage, whatever the dtypes of its tensors."""

@@ -17,11 +17,11 @@ import functools
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.capture.in_place_values import geometry, makes_value
 from roamc.capture.sharing import Half
 from roamc.compat import OpOverload
-from roamc.memory import identities, identity
+from roamc.graph.memory import identities, identity
+from roamc.operators import ops
 
 aten = torch.ops.aten
 

@@ -16,11 +16,12 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat, compat_hooks, notices, ops
+from roamc import compat, compat_hooks, notices
 from roamc.errors import CaptureError
 from roamc.graph import operators, placeholders, tensors_of
-from roamc.memory import identity
-from roamc.rewrite import move
+from roamc.graph.memory import identity
+from roamc.graph.rewrite import move
+from roamc.operators import ops
 
 
 class Closures(TorchFunctionMode):

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
 from roamc.graph import attribute, tensors_of
-from roamc.rewrite import derived, mode_of
-from roamc.runtime.collectives import FINISHED
+from roamc.graph.rewrite import derived, mode_of
+from roamc.operators import ops
+from roamc.operators.collectives import FINISHED
 
 WAIT = "_c10d_functional::wait_tensor"
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat, compat_hooks, ops
+from roamc import compat, compat_hooks
 from roamc.capture.closures import Closures
 from roamc.errors import CaptureError
+from roamc.operators import ops
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where a module keeps the hooks that run when it does."""

@@ -5,9 +5,9 @@
     ... y ...                ... y ...
 
 What has been written over cannot be made again from what it was, so that no budget could drop ``y``, ``x`` or what
-``x`` is made of. The bits are the same, as :mod:`roamc.ops` says of a result that is written over its argument; and
-where no operator runs again, :mod:`roamc.passes.donate` writes ``y`` over ``x`` as before. The copy that autograd
-keeps of an ``x`` that is about to be written over goes with it: its readers read ``x``.
+``x`` is made of. The bits are the same, as :mod:`roamc.operators.ops` says of a result that is written over its
+argument; and where no operator runs again, :mod:`roamc.passes.donate` writes ``y`` over ``x`` as before. The copy that
+autograd keeps of an ``x`` that is about to be written over goes with it: its readers read ``x``.
 
 As they are stay: operators that write to an input of the step, to a part of a storage, or to a storage that is read
 behind under another name, and those that :mod:`roamc.passes.donate` could not write over their argument.
@@ -21,13 +21,13 @@ from collections import Counter
 import torch
 from torch import fx
 
-from roamc import ops
-from roamc.capture.corrections import corrected
 from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode, OpOverload
-from roamc.forms import FormKind, form_of
-from roamc.memory import WROTE_OVER, identities, identity
-from roamc.rewrite import derived
+from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.graph.rewrite import derived
+from roamc.operators import ops
+from roamc.operators.corrections import corrected
+from roamc.operators.out_variants import FormKind, form_of
 
 aten = torch.ops.aten
 

@@ -21,22 +21,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat_aot, compat_dynamo, ops
+from roamc import compat_aot, compat_dynamo
 from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.caller_writes import to_callers
 from roamc.capture.collectives import join
-from roamc.capture.corrections import correct
 from roamc.capture.part_writes import to_parts
+from roamc.capture.same_values import same_values
 from roamc.capture.sharing import Half
 from roamc.capture.tokens import without_tokens
 from roamc.capture.view_writes import put_at_once, without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
-from roamc.memory import WROTE_OVER
-from roamc.rewrite import given, mode_of, value_of
-from roamc.runtime.random import replay, save_rng_state
+from roamc.graph.memory import WROTE_OVER
+from roamc.graph.rewrite import given, mode_of, value_of
+from roamc.operators import ops
+from roamc.operators.corrections import correct
+from roamc.operators.random import replay, save_rng_state
 
 
 def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
@@ -90,19 +92,16 @@ def stitch(
     made.copy(backward.graph, Phase.BACKWARD)
     second = [made.mapped(node) for node in output_values(backward.graph)]
     made.graph.output((*first, *second))
-    made.simplify((*first, *second, *saved))
-    module = fx.GraphModule(_attributes(forward, backward), made.graph)
-    stands_for = join(module)
-    copies = correct(made.graph)
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
-    return TrainGraph(
-        name=name,
-        module=module,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+    module = fx.GraphModule(_attributes(forward, backward), made.graph)
+    stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
+    with same_values(stitched):
+        made.simplify((*first, *second, *saved))
+    stands_for = join(module)
+    copies = correct(made.graph)
+    return stitched.replace(
         phase=_phases(made.phase, stands_for, copies),
-        boundary=True,
         saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)),
     )
 
@@ -119,17 +118,14 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.copy(module.graph, Phase.FORWARD)
     results = [made.mapped(node) for node in output_values(module.graph)]
     made.graph.output(tuple(results))
-    made.simplify(results)
-    planned = fx.GraphModule(_attributes(module), made.graph)
-    stands_for = join(planned)
+    inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
+    outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
+    copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
+    with same_values(copied):
+        made.simplify(results)
+    stands_for = join(copied.module)
     copies = correct(made.graph)
-    return TrainGraph(
-        name=name,
-        module=planned,
-        inputs=tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph))),
-        outputs=tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results))),
-        phase=_phases(made.phase, stands_for, copies),
-    )
+    return copied.replace(phase=_phases(made.phase, stands_for, copies))
 
 
 def _check_meta(forward: fx.Graph, name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from roamc.errors import CaptureError
-from roamc.rewrite import Writer
+from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
 Group = Mapping[str, Any]

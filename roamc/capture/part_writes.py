@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.capture.caller_writes import writes_over
 from roamc.capture.in_place_values import geometry
 from roamc.capture.sharing import Half
 from roamc.compat import FakeTensorMode, OpOverload
-from roamc.memory import WROTE_OVER, identities, identity
-from roamc.rewrite import placed_in
+from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.graph.rewrite import placed_in
+from roamc.operators import ops
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from roamc.errors import CaptureError
-from roamc.rewrite import Writer
+from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
 OTHER_WAYS = 'use torch.compile(model, backend="roamc") or roamc.optimize(model), with an optimizer of torch.optim'

@@ -18,11 +18,12 @@ from unittest import mock
 import torch
 from torch import fx
 
-from roamc import compat, ops
+from roamc import compat
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
-from roamc.rewrite import keep_state, mode_of
-from roamc.runtime.random import replay
+from roamc.graph.rewrite import keep_state, mode_of
+from roamc.operators import ops
+from roamc.operators.random import replay
 
 FIRST = "roamc_draws_as"
 """Key of a node's meta: the name of the operator that drew first what it draws."""

@@ -15,7 +15,7 @@ import torch
 from roamc.capture.step import Source
 from roamc.errors import CaptureError
 from roamc.graph import TrainGraph, operators, placeholders
-from roamc.memory import identity, written_inputs
+from roamc.graph.memory import identity, written_inputs
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

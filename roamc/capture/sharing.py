@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, tensors_of
-from roamc.memory import identities, identity
-from roamc.rewrite import move
+from roamc.graph.memory import identities, identity
+from roamc.graph.rewrite import move
+from roamc.operators import ops
 
 Place = tuple[fx.Node, int]
 """A node, and the position of a tensor among its results."""

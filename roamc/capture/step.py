@@ -18,17 +18,18 @@ from roamc import compat, compat_dynamo
 from roamc.capture import recurrent, refusals, rewinds, user_line
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
-from roamc.capture.corrections import correct
-from roamc.capture.fakes import FAKES
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
+from roamc.capture.same_values import same_values
 from roamc.errors import CaptureError
-from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
-from roamc.regions import keep_saved
-from roamc.rewrite import Writer
+from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
+from roamc.graph.keep import keep_saved
+from roamc.graph.rewrite import Writer
+from roamc.operators.corrections import correct
+from roamc.operators.fakes import FAKES
 from roamc.units import format_bytes
 
 LossFunction = Callable[..., torch.Tensor]
@@ -279,8 +280,9 @@ class _Assembly:
         join_constants(graph, self.mode)
         join(self.module)
         correct(graph)
-        as_values(graph, self.mode)
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        with same_values(_bare(self.module)):
+            as_values(graph, self.mode)
+        inputs = placeholders(graph)
         self._describe_inputs(inputs)
         end = output_node(graph)
         loss, *gradients = _flat(end)
@@ -433,6 +435,14 @@ def optimizer_key(
         (structure(rule, group), tuple(places.get(id(parameter)) for parameter in group["params"]))
         for group in optimizer.param_groups
     )
+
+
+def _bare(module: fx.GraphModule) -> TrainGraph:
+    """A traced forward and backward as a graph whose inputs and outputs have no roles yet."""
+    graph = module.graph
+    inputs = tuple(Port(node.name, Role.INPUT) for node in placeholders(graph))
+    outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(output_values(graph))))
+    return TrainGraph("step", module, inputs, outputs, {node.name: Phase.FORWARD for node in operators(graph)})
 
 
 def _flat(end: fx.Node) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from roamc.compat import HigherOrderOperator
 from roamc.graph import output_node
-from roamc.runtime.effects import with_effect
+from roamc.operators.effects import with_effect
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:

@@ -15,18 +15,19 @@ be written over ``x``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.capture.in_place_values import geometry
 from roamc.capture.part_writes import PARTS, filled_by, until_whole
+from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode
-from roamc.memory import identities, identity
-from roamc.rewrite import derived
+from roamc.graph.memory import identities, identity
+from roamc.graph.rewrite import derived
+from roamc.operators import ops
 
 aten = torch.ops.aten
 
@@ -45,23 +46,40 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
     Returns:
         Names of the nodes that are gone.
     """
+    sharing = Sharing(graph, mode)
+    places = sharing.places
     gone: list[str] = []
-    places = {node: place for place, node in enumerate(graph.nodes)}
     writes = [(places[node], storage) for node in graph.nodes for storage in identities(ops.mutated_arguments(node))]
+
+    def is_written(storage: int, first: fx.Node, readers: Iterable[fx.Node]) -> bool:
+        last = max(map(places.__getitem__, readers), default=-1)
+        return any(places[first] < place <= last for place, written in writes if written == storage)
+
     for node in list(graph.nodes):
-        if node.target in COPIES and node.name not in named and _is_scattered(node) and _is_plain(node):
-            source = node.args[1]
-            last = max(places[reader] for reader in node.users)
-            storage = identity(source.meta["val"])
-            if any(places[node] < place <= last for place, written in writes if written == storage):
+        if node.target not in COPIES or node.name in named or not _is_scattered(node) or not _is_plain(node):
+            continue
+        source, scatters = node.args[1], list(node.users)
+        storage = identity(source.meta["val"])
+        if is_written(storage, node, scatters):
+            continue
+        if storage not in identities(scatter.args[0] for scatter in scatters):
+            _let_expand(sharing, node, source)
+        elif all(_fills_with_itself(scatter, source, mode) for scatter in scatters):
+            lying = [place for scatter in scatters for place in sharing.of(scatter)]
+            own = identities(scatters)
+            if any(other.name in named for other, _ in lying) or any(written in own for _, written in writes):
                 continue
-            if storage not in identities(reader.args[0] for reader in node.users):
-                node.target, node.args = aten.expand.default, (source, list(node.meta["val"].shape))
-                node.kwargs = {}
-                node.meta["val"] = derived(node, mode)
-            elif all(reader.name not in named and _fills_with_itself(reader, source, mode) for reader in node.users):
-                gone += _erased(graph, node)
+            if not is_written(storage, node, [reader for other, _ in lying for reader in other.users]):
+                gone += _erased(sharing, node)
     return gone
+
+
+def _let_expand(sharing: Sharing, copy: fx.Node, source: fx.Node) -> None:
+    """Let ``copy`` be a view of what it copies."""
+    sharing.of(copy).remove((copy, 0))
+    copy.target, copy.args, copy.kwargs = aten.expand.default, (source, list(copy.meta["val"].shape)), {}
+    copy.meta["val"] = derived(copy, sharing.mode)
+    sharing.of(copy).append((copy, 0))
 
 
 def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
@@ -118,13 +136,20 @@ def _fills_with_itself(scatter: fx.Node, source: fx.Node, mode: FakeTensorMode) 
     return identity(part) == identity(whole) and geometry(part) == geometry(filled_by(scatter, mode))
 
 
-def _erased(graph: fx.Graph, copy: fx.Node) -> list[str]:
-    """Let those who read the scatters of ``copy`` read their bases; the names of the scatters and of ``copy``."""
+def _erased(sharing: Sharing, copy: fx.Node) -> list[str]:
+    """Let those who read the scatters of ``copy``, or views of them, read their bases.
+
+    Returns:
+        Names of the scatters and of ``copy``, which are gone.
+    """
     erased = [*copy.users, copy]
     for scatter in list(copy.users):
-        scatter.replace_all_uses_with(scatter.args[0])  # type: ignore[arg-type]
-        graph.erase_node(scatter)
-    graph.erase_node(copy)
+        base: Any = scatter.args[0]
+        views = [place for place in sharing.of(scatter) if place[0] is not scatter]
+        sharing.put(views, base.meta["val"])
+        scatter.replace_all_uses_with(base)
+        sharing.graph.erase_node(scatter)
+    sharing.graph.erase_node(copy)
     return [node.name for node in erased]
 
 

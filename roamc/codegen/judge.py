@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.codegen.source import Entry, Program
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
+from roamc.graph.layout import Layout
+from roamc.graph.memory import identity
+from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
-from roamc.layout import Layout
-from roamc.memory import identity
-from roamc.runtime.kernels import KERNELS
+from roamc.operators import ops
+from roamc.operators.kernels import KERNELS
 from roamc.units import Bytes
-from roamc.verify import storage_lives
 
 
 def check_program(graph: TrainGraph, program: Program, code: CodeType | None = None) -> None:

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.compat import OpOverload
 from roamc.errors import PlanError
-from roamc.forms import Form, FormKind, form_of
 from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
-from roamc.layout import Hole, Layout
-from roamc.memory import MemoryModel, Place, Storage, build_memory
-from roamc.runtime.kernels import KERNELS
+from roamc.graph.layout import Hole, Layout
+from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
+from roamc.operators import ops
+from roamc.operators.kernels import KERNELS
+from roamc.operators.out_variants import Form, FormKind, form_of
 from roamc.units import Bytes
 
 CLONES_BASE = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.runtime.random import replay
+from roamc.operators.random import replay
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
-from roamc import ops
 from roamc.cost.call import Call, call_of, fakes, tensors_in
 from roamc.cost.kinds import FREE, VIEW, kind_of
 from roamc.graph import tensors_of
-from roamc.memory import identity
+from roamc.graph.memory import identity
+from roamc.operators import ops
 from roamc.units import Bytes
 
 Flops = int

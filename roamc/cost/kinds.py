@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.compat import OpOverload
 from roamc.cost.call import Call, call_of, fakes, tensors_in
-from roamc.runtime.random import save_rng_state
+from roamc.operators import ops
+from roamc.operators.random import save_rng_state
 
 VIEW = "view"
 FREE = "free"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from roamc.runtime.kernels import KERNELS
-from roamc.runtime.random import dropout_mask
+from roamc.operators.kernels import KERNELS
+from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
 Work = tuple[Callable[[], Any], int]

@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from roamc import files, typed
+from roamc import decode, files
 from roamc.errors import PlanError, ProfileError
 from roamc.units import Bytes, Seconds
 
@@ -80,7 +80,7 @@ class DeviceProfile:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ProfileError(f"its format is {found!r}, this roamc reads {FORMAT}")
         try:
-            profile = typed.read(DeviceProfile, {k: v for k, v in data.items() if k != "format"}, "profile")
+            profile = decode.read(DeviceProfile, {k: v for k, v in data.items() if k != "format"}, "profile")
         except PlanError as error:
             raise ProfileError(str(error)) from None
         _check(profile)

@@ -34,8 +34,8 @@ from roamc.cost.linear_algebra import LINEAR_ALGEBRA
 from roamc.cost.lookups import LOOKUPS
 from roamc.cost.products import products
 from roamc.graph import tensors_of
-from roamc.memory import Int64s, Operator
-from roamc.runtime.kernels import piece_elements
+from roamc.graph.memory import Int64s, Operator
+from roamc.operators.kernels import piece_elements
 from roamc.units import Bytes
 
 ACROSS: Bytes = 288 << 10
@@ -57,7 +57,7 @@ OBJECT: Bytes = 512
 def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
     """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known.
 
-    With ``eager`` in eager PyTorch, not in a program of ours, where kernels of :mod:`roamc.runtime.kernels` may run.
+    With ``eager`` in eager PyTorch, not in a program of ours, where kernels of :mod:`roamc.operators.kernels` may run.
     """
     made = next(tensors_in(node.meta.get("val")), None)
     if made is None or made.device.type != "cpu":

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roamc.graph import Phase
-from roamc.memory import Int64s, Step
+from roamc.graph.memory import Int64s, Step
 from roamc.report.explain import KINDS
 from roamc.report.picture import Box, Course, Void
 from roamc.units import Bytes, format_bytes

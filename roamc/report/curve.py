@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from roamc.plan import Plan
-from roamc.search import PlanSearch
+from roamc.planning.plan import Plan
+from roamc.planning.search import PlanSearch
 from roamc.units import Bytes, Seconds
 
 BETWEEN = 6

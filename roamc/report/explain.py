@@ -1,6 +1,6 @@
 """Why is the peak this big: what lives at the worst step, who made it, and where in the user's model.
 
-Free functions over the planned graph and its :class:`~roamc.memory.MemoryModel`; the results are plain data,
+Free functions over the planned graph and its :class:`~roamc.graph.memory.MemoryModel`; the results are plain data,
 ready for JSON, and are rendered by :mod:`roamc.report.text`.
 """
 
@@ -13,13 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from roamc import ops
-from roamc.forms import FormKind, form_of
 from roamc.graph import Phase, TrainGraph
-from roamc.layout import Layout
-from roamc.memory import Int64s, MemoryModel, Place, Storage, build_memory, eager_lifetimes, lifetimes, sizes, timeline
-from roamc.plan import Plan
-from roamc.planned import Planned
+from roamc.graph.layout import Layout
+from roamc.graph.memory import (
+    Int64s,
+    MemoryModel,
+    Place,
+    Storage,
+    build_memory,
+    eager_lifetimes,
+    lifetimes,
+    sizes,
+    timeline,
+)
+from roamc.operators import ops
+from roamc.operators.out_variants import FormKind, form_of
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
 from roamc.report.origin import origin, parameter_names
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller

@@ -9,8 +9,8 @@ from typing import Any
 from roamc.budget import Budget
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.plan import Plan
-from roamc.search import PlanSearch
+from roamc.planning.plan import Plan
+from roamc.planning.search import PlanSearch
 
 
 @dataclass(frozen=True)

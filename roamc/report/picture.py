@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roamc import ops
 from roamc.graph import TrainGraph
-from roamc.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
+from roamc.operators import ops
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
 from roamc.report.origin import origin, parameter_names
 from roamc.solvers.layout import make_problem, solve

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roamc.graph import TrainGraph, operators
-from roamc.memory import build_memory
+from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import MARK, Mark
-from roamc.plan import Plan
+from roamc.planning.plan import Plan
 from roamc.report.origin import origin, parameter_names
 from roamc.units import Bytes, Seconds
 

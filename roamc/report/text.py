@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from roamc.plan import Plan
+from roamc.planning.plan import Plan
 from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc import ops
 from roamc.codegen.source import Entry, Program
 from roamc.errors import UnfinishedError
-from roamc.forms import FormKind, form_of
 from roamc.graph import Role, TrainGraph, attribute, operators, placeholders
-from roamc.memory import written_inputs
+from roamc.graph.memory import written_inputs
+from roamc.operators import ops
+from roamc.operators.kernels import KERNELS
+from roamc.operators.out_variants import FormKind, form_of
 from roamc.runtime.arena import Arena
-from roamc.runtime.kernels import KERNELS
 from roamc.runtime.whole_storage import extent_of, own
 
 Boxed = Callable[[list[Any]], Sequence[Any]]

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from roamc import compat, ops
+from roamc import compat
 from roamc.codegen.halves import halves_of
 from roamc.codegen.judge import check_program
 from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
+from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
-from roamc.memory import build_memory
-from roamc.planned import Planned
-from roamc.runtime import blocks, fallback, kernels
+from roamc.operators import kernels, ops
+from roamc.planning.planned import Planned
+from roamc.runtime import blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
 from roamc.runtime.whole_storage import extent_of, own, put, together
 

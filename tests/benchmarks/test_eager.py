@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.rivals import eager
-from roamc.memory import build_memory
+from roamc.frontends.workload import OPTIMIZERS, Workload, capture
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import normalize
-from roamc.workload import OPTIMIZERS, Workload, capture
 
 
 def traced(optimizer: str) -> eager.Trace:

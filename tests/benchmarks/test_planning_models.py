@@ -11,9 +11,9 @@ import torch
 from benchmarks import planning_models
 from benchmarks.planning_models import KINDS, MODELS
 from roamc.graph import Phase
-from roamc.memory import input_bytes
+from roamc.graph.memory import input_bytes
+from roamc.graph.verify import check_graph
 from roamc.passes import donate, reorder
-from roamc.verify import check_graph
 
 PARAMETERS = {
     "alexnet": 61_100_840,

@@ -13,8 +13,8 @@ import roamc
 from roamc.capture.caller_writes import to_callers
 from roamc.capture.sharing import Half
 from roamc.graph import TrainGraph
-from roamc.memory import build_memory
-from roamc.rewrite import mode_of
+from roamc.graph.memory import build_memory
+from roamc.graph.rewrite import mode_of
 from tests.end_to_end.helpers import assert_same, noise
 from tests.graphs import assert_same as assert_bits
 from tests.graphs import clones, run_real, traced

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from roamc import verify
 from roamc.capture import joint
 from roamc.errors import CaptureError, VerifyError
-from roamc.graph import TrainGraph, operators
-from roamc.memory import identity
+from roamc.graph import TrainGraph, operators, verify
+from roamc.graph.memory import identity
 from tests.graphs import traced
 from tests.kernel_cases import alone
 

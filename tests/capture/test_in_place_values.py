@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc import ops
 from roamc.capture.in_place_values import makes_value
 from roamc.graph import Phase
+from roamc.operators import ops
 from tests.end_to_end.cases import Apply
 from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import roamc
-from roamc import compat_aot, ops, verify
+from roamc import compat_aot
 from roamc.capture import joint
 from roamc.errors import CaptureError
-from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders
-from roamc.memory import identity
+from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, verify
+from roamc.graph.memory import identity
+from roamc.operators import ops
 from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import assert_same, noise, optimized
 from tests.graphs import joint_graph

@@ -1,6 +1,6 @@
 """What a plan is made from is what the CPU's kernels give: shape, strides, dtype and place of every result.
 
-Fake kernels are compared with real ones after the corrections of :mod:`roamc.capture.corrections`, above all where
+Fake kernels are compared with real ones after the corrections of :mod:`roamc.operators.corrections`, above all where
 autocast mixes dtypes.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from roamc import compat
-from roamc.capture.corrections import correct
 from roamc.compat import OpOverload
 from roamc.errors import CaptureError
+from roamc.operators.corrections import correct
 from tests.operator_calls import NUMERIC, Call, Recorder, apart, is_plain, recorded, tensors
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from roamc.capture.part_writes import ROUNDED, to_parts
 from roamc.capture.sharing import Half
-from roamc.memory import WROTE_OVER, build_memory
-from roamc.rewrite import mode_of
+from roamc.graph.memory import WROTE_OVER, build_memory
+from roamc.graph.rewrite import mode_of
 from tests.graphs import assert_same, clones, run_real, traced
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import roamc
 from roamc.errors import CaptureError
 from roamc.graph import Phase, operators
-from roamc.runtime.random import replay, save_rng_state
+from roamc.operators.random import replay, save_rng_state
 from tests.end_to_end.helpers import noise, square
 from tests.graphs import captured_step
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import verify
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
-from roamc.graph import Phase, Role, operators, placeholders
+from roamc.graph import Phase, Role, operators, placeholders, verify
 from tests.end_to_end.cases import BatchNorm, Layers, Tied
 from tests.end_to_end.helpers import assert_same, noise, square, tensors_of
 

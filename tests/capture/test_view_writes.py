@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roamc.capture.view_writes import put_at_once, without_copies
-from roamc.rewrite import mode_of
+from roamc.graph.rewrite import mode_of
 from tests.graphs import assert_same, run_real, traced
 
 aten = torch.ops.aten

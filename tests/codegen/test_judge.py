@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from roamc import search
 from roamc.codegen import judge
 from roamc.codegen.source import Program, emit
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.plan import Plan
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
 from roamc.runtime import program as running
 from roamc.runtime.program import Pair, Whole
 from tests.sweeps.plan_mutants import small_graphs_have_arenas_with_holes, valid_plan

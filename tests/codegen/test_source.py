@@ -12,17 +12,18 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.testing import FileCheck
 
-from roamc import compat, search
+from roamc import compat
 from roamc.codegen.source import Program, emit, entries_of
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators
-from roamc.layout import Hole, Layout
-from roamc.memory import Place, build_memory
+from roamc.graph.layout import Hole, Layout
+from roamc.graph.memory import Place, build_memory
+from roamc.graph.rewrite import Writer
 from roamc.options import Options
-from roamc.rewrite import Writer
+from roamc.planning import search
 from roamc.runtime.program import Whole
 from tests.graphs import captured_step, clones, graph_and_inputs, joint_graph, run_real, traced
-from tests.test_pipeline import run_program
+from tests.planning.test_pipeline import run_program
 
 X = torch.randn(16, 16)
 aten = torch.ops.aten

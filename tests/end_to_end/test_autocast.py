@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc import search
-from roamc.capture import corrections
+from roamc.operators import corrections
+from roamc.planning import search
 from tests.end_to_end.helpers import assert_same
 
 NORMS: dict[str, Callable[[bool], nn.Module]] = {

@@ -462,7 +462,7 @@ def test_pieces_of_a_function_have_its_name() -> None:
         torch._dynamo.graph_break()
         return (y.cos() * 3).sum()
 
-    roamc.backend.LATEST.clear()
+    roamc.frontends.backend.LATEST.clear()
     torch.compile(function, backend="roamc", options={"strict": True})(noise(4, 8).requires_grad_()).backward()
     assert [plan.name for plan in roamc.plans()] == ["function", "function"]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc import search
 from roamc.errors import BudgetError
 from roamc.options import Options
+from roamc.planning import search
 from tests.end_to_end.helpers import (
     adamw,
     assert_backward_equal,
@@ -25,7 +25,7 @@ from tests.end_to_end.helpers import (
 )
 from tests.graphs import assert_same, clones, model_graph
 from tests.models import MODELS
-from tests.test_pipeline import run_program
+from tests.planning.test_pipeline import run_program
 
 BUDGETS = ("70%", "min")
 LONG = dict.fromkeys(("lstm", "t5", "resnet50", "mobilenetv2"), ("40%",))

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import roamc
 from roamc import cost
 from roamc.graph import operators
-from roamc.ops import rule
-from roamc.plan import Plan
+from roamc.operators.ops import rule
+from roamc.planning.plan import Plan
 
 SEEDS = range(4)
 BATCH, LENGTH, WIDTH, HEADS = 4, 16, 16, 2

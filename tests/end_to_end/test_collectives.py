@@ -31,7 +31,7 @@ for number, case in enumerate(CASES):
 
 def compare_kernels(rank: int) -> None:
     """In each of the ranks: what kernels write into given memory is what torch's collectives give."""
-    from roamc.runtime.collectives import KERNELS
+    from roamc.operators.collectives import KERNELS
 
     arguments = {
         "all_reduce": lambda x: (x, "sum", "0"),

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import roamc
-from roamc import compat_aot, search
+from roamc import compat_aot
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
 from roamc.options import Options
+from roamc.planning import search
 from roamc.runtime.program import Executable
 from tests.end_to_end.helpers import assert_same, seeded, sgd
 from tests.models import make

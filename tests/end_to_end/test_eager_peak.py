@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.demo.worker import peak_bytes
+from roamc.cli.demo.worker import peak_bytes
 from tests.end_to_end.helpers import sgd
 
 ROWS, COLUMNS, TIMES = 64, 64, 64

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import roamc
-from roamc import pipeline
+from roamc.planning import pipeline
 from tests.end_to_end.cases import SMALL, Layers
 from tests.end_to_end.helpers import (
     aot_eager,
@@ -61,9 +61,9 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "layout apply": break_pass("layout", "apply"),
     "emit": break_name("roamc.runtime.program.emit"),
     "capture": break_name("roamc.capture.joint.stitch"),
-    "judge": break_name("roamc.verify.check_layout"),
+    "judge": break_name("roamc.planning.layout_judge.check_layout"),
     "load": break_name("roamc.runtime.program.load"),
-    "halves": break_name("roamc.backend.halves_of"),
+    "halves": break_name("roamc.frontends.backend.halves_of"),
 }
 each_break = pytest.mark.parametrize("use", BREAKS.values(), ids=BREAKS)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roamc
-from roamc.plan import Plan
+from roamc.planning.plan import Plan
 from tests.graphs import WithLoss
 from tests.small_models import Built, small_model, square
 

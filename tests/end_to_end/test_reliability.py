@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.runtime.kernels import KERNELS
+from roamc.operators.kernels import KERNELS
 from tests.end_to_end.cases import WIDE, wide
 from tests.end_to_end.helpers import (
     adamw,
@@ -163,7 +163,7 @@ def test_plans_that_are_dropped_free_their_arenas() -> None:
 
 def pools(model: nn.Module) -> list[Any]:
     """The arena pools behind an optimized module; roamc shows users only the plans."""
-    from roamc.optimize import _RECORDS
+    from roamc.frontends.optimize import _RECORDS
 
     return [program.executable.pool for program in _RECORDS[model].programs]
 
@@ -228,7 +228,7 @@ def test_ctrl_c_inside_a_step_lets_it_end(monkeypatch: pytest.MonkeyPatch, opera
     train_until_interrupted()
 
 
-WATCHED = ("roamc/train_step.py", "roamc/runtime/program.py", "roamc/capture/optimizers.py")
+WATCHED = ("roamc/frontends/train_step.py", "roamc/runtime/program.py", "roamc/capture/optimizers.py")
 
 
 @pytest.mark.parametrize("line", [1, 30, 100, 300, 400, 500, 600, 700, 800, 1000, 1500])

@@ -354,8 +354,8 @@ def test_a_train_step_that_cannot_be_captured_changes_nothing_and_names_the_way_
 
 
 PLANNING = (
-    "roamc.search.PlanSearch.run",
-    "roamc.verify.check_layout",
+    "roamc.planning.search.PlanSearch.run",
+    "roamc.planning.layout_judge.check_layout",
     "roamc.runtime.program.emit",
     "roamc.runtime.program.load",
     "roamc.runtime.arena.Arena.__init__",
@@ -461,7 +461,7 @@ def test_what_the_handler_of_a_signal_raises_while_a_step_runs_or_is_planned(
         faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
         with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
             step(noise(4, 8))
-        monkeypatch.setattr("roamc.search.PlanSearch.run", signalled)
+        monkeypatch.setattr("roamc.planning.search.PlanSearch.run", signalled)
         other = roamc.train_step(model, square, sgd(model))
         with warnings_of_roamc() as more, pytest.raises(TimeIsUp):
             other(noise(4, 8))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import roamc
-from roamc.backend import LATEST
+from roamc.frontends.backend import LATEST
 from tests.end_to_end.cases import Layers
 from tests.end_to_end.helpers import aot_eager, assert_same, noise, run_backward, square, warnings_of_roamc
 
@@ -182,7 +182,7 @@ def test_sizes_that_cannot_be_compiled_run_as_they_are(monkeypatch: pytest.Monke
 
 def test_the_notice_about_sizes_comes_once_and_in_words(caplog: pytest.LogCaptureFixture) -> None:
     model = compiled(Layers(nn.Linear(8, 8)), strict=True)
-    with caplog.at_level(logging.INFO, "roamc.backend"):
+    with caplog.at_level(logging.INFO, "roamc.frontends.backend"):
         for rows, columns in ((4, 1), (6, 2), (5, 3)):
             model(noise(columns, rows, 8))
     assert [record.getMessage() for record in caplog.records if "separately" in record.getMessage()] == [

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph
-from roamc.memory import Place, build_memory, live_bytes
+from roamc.graph.memory import Place, build_memory, live_bytes
+from roamc.graph.verify import check_graph
 from roamc.options import Options
 from roamc.passes import donate
-from roamc.verify import check_graph
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 

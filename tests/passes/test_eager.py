@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from roamc import search
 from roamc.graph import TrainGraph
-from roamc.memory import build_memory
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.passes.layout.eager import AFTER, BETWEEN, NUMBERS, eager_floor
 from roamc.passes.layout.held import Table, arena_live, excess, make_table, peak, splits
+from roamc.planning import search
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 

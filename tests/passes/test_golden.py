@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
-from roamc import search, typed
+from roamc import decode
 from roamc.graph import TrainGraph, copied, operators
+from roamc.graph.printed import printed
+from roamc.graph.verify import check_graph
 from roamc.options import Options, parse_options
-from roamc.pipeline import PIPELINE
-from roamc.printed import printed
-from roamc.verify import check_graph
+from roamc.planning import search
+from roamc.planning.pipeline import PIPELINE
 from tests.graphs import traced
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -124,7 +125,7 @@ def text_of(name: str) -> str:
     graph, options = EXAMPLES[name]()
     plan = search.run(copied(graph), options).plan
     for row in PIPELINE:
-        decision: Any = typed.read(row.decision, plan.decisions[row.name], row.name)
+        decision: Any = decode.read(row.decision, plan.decisions[row.name], row.name)
         before = printed(graph)
         graph = row.apply(graph, decision)
         check_graph(graph, row.name, deep=True)

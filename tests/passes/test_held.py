@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roamc.graph import TrainGraph
-from roamc.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
+from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
 from roamc.options import Options
 from roamc.passes.layout import choose
 from roamc.passes.layout.held import LITTLE, PRICE, Split, Table, cost, make_table, outside_live, peak, splits

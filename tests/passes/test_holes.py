@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from roamc import compat, search
+from roamc import compat
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.passes.layout import holes
 from roamc.passes.layout.holes import LARGE, Gap, Room, away, punch
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.layout_judge import check_layout
+from roamc.planning.planned import Planned
 from roamc.runtime.blocks import Block
 from roamc.runtime.program import Pair, Whole
-from roamc.verify import check_layout
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
 from tests.random_graphs import random_model
 

@@ -13,10 +13,10 @@ from torch.testing import FileCheck
 from roamc.codegen.source import emit
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
-from roamc.memory import Place, build_memory, lifetimes, live_bytes
+from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes
 from roamc.options import Options
 from roamc.passes import layout
-from roamc.verify import check_layout
+from roamc.planning.layout_judge import check_layout
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 

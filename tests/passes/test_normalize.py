@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.testing import FileCheck
 
-from roamc import compat, ops
+from roamc import compat
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, placeholders
+from roamc.graph.verify import check_graph, constraints
+from roamc.operators import ops
 from roamc.options import Options
 from roamc.passes import normalize
-from roamc.verify import check_graph, constraints
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 

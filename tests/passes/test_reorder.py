@@ -11,11 +11,11 @@ from torch.testing import FileCheck
 
 from roamc.errors import OptionError, PlanError
 from roamc.graph import TrainGraph
-from roamc.memory import build_memory, live_bytes
+from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
 from roamc.passes import donate, reorder
 from roamc.solvers.order import ALGORITHMS
-from roamc.verify import check_graph, constraints
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 

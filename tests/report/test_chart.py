@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roamc import search
 from roamc.options import Options
+from roamc.planning import search
 from roamc.report.chart import (
     LETTER,
     LINE,

@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import pytest
 
-from roamc import search
 from roamc.budget import Budget
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.plan import Plan
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.search import PlanSearch
 from roamc.report.chart import Mark
 from roamc.report.curve import BETWEEN, Curve, Spot, staircase, targets, trace
 from roamc.report.curve_chart import HEIGHT, WIDTH, curve_chart
 from roamc.report.frontier import frontier
 from roamc.report.text import BAR, curve_rows
-from roamc.search import PlanSearch
 from tests.graphs import model_graph
 
 SHARES = ("100%", "95%", "90%", "85%", "80%", "75%", "70%", "65%", "55%", "min")

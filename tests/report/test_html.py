@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from roamc import search
+from roamc.cli.request import Request, picture
 from roamc.graph import TrainGraph
 from roamc.options import Options
+from roamc.planning import search
 from roamc.report.explain import explain, find_peak
 from roamc.report.html import render, table, write
 from roamc.report.picture import Box, Picture, draw, follow
-from roamc.report.request import Request, picture
 from roamc.report.text import short
 from roamc.units import format_bytes
 from tests.graphs import model_graph

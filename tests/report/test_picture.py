@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import search
-from roamc.memory import build_memory, eager_live_bytes, live_bytes
+from roamc.graph.memory import build_memory, eager_live_bytes, live_bytes
 from roamc.options import Options
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.planned import Planned
 from roamc.report.explain import explain, find_peak
 from roamc.report.picture import Box, Picture, draw, follow
 from tests.graphs import joint_graph, model_graph

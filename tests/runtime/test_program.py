@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import roamc
-from roamc import compat, compat_aot, search
+from roamc import compat, compat_aot
 from roamc.capture import joint
 from roamc.capture.step import StepRequest, capture_step
 from roamc.graph import TrainGraph
-from roamc.memory import Place, build_memory
+from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.planned import Planned
 from roamc.runtime.arena import Arena
 from roamc.runtime.program import Executable, Pair, Whole
 from tests.end_to_end.cases import SMALL

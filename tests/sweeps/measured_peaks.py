@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.demo.worker import peak_bytes
+from roamc.cli.demo.worker import peak_bytes
 from roamc.runtime import blocks
 from tests.graphs import WithLoss
 from tests.small_models import small_model
@@ -43,7 +43,7 @@ def eagers(seed: int) -> int:
 def measured(seed: int, route: str) -> int:
     """Most bytes in one step beside parameters, optimizer state and batch; arenas of steps before count."""
     torch._dynamo.reset()
-    roamc.backend.LATEST.clear()
+    roamc.frontends.backend.LATEST.clear()
     gc.collect()
     before = blocks.held()
     step = _step(seed, route)

@@ -123,7 +123,7 @@ def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, 
             return models[0]
         return torch.compile(model, backend="roamc", dynamic=False, options={"memory_budget": budget})
 
-    roamc.backend.LATEST.clear()
+    roamc.frontends.backend.LATEST.clear()
     found = trained(source, wrap)
     return found, roamc.plans(models[0]) if models else roamc.plans()
 

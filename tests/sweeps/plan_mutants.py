@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc import search
 from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.passes.layout import holes
-from roamc.plan import Plan
+from roamc.planning import search
+from roamc.planning.plan import Plan
 from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
 from tests.models import NanoGPT, make, next_token, tokens
+from tests.planning.test_pipeline import run_program
 from tests.random_graphs import random_model
 from tests.sweeps.compare import bits
-from tests.test_pipeline import run_program
 
 Spot = tuple[Any, ...]
 """Keys from the plan's dictionary down to one value."""

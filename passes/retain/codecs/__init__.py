@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from roamc.errors import OptionError, PlanError
-from roamc.ops import Need
+from roamc.operators.ops import Need
 from roamc.passes.retain.codecs import bits, integers, signs
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from roamc.ops import Need
+from roamc.operators.ops import Need
 from roamc.units import Bytes
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from roamc import ops
 from roamc.graph import tensors_of
+from roamc.operators import ops
 from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage, is_dense
 from roamc.units import Bytes
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from roamc import ops
 from roamc.graph import tensors_of
-from roamc.ops import Need
+from roamc.graph.rewrite import given
+from roamc.operators import ops
+from roamc.operators.ops import Need
 from roamc.passes.retain.codecs.codec import Read
-from roamc.rewrite import given
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from roamc import ops
-from roamc.ops import Need
+from roamc.operators import ops
+from roamc.operators.ops import Need
 from roamc.passes.retain.codecs.bits import Bits, bits_of
 from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage
 from roamc.units import Bytes

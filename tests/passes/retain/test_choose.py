@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc import cost, search
+from roamc import cost
 from roamc.graph import Phase, TrainGraph, copied
-from roamc.memory import build_memory, live_bytes
+from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
 from roamc.passes import reorder, retain
 from roamc.passes.retain import Choice, compress
 from roamc.passes.retain.choose import coded_order
 from roamc.passes.retain.decide import Decision, choose
-from roamc.plan import Plan
-from roamc.plan_maker import prepared
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.plan_maker import prepared
 from roamc.solvers.retain import WALKS
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
 from tests.passes.retain.test_codecs import late_graph
 from tests.passes.retain.test_compress import MODELS, ROUTES, all_codes, cleaned, squares
-from tests.test_pipeline import run_program
+from tests.planning.test_pipeline import run_program
 
 PROFILE = cost.load_profile(torch.device("cpu"))
 

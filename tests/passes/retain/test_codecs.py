@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from roamc import ops
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph
-from roamc.memory import build_memory
+from roamc.graph.memory import build_memory
+from roamc.operators import ops
 from roamc.passes.retain.codecs import CODECS, codec_of, shapes
 from roamc.passes.retain.codecs.bits import bits_of
 from roamc.passes.retain.codecs.codec import Saved, fills_storage, is_dense

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc import verify
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph
-from roamc.memory import build_memory, live_bytes
+from roamc.graph import Phase, TrainGraph, verify
+from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
 from roamc.passes import normalize
 from roamc.passes.retain import Code, compress, rerun

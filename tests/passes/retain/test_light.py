@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import search
 from roamc.cost import flops
 from roamc.cost.kinds import LIGHT, kind_of
 from roamc.graph import TrainGraph, operators
-from roamc.memory import build_memory
+from roamc.graph.memory import build_memory
 from roamc.options import Options
-from roamc.plan import Plan
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
 from tests.graphs import assert_same, clones, joint_graph, model_graph, traced
 from tests.passes.retain.blocks import GPTBlock, LlamaBlock
-from tests.test_pipeline import run_program
+from tests.planning.test_pipeline import run_program
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 256, 256, 4
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], float, float]] = {

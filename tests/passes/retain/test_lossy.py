@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc import search
 from roamc.errors import OptionError, VerifyError
 from roamc.options import Options, parse_options
 from roamc.passes.retain import codecs
 from roamc.passes.retain.codecs import Codec, Saved
-from roamc.plan import Plan
+from roamc.planning import search
+from roamc.planning.plan import Plan
 from tests.graphs import aten, captured_step
 
 

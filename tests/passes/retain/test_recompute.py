@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import verify
 from roamc.cost import workspaces
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph
-from roamc.memory import build_memory, live_bytes
+from roamc.graph import Phase, TrainGraph, verify
+from roamc.graph.memory import build_memory, live_bytes
+from roamc.operators.random import save_rng_state
 from roamc.options import Options
 from roamc.passes import normalize, reorder
 from roamc.passes.retain import Rerun, rerun
 from roamc.passes.retain.decide import droppable, expiries, question
-from roamc.runtime.random import save_rng_state
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, schedule
 from roamc.solvers.status import Status

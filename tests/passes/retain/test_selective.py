@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from roamc import search
 from roamc.cost import flops
 from roamc.graph import operators
-from roamc.memory import build_memory
+from roamc.graph.memory import build_memory
 from roamc.options import Options
-from roamc.planned import Planned
+from roamc.planning import search
+from roamc.planning.planned import Planned
 from roamc.units import Bytes
 from tests.graphs import joint_graph
 from tests.passes.retain.blocks import GPTBlock

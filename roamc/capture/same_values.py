@@ -1,0 +1,32 @@
+"""What capture rewrites is judged by value, as what passes rewrite is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from roamc.graph import TrainGraph, operators, value_flow
+from roamc.graph.value_numbers import Numbers
+from roamc.operators import ops
+
+
+@contextlib.contextmanager
+def same_values(graph: TrainGraph) -> Iterator[None]:
+    """While inside, writes may become values and values writes; behind it every operator reads what it read before.
+
+    Graphs in which nothing is written are not looked at.
+
+    Raises:
+        VerifyError: an operator, an output or a tensor of the caller would get another value.
+    """
+    if not any(_writes(node.target) for node in operators(graph.graph)):
+        yield
+        return
+    before = value_flow.read(graph, Numbers())
+    yield
+    value_flow.check(graph, before, "capture")
+
+
+def _writes(target: object) -> bool:
+    rule = ops.rule(target)
+    return bool(rule.mutates) or rule.patches

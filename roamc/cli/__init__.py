@@ -1,0 +1,1 @@
+"""The command line: ``commands`` has its commands, ``zoo`` the built-in models, ``demo`` the demonstration."""

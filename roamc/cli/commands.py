@@ -1,0 +1,415 @@
+"""The command line: ``roamc plan``, ``explain``, ``layout``, ``calibrate``, ``models`` and ``demo``.
+
+Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
+layout ``--capacity``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from roamc import files
+from roamc.budget import parse_budget
+from roamc.cli import layout_file
+from roamc.cli.demo.race import race
+from roamc.cli.demo.show import show
+from roamc.cli.demo.worker import Task
+from roamc.cli.request import Request, answer, picture, points
+from roamc.cli.zoo import MODELS
+from roamc.cost import store_profile
+from roamc.cost.measure import ROUNDS, calibrate
+from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.graph.printed import printed, write_graphml
+from roamc.report import text
+from roamc.report.device import rows as profile_rows
+from roamc.report.explain import Explanation
+from roamc.report.html import write
+from roamc.report.progress import Stages
+from roamc.solvers.warm_up import warm_up
+from roamc.units import parse_bytes
+from roamc.version import __version__
+
+ERROR, DOES_NOT_FIT = 1, 2
+
+_FILE_ERRORS: dict[type[OSError], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "this is a folder",
+    PermissionError: "no permission",
+}
+
+
+class _DoesNotFit(SystemExit):
+    """The plan is above the limit."""
+
+
+class _Commands(TyperGroup):
+    """Ends with 1 where typer ends with 2, at a command or an option that does not exist: 2 has its own meaning."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line."""
+        try:
+            return super().main(*args, **extra)
+        except _DoesNotFit:
+            raise
+        except SystemExit as end:
+            raise SystemExit(ERROR if end.code == DOES_NOT_FIT else end.code) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE.py:FUNCTION",
+        help="A built-in model (see roamc models), or a function that returns (model, inputs[, loss_fn[, optimizer]]).",
+    ),
+]
+Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
+Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers.")]
+Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
+Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any setting of the model, or argument of the function; repeatable."
+    ),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, where the function gives none.")]
+Halves = Annotated[bool, typer.Option("--forward-backward", help="Leave the update out, as torch.compile does.")]
+Meta = Annotated[
+    bool, typer.Option("--meta", help="Call the function under the meta device: its weights then take no memory.")
+]
+Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="Clip the 2-norm of all gradients to this.")]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, light (as min, but no matrix "
+        "product or other heavy operator runs again), or device. End with 2 if no plan keeps it. roamc plan takes "
+        "several: one row for each.",
+    ),
+]
+Others = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Any option of roamc, such as order=program; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and end.")] = False,
+) -> None:
+    """roamc: a memory compiler for PyTorch training. Example: roamc plan gpt2 --batch 8 --memory-budget 16GiB"""
+    if version:
+        typer.echo(f"roamc {__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def plan(
+    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
+    option: Others = None, as_json: Json = False, debug: Debug = False,
+    save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
+) -> None:  # fmt: skip
+    """Plan a training step and print its peak. No weight is allocated, nothing runs.
+
+    Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
+    """
+    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    budgets = memory_budget or []
+    with _reported(debug, as_json):
+        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
+                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()))  # fmt: skip
+        if len(budgets) > 1:
+            _several(request, budgets, save, as_json)
+            return
+        if save is not None:
+            _check_writable(save)
+        found = _answer(request).plan
+        if save is not None:
+            files.write_text(save, found.to_json() + "\n")
+        if as_json:
+            _print_json({**found.to_dict(seconds=True), "fragmentation": found.fragmentation, "fits": True})
+        else:
+            text.show_plan(text.console(), found)
+
+
+@app.command()
+def explain(
+    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
+    option: Others = None, as_json: Json = False, debug: Debug = False,
+    source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
+    ] = False,
+    graphml: Annotated[
+        Path | None,
+        typer.Option("--graphml", metavar="PATH", help="Write the planned graph for Gephi, yEd or networkx."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
+    curve: Annotated[
+        bool | None,
+        typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost? Not by default "
+                     "with --source or --graph."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
+) -> None:  # fmt: skip
+    """Why is the peak this big: what lives at the worst step, and which line of the model made it.
+
+    Example: roamc explain gpt --batch 8 --top 20
+    """
+    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    with _reported(debug, as_json):
+        if source and graph:
+            raise OptionError("--source and --graph print one text each: give one of them")
+        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
+                          _only(memory_budget), tuple(option or ()))  # fmt: skip
+        traced = not (source or graph) if curve is None else curve
+        if graphml is not None:
+            _check_writable(graphml)
+        found = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
+        if graphml is not None:
+            write_graphml(found.graph, graphml)
+        if as_json:
+            _print_json({**found.to_dict(top), **({"graph": printed(found.graph)} if graph else {})})
+            return
+        if not (source or graph) or curve or html is not None:
+            text.show_explanation(text.console(), found, top)
+            for what, path in (("picture", html), ("graph", graphml)):
+                if path is not None:
+                    typer.echo(f"\nthe {what} is in {path}")
+        elif source:
+            text.show_source(text.console(), found.source)
+        if graph:
+            typer.echo(printed(found.graph), nl=False)
+
+
+@app.command()
+def layout(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.csv", help="Columns id,lower,upper,size as minimalloc has them.")
+    ],
+    capacity: Annotated[
+        str | None, typer.Option("--capacity", metavar="BYTES", help="Stop at this arena; end with 2 if it is not met.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="Stop after about this time.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="OUT.csv", help="Write the rows with their offsets.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Lay out storages of known lifetimes in one arena, as low as can be. The columns may also be alignment, hint,
+    gaps and offset (fixed in place).
+
+    Example: roamc layout A.csv --capacity 1MiB --output out.csv
+    """
+    with _reported(debug, as_json):
+        asked = None if capacity is None else parse_bytes(capacity)
+        if output is not None:
+            _check_writable(output)
+        found = layout_file.lay_out(file, asked, seconds, output)
+        if as_json:
+            _print_json(found)
+        else:
+            text.show_rows(text.console(), ("layout", str(file)), layout_file.rows(found))
+        if not found["fits"]:
+            typer.echo(f"does not fit: {layout_file.shortfall(found)}", err=True)
+            raise _DoesNotFit(DOES_NOT_FIT)
+
+
+@app.command(name="calibrate")
+def measure(
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or one of several such as cuda:1.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write there and not to where roamc looks.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how fast this machine runs each kind of operator, for predictions of time. Takes some ten seconds.
+
+    Later runs use the result by themselves; --output FILE makes one for --option profile=FILE.
+    """
+    with _reported(debug, as_json):
+        if output is not None:
+            _check_writable(output)
+        with Stages(f"measuring {device}", ROUNDS) as stages:
+            profile = calibrate(device, quick=quick, say=stages.now)
+        path = store_profile(profile, output)
+        if as_json:
+            typer.echo(profile.to_json(), nl=False)
+        else:
+            text.show_rows(text.console(), ("what", "speed", "remark"), profile_rows(profile))
+            typer.echo(f"\nthe profile is in {path}")
+
+
+@app.command(name="warm-up")
+def compile_solvers(debug: Debug = False) -> None:
+    """Compile the solvers now, once per installation, so that no plan has to wait for it. Takes about a minute."""
+    with _reported(debug, as_json=False):
+        with Stages("compiling the solvers"):
+            warm_up()
+        typer.echo("the solvers are compiled")
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the built-in models and what can be set."""
+    if as_json:
+        _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
+        return
+    rows = [(name, row.about, " ".join(f"{k}={v}" for k, v in row.settings.items())) for name, row in MODELS.items()]
+    text.show_rows(text.console(), ("model", "what it is", "settings"), rows)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each side.")] = 30,
+    batch: Annotated[int, typer.Option("--batch", min=1, hidden=True)] = 4,
+    seq: Annotated[int, typer.Option("--seq", min=1, hidden=True)] = 192,
+    layers: Annotated[int, typer.Option("--layers", min=1, hidden=True)] = 6,
+    width: Annotated[int, typer.Option("--width", min=1, hidden=True)] = 384,
+    heads: Annotated[int, typer.Option("--heads", min=1, hidden=True)] = 6,
+    memory_budget: Annotated[
+        str, typer.Option("--memory-budget", metavar="SIZE", help="Of the third side; as for roamc plan.")
+    ] = "50%",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a small language model in eager PyTorch, with roamc, and with roamc under a memory budget, in step; compare
+    losses, memory and time.
+    """
+    with _reported(debug, as_json):
+        parse_budget(memory_budget)
+        said = "training with and without roamc"
+        with Stages(said, steps) as stages:
+            task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
+            stages.now("getting the solvers ready, for which a new installation compiles them")
+            warm_up()
+            result = race(task, lambda done: stages.now(said, done))
+        if as_json:
+            _print_json(result.to_dict())
+        else:
+            show(text.console(), result)
+
+
+def main() -> None:
+    """The console entry point."""
+    app(prog_name="roamc")
+
+
+def _several(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
+    """One row for each budget; ends with 2 if one cannot be kept."""
+    if save is not None:
+        raise OptionError("--save writes one plan: give one --memory-budget")
+    with Stages(f"building {request.target}") as stages:
+        found = points(request, budgets, say=stages.now)
+    if as_json:
+        _print_json([point.to_dict() for point in found])
+    else:
+        text.show_points(text.console(), found[0].plan.name, found)
+    if not all(point.fits for point in found):
+        raise _DoesNotFit(DOES_NOT_FIT)
+
+
+def _only(budgets: list[str] | None) -> str | None:
+    if budgets and len(budgets) > 1:
+        raise OptionError("one --memory-budget is explained at a time; roamc plan compares several")
+    return budgets[0] if budgets else None
+
+
+def _answer(request: Request, source: bool = False, curve: bool = False) -> Explanation:
+    with Stages(f"building {request.target}") as stages:
+        return answer(request, source=source, curve=curve, say=stages.now)
+
+
+def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:
+    """As :func:`_answer`, and the page is written."""
+    _check_writable(path)
+    with Stages(f"building {request.target}") as stages:
+        drawn = picture(request, source=source, curve=curve, say=stages.now)
+        stages.now(f"drawing {request.target}")
+        write(path, drawn)
+    return drawn.found
+
+
+def _check_writable(path: Path) -> None:
+    """Say no before the planning and not after it; leaves no file behind."""
+    if not path.parent.is_dir():
+        raise OptionError(f"{path.parent}: no such folder")
+    new = not path.exists()
+    # files.write_text makes its new file beside the path.
+    if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
+    with path.open("a"):
+        pass
+    if new:
+        path.unlink()
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=1))
+
+
+@contextlib.contextmanager
+def _reported(debug: bool, as_json: bool) -> Iterator[None]:
+    """Turn errors into one line on stderr and an exit code; ``debug`` shows where they come from."""
+    try:
+        yield
+    except BudgetError as error:
+        typer.echo(f"does not fit: {error}", err=True)
+        if as_json:
+            _print_json({"fits": False, "error": str(error)})
+        raise _DoesNotFit(DOES_NOT_FIT) from None
+    except BrokenPipeError:  # of `roamc ... | head`: typer ends without a word
+        raise
+    except Exception as error:  # whatever it is, a user of the command line gets a sentence
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {_sentence(error, debug)}", err=True)
+        raise SystemExit(ERROR) from None
+
+
+def _sentence(error: Exception, debug: bool) -> str:
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, RoamcError):
+        return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
+    if isinstance(error, OSError):
+        return _said_of_file(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
+    frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
+
+
+def _said_of_file(error: OSError) -> str:
+    """The file first and then what is wrong with it, as in ``plan.csv: no such file``."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {_FILE_ERRORS.get(type(error), error.strerror.lower())}"

@@ -1,0 +1,157 @@
+"""One side of the demo in a process of its own: ``python -m roamc.cli.demo.worker '{"side": "eager", …}'``.
+
+A line of JSON on stdin for every step, a line of JSON on stdout for every answer; ends with its stdin.
+
+What is measured: the first step runs under torch's profiler, and the peak is the maximum of the running
+sum of all that torch's CPU allocator hands out and takes back during it. Parameters, optimizer state
+and batches exist before, gradients do not, on all sides; so the number is what one step needs on top of
+them, workspace inside operators included. roamc's first step plans (which allocates no tensors) and
+then allocates its arena, which is therefore part of the sum.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+import roamc
+from roamc.capture.optimizers import init_state, rule_for
+from roamc.cli import zoo
+from roamc.cli.demo import text
+from roamc.frontends.workload import Workload
+
+EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
+SIDES = (EAGER, FREE, BUDGET)
+"""Eager PyTorch, roamc without a budget, and roamc under the task's budget."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all sides do, and which side this is.
+
+    Attributes:
+        side: one of ``SIDES``.
+        memory_budget: of side ``BUDGET``.
+    """
+
+    side: str
+    steps: int
+    batch: int
+    seq: int
+    layers: int
+    width: int
+    heads: int
+    memory_budget: str = "50%"
+    dropout: float = 0.1
+    seed: int = 1
+    lr: float = 1e-3
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @property
+    def sizes(self) -> dict[str, int | float]:
+        """Settings of the model as :mod:`roamc.cli.zoo` names them."""
+        kept = ("batch", "seq", "layers", "width", "heads", "dropout")
+        return {key: value for key, value in asdict(self).items() if key in kept}
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What ``run`` returns, and the most bytes that torch's CPU allocator had handed out since it began."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        result = run()
+    kineto: Any = profile.profiler
+    events = [(e.start_ns(), e.nbytes()) for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for _, change in sorted(events, key=lambda event: event[0]):
+        total += change
+        peak = max(peak, total)
+    return result, peak
+
+
+class Side:
+    """A model, its optimizer and its batches, ready to step."""
+
+    def __init__(self, task: Task) -> None:
+        torch.manual_seed(task.seed)
+        workload = zoo.make("gpt", task.sizes, device="cpu")
+        self.parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+        self.batches = text.batches(text.read(), task.steps, task.batch, task.seq, task.seed)
+        self.optimizer = torch.optim.AdamW(workload.model.parameters(), lr=task.lr)
+        rule = rule_for(self.optimizer)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                init_state(self.optimizer, rule, parameter, group)
+        self.train: roamc.TrainStep | None = None
+        if task.side != EAGER:
+            assert workload.loss_fn is not None
+            budget = task.memory_budget if task.side == BUDGET else None
+            self.train = roamc.train_step(workload.model, workload.loss_fn, self.optimizer, memory_budget=budget)
+        self.run = self.train or self._eager(workload)
+        torch.manual_seed(task.seed)
+
+    def step(self, index: int) -> dict[str, Any]:
+        """One step; the first one also reports the peak."""
+        batch = self.batches[index]
+        start = time.perf_counter()
+        if index == 0:
+            loss, peak = peak_bytes(lambda: self._loss(batch))
+        else:
+            loss, peak = self._loss(batch), None
+        return {"loss": loss, "seconds": time.perf_counter() - start, "peak_bytes": peak}
+
+    def plan(self) -> dict[str, Any]:
+        """The plan with its times, as plain data; nothing on the eager side."""
+        if self.train is None:
+            return {}
+        plan = self.train.plans[0]
+        return {**plan.to_dict(seconds=True), "fragmentation": plan.fragmentation}
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> float:
+        return float(self.run(*batch))
+
+    def _eager(self, workload: Workload) -> Callable[..., Tensor]:
+        loss_fn = workload.loss_fn
+        assert loss_fn is not None
+
+        def step(*batch: Tensor) -> Tensor:
+            loss = loss_fn(workload.model, *batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return step
+
+
+def answers(task: Task, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Answer each request: the side's size first, then every step, then the plan."""
+    side = Side(task)
+    yield {"parameters": side.parameters, "threads": torch.get_num_threads()}
+    for line in lines:
+        request = json.loads(line)
+        yield side.step(request["step"]) if "step" in request else {"plan": side.plan()}
+
+
+def main(argument: str, source: IO[str], sink: IO[str]) -> None:
+    """Serve one task until ``source`` ends; an error is the last answer."""
+    task = Task(**json.loads(argument))
+    try:
+        for answer in answers(task, iter(source)):
+            print(json.dumps(answer), file=sink, flush=True)
+    except Exception as error:  # whatever it is, the other side of the pipe has to hear of it
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=sink, flush=True)
+
+
+if __name__ == "__main__":
+    answer_pipe, sys.stdout = sys.stdout, sys.stderr  # a stray print must not break the pipe
+    main(sys.argv[1], sys.stdin, answer_pipe)

@@ -1,0 +1,161 @@
+"""From the words of the command line to a plan and its explanation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roamc import progress
+from roamc.budget import parse_budget
+from roamc.cli import zoo
+from roamc.codegen.source import emit
+from roamc.errors import OptionError
+from roamc.frontends.arguments import check_clip
+from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
+from roamc.graph import TrainGraph
+from roamc.options import Options, parse_options
+from roamc.planning import search
+from roamc.planning.planned import Planned
+from roamc.report.curve import Curve, trace
+from roamc.report.explain import Explanation, explain, find_peak, lives_of
+from roamc.report.frontier import Point, frontier
+from roamc.report.picture import Picture, draw, follow
+from roamc.solvers.warm_up import warm_up
+from roamc.units import Seconds
+
+Say = Callable[[str], None]
+"""Told what is being done."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to look at.
+
+    Attributes:
+        target: name of a built-in model, or ``FILE.py:function``.
+        sizes: sizes of the model by name; None where the default is meant.
+        sets: ``key=value`` of further settings.
+        optimizer: name of the optimizer where the target brings none.
+        forward_backward: leave the update out.
+        meta: call the function of a file with the meta device as torch's default.
+        clip_grad_norm: as for :func:`roamc.train_step`.
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device".
+        options: ``key=value`` of roamc's options.
+    """
+
+    target: str
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    optimizer: str = "adamw"
+    forward_backward: bool = False
+    meta: bool = False
+    clip_grad_norm: float | None = None
+    memory_budget: str | None = None
+    options: tuple[str, ...] = ()
+
+
+def answer(
+    request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None
+) -> Explanation:
+    """Build, capture and plan what was asked for.
+
+    Args:
+        request: what.
+        source: also emit the program.
+        curve: also plan for other peaks; takes as long as half a dozen plans.
+        say: told what is being done.
+
+    Raises:
+        OptionError: an unknown model, setting, optimizer or option; names the nearest.
+        CaptureError: the step cannot be captured.
+        BudgetError: the plan does not fit.
+    """
+    options = options_of(request)
+    graph, seconds = _captured(request, say)
+    eager = find_peak(graph, eager=True)
+    planned, traced = _planned(graph, options, seconds, say, curve)
+    return explain(eager, planned, emit(planned.graph).source if source else "", curve=traced)
+
+
+def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
+    """One plan for each budget; the errors of :func:`answer`, but for budgets that nothing keeps."""
+    options = options_of(request)
+    asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
+    graph, _ = _captured(request, say)
+    say("getting the solvers ready, for which a new installation compiles them")
+    warm_up()
+    say(f"planning {graph.name}, {len(asked)} budgets")
+    return frontier(graph, options, asked)
+
+
+def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
+    """As :func:`answer`, with live bytes at every step and the place of every storage beside the explanation."""
+    options = options_of(request)
+    graph, seconds = _captured(request, say)
+    lives = lives_of(graph, eager=True)
+    eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
+    planned, traced = _planned(graph, options, seconds, say, curve)
+    lives = lives_of(planned.graph)
+    found = explain(eager, planned, emit(planned.graph).source if source else "", lives, traced)
+    return draw(found, before, planned.graph, lives)
+
+
+def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
+    workload = workload_of(request)
+    say(f"capturing {workload.name}")
+    start = time.perf_counter()
+    graph = capture(workload, forward_backward=request.forward_backward, clip_grad_norm=request.clip_grad_norm)
+    return graph, time.perf_counter() - start
+
+
+def _planned(
+    graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
+) -> tuple[Planned, Curve | None]:
+    """The plan, with the ``seconds`` of capture among its times, and the curve that it lies on if that is wanted."""
+    if curve:
+        say("getting the solvers ready, for which a new installation compiles them")
+        warm_up()
+    say(f"planning {graph.name}")
+    with progress.listening(lambda text: say(f"planning {graph.name}, {text}")):
+        trials = search.PlanSearch(graph, options, many=curve)
+        planned = trials.run()
+    plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
+    traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
+    return dataclasses.replace(planned, plan=plan), traced
+
+
+def options_of(request: Request) -> Options:
+    """roamc's options.
+
+    Raises:
+        OptionError: an option, or the limit of clipping, is unknown or out of range.
+    """
+    check_clip(request.clip_grad_norm)
+    if request.forward_backward and request.clip_grad_norm is not None:
+        raise OptionError("--clip-grad-norm is part of the update, which --forward-backward leaves out")
+    given = dict(parse_setting(text) for text in request.options)
+    if request.memory_budget is not None:
+        given["memory_budget"] = request.memory_budget
+    return parse_options(given)
+
+
+def workload_of(request: Request) -> Workload:
+    """The model, built in or from a file, with its optimizer.
+
+    Raises:
+        OptionError: an unknown model, setting or optimizer; names the nearest.
+    """
+    if request.optimizer not in OPTIMIZERS:
+        known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
+        raise OptionError(f"unknown optimizer {request.optimizer!r}{known}")
+    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
+    settings.update(parse_setting(text) for text in request.sets)
+    if ":" in request.target or request.target.endswith(".py"):
+        workload = from_file(request.target, settings, meta=request.meta)
+    else:
+        workload = zoo.make(request.target, settings)
+    if workload.optimizer is None:
+        workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer])
+    return workload

@@ -1,0 +1,297 @@
+"""Built-in models by name, to plan without any code: ``roamc plan gpt2-xl --batch 4``.
+
+``gpt`` is written out here. The others are built from their configurations if transformers is installed:
+random weights, nothing is downloaded, and on the meta device not even allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roamc.capture.step import LossFunction
+from roamc.errors import OptionError
+from roamc.frontends.workload import Setting, Workload, nearest
+
+Settings = Mapping[str, Setting]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build one model.
+
+    Attributes:
+        about: one line for the list of models.
+        settings: every size that a user may set, with its default.
+        build: settings to model, on whatever device torch makes tensors at the moment.
+        batch: settings to the arguments of ``loss`` behind the model.
+        loss: ``loss(model, *batch)``.
+    """
+
+    about: str
+    settings: Settings
+    build: Callable[[Settings], nn.Module]
+    batch: Callable[[Settings], tuple[Tensor, ...]]
+    loss: LossFunction
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, width) to the same shape."""
+        x = x + self.drop(self.proj(self._attend(self.norm1(x))))
+        result: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+        return result
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        query, key, value = (
+            part.view(batch, seq, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return mixed.transpose(1, 2).contiguous().view(batch, seq, width)
+
+
+class GPT(nn.Module):
+    """A decoder-only language model after nanoGPT: learned positions, pre-norm blocks, a tied head."""
+
+    def __init__(
+        self, *, layers: int, width: int, heads: int, vocab: int, seq: int, dropout: float = 0.0, tied: bool = True
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise OptionError(f"width {width} is not a multiple of heads {heads}")
+        self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.apply(_init)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Token numbers (batch, seq) to logits (batch, seq, vocab)."""
+        x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def make(name: str, settings: Settings | None = None, device: str = "meta") -> Workload:
+    """Build one model of :data:`MODELS` with its batch.
+
+    Args:
+        name: key of :data:`MODELS`.
+        settings: replaces defaults of the recipe.
+        device: "meta" to plan only; weights then take no memory.
+
+    Raises:
+        OptionError: unknown model or setting (names the nearest), a value out of range, or transformers is missing.
+    """
+    recipe = MODELS.get(name)
+    if recipe is None:
+        raise OptionError(
+            f"unknown model {name!r}{nearest(name, MODELS)} Models: {', '.join(MODELS)}; or FILE.py:function"
+        )
+    chosen = _checked(name, recipe.settings, settings or {})
+    dtype = DTYPES[str(chosen["dtype"])]
+    with torch.device(device):
+        model = recipe.build(chosen).to(dtype).train()
+        batch = tuple(item.to(dtype) if item.is_floating_point() else item for item in recipe.batch(chosen))
+    return Workload(name, model, batch, recipe.loss)
+
+
+def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of logits against the token at every place."""
+    logits: Tensor = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _checked(name: str, defaults: Settings, given: Settings) -> dict[str, Any]:
+    chosen: dict[str, Any] = dict(defaults)
+    for key, value in given.items():
+        if key not in defaults:
+            raise OptionError(f"{name} has no setting {key!r}{nearest(key, defaults)} Settings: {', '.join(defaults)}")
+        chosen[key] = _typed(key, value, defaults[key])
+    return chosen
+
+
+def _typed(key: str, value: Setting, default: Setting) -> Setting:
+    """``value`` in the type of the default, if it is in range."""
+    if key == "dtype" and value not in DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {value!r}{nearest(str(value), DTYPES)}")
+    if isinstance(default, float) and isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+        return float(value)
+    if isinstance(default, float):
+        raise OptionError(f"{key} must be a number from 0 up to but not 1, not {value!r}")
+    if isinstance(default, int) and not isinstance(default, bool) and (type(value) is not int or value < 1):
+        raise OptionError(f"{key} must be a whole number from 1, not {value!r}")
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise OptionError(f"{key} must be true or false, not {value!r}")
+    return value
+
+
+def _gpt(settings: Settings) -> nn.Module:
+    sizes: dict[str, Any] = {key: value for key, value in settings.items() if key not in ("batch", "dtype")}
+    return GPT(**sizes)
+
+
+def _text_batch(settings: Settings) -> tuple[Tensor, ...]:
+    shape = (int(settings["batch"]), int(settings["seq"]))
+    return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
+
+def _image_batch(settings: Settings) -> tuple[Tensor, ...]:
+    count, side = int(settings["batch"]), int(settings["image"])
+    return torch.zeros(count, 3, side, side), torch.zeros(count, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class _Pretrained:
+    """A model of transformers: its two classes, our setting to the field of its configuration, and fixed fields."""
+
+    config: str
+    model: str
+    fields: Mapping[str, str]
+    fixed: Mapping[str, Any]
+
+    def __call__(self, settings: Settings) -> nn.Module:
+        transformers = _transformers()
+        values = {field: settings[key] for key, field in self.fields.items()}
+        config = getattr(transformers, self.config)(**values, **self.fixed)
+        model: nn.Module = getattr(transformers, self.model)(config)
+        return model
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise OptionError("this model needs transformers: pip install 'transformers>=5,<6'; gpt does without") from None
+    return transformers
+
+
+def _logits_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _translation_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens, decoder_input_ids=tokens).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _image_loss(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    logits: Tensor = model(pixel_values=pixels).logits
+    return F.cross_entropy(logits.float(), labels)
+
+
+_GPT2_FIELDS = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size", "seq": "n_positions"}
+_BERT_FIELDS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+}
+_TEXT_FIELDS = {"vocab": "vocab_size", "seq": "max_position_embeddings"}
+_T5_FIELDS = {
+    "layers": "num_layers", "width": "d_model", "heads": "num_heads", "head_width": "d_kv", "hidden": "d_ff",
+    "vocab": "vocab_size",
+}  # fmt: skip
+
+_GPT2 = _Pretrained("GPT2Config", "GPT2LMHeadModel", _GPT2_FIELDS, {"use_cache": False})
+_BERT = _Pretrained("BertConfig", "BertForMaskedLM", {**_BERT_FIELDS, **_TEXT_FIELDS}, {})
+_LLAMA = _Pretrained(
+    "LlamaConfig", "LlamaForCausalLM", {**_BERT_FIELDS, **_TEXT_FIELDS, "kv_heads": "num_key_value_heads"},
+    {"use_cache": False},
+)  # fmt: skip
+_T5 = _Pretrained("T5Config", "T5ForConditionalGeneration", _T5_FIELDS, {"use_cache": False})
+_VIT = _Pretrained(
+    "ViTConfig", "ViTForImageClassification",
+    {**_BERT_FIELDS, "image": "image_size", "patch": "patch_size", "classes": "num_labels"}, {},
+)  # fmt: skip
+_RESNET = _Pretrained("ResNetConfig", "ResNetForImageClassification", {"classes": "num_labels"}, {})
+_MOBILENET = _Pretrained(
+    "MobileNetV2Config", "MobileNetV2ForImageClassification", {"image": "image_size", "classes": "num_labels"}, {}
+)
+
+
+def _sizes(**sizes: Setting) -> dict[str, Setting]:
+    return {**sizes, "dtype": "float32"}
+
+
+MODELS: dict[str, Recipe] = {
+    "gpt": Recipe(
+        "decoder-only transformer as in nanoGPT",
+        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True),
+        _gpt, _text_batch, text_loss,
+    ),
+    "gpt2": Recipe(
+        "GPT-2, 124 M parameters",
+        _sizes(batch=4, seq=1024, layers=12, width=768, heads=12, vocab=50257),
+        _GPT2, _text_batch, _logits_loss,
+    ),
+    "gpt2-xl": Recipe(
+        "GPT-2 XL, 1.6 G parameters",
+        _sizes(batch=1, seq=1024, layers=48, width=1600, heads=25, vocab=50257),
+        _GPT2, _text_batch, _logits_loss,
+    ),
+    "bert": Recipe(
+        "BERT base, masked language model",
+        _sizes(batch=8, seq=512, layers=12, width=768, heads=12, hidden=3072, vocab=30522),
+        _BERT, _text_batch, _logits_loss,
+    ),
+    "llama": Recipe(
+        "Llama 2, 7 G parameters",
+        _sizes(batch=1, seq=2048, layers=32, width=4096, heads=32, kv_heads=32, hidden=11008, vocab=32000),
+        _LLAMA, _text_batch, _logits_loss,
+    ),
+    "t5": Recipe(
+        "T5 small, encoder and decoder",
+        _sizes(batch=8, seq=512, layers=6, width=512, heads=8, head_width=64, hidden=2048, vocab=32128),
+        _T5, _text_batch, _translation_loss,
+    ),
+    "vit": Recipe(
+        "ViT base, image classification",
+        _sizes(batch=32, image=224, layers=12, width=768, heads=12, hidden=3072, patch=16, classes=1000),
+        _VIT, _image_batch, _image_loss,
+    ),
+    "resnet50": Recipe(
+        "ResNet-50, image classification",
+        _sizes(batch=32, image=224, classes=1000),
+        _RESNET, _image_batch, _image_loss,
+    ),
+    "mobilenetv2": Recipe(
+        "MobileNetV2, image classification",
+        _sizes(batch=32, image=224, classes=1000),
+        _MOBILENET, _image_batch, _image_loss,
+    ),
+}  # fmt: skip

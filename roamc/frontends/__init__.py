@@ -1,0 +1,1 @@
+"""The ways in from Python: the torch.compile backend, ``optimize``, ``train_step`` and ``max_batch``."""

@@ -1,0 +1,313 @@
+"""The torch.compile backend: ``torch.compile(model, backend="roamc", options={...})``.
+
+Found through the entry point group ``torch_dynamo_backends``: no import is needed. If roamc cannot plan
+a graph, training goes on with torch's own aot_eager at full save, after one warning; if a program fails while it runs,
+the rest of the step and all later steps run operator by operator, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from roamc import compat_aot, compat_dynamo, notices
+from roamc.budget import is_share
+from roamc.capture import joint, recurrent
+from roamc.capture.shared import shared_by
+from roamc.codegen.halves import halves_of
+from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
+from roamc.graph import TrainGraph
+from roamc.graph.memory import WROTE_OVER
+from roamc.interruptions import interruption
+from roamc.locks import Lock
+from roamc.notices import lost_budget, reason_of, warn_of_failure
+from roamc.options import Options, parse_options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import RAISE
+from roamc.runtime.fallback import Boxed, interpreter
+from roamc.runtime.program import OnFailure, Pair, Whole
+
+log = logging.getLogger(__name__)
+
+
+def roamc(
+    gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one dynamo graph.
+
+    Args:
+        gm: the graph as dynamo captured it.
+        example_inputs: its inputs, fake.
+        options: see :class:`roamc.options.Options`.
+        mode: not used by roamc; torch refuses ``mode`` together with ``options``.
+
+    Raises:
+        OptionError: an option is unknown or out of range.
+        BudgetError: no plan fits ``memory_budget``.
+    """
+    if mode is not None:
+        raise OptionError(f"roamc has no modes; got mode={mode!r}. Use options={{...}}")
+    return compile_graph(gm, example_inputs, parse_options(options), Record())
+
+
+class Record:
+    """Plans and programs behind one compiled object, oldest first; bounded."""
+
+    def __init__(self, name: str = "", limit: int = 64) -> None:
+        self.name = name
+        self._lock = Lock()
+        self._limit = limit
+        self.programs: list[Pair | Whole] = []
+        self.fallbacks: list[str] = []
+
+    def add(self, program: Pair | Whole) -> None:
+        """Remember a program; the oldest is forgotten past the limit (its code keeps running)."""
+        with self._lock.now:
+            self.programs = [*self.programs, program][-self._limit :]
+
+    def remove(self, program: Pair | Whole) -> None:
+        """Forget a program."""
+        with self._lock.now:
+            self.programs = [kept for kept in self.programs if kept is not program]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans, oldest first; without those whose program has failed."""
+        return [program.executable.planned.plan for program in self.programs if not program.executable.broken]
+
+
+LATEST: deque[Plan] = deque(maxlen=64)
+"""Plans of the most recent torch.compile graphs of this process. Plans only: programs would keep their arenas."""
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record
+) -> Callable[..., Any]:
+    """One dynamo graph through AOTAutograd with roamc's partition and compilers: a program per combination of sizes."""
+    about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
+    split = compat_dynamo.graph_break(gm)
+    piece = split is not None or compat_dynamo.behind_a_break()
+    job = _Job(_name(gm, record), options, record, about, split, piece)
+    job.check_split()
+    if not has_open_sizes(example_inputs):
+        return _Unit(job).compile(gm, example_inputs)
+    if notices.is_new(about, "sizes"):
+        log.info("roamc plans each input size of %s separately, when it first comes", job.name)
+    return BySize(gm, example_inputs, job, options.max_plans)
+
+
+def _name(gm: fx.GraphModule, record: Record) -> str:
+    """The model's class where it is known, numbered from its second graph on; else that of a part, or the function."""
+    if record.name:
+        return record.name if not record.programs else f"{record.name} (graph {len(record.programs) + 1})"
+    module = compat_dynamo.compiled_module()
+    if module is not None:
+        return type(module).__name__
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            kind = next(iter(stack.values()))[1]
+            return kind.rsplit(".", 1)[-1] if isinstance(kind, str) else kind.__name__
+    return compat_dynamo.compiled_function() or "graph"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is known of one dynamo graph, whatever its sizes.
+
+    Attributes:
+        name: for logs and reports.
+        options: what the user set.
+        record: gets the programs.
+        about: the model or function that warnings are about; each is given once.
+        split: where dynamo ended the graph before the model's end; None if it did not.
+        piece: dynamo has split the model, before this graph or behind it.
+    """
+
+    name: str
+    options: Options
+    record: Record
+    about: object
+    split: str | None
+    piece: bool
+
+    def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """Compile the graph with its sizes known; a function that forgets its plans comes with it."""
+        unit = _Unit(self)
+        return unit.compile(gm, inputs), unit.forget
+
+    def check_split(self) -> None:
+        """Warn that a budget holds for a part of the model alone."""
+        if self.split and self.options.memory_budget is not None:
+            notices.warn(
+                self.about,
+                f"split at {self.split}",
+                f"memory_budget={self.options.memory_budget!r} holds for each piece of {self.name!r} by itself, and "
+                f"they may take more together: torch.compile splits the model at {self.split}. Change that line, or "
+                "use roamc.train_step",
+            )
+
+    def say_dropped(self) -> None:
+        """Warn that sizes come back after their plans were dropped, or never come back at all."""
+        limit = self.options.max_plans
+        notices.warn(
+            self.about,
+            "max_plans",
+            f"{self.name!r} has been called with more than max_plans={limit} combinations of input sizes; each new "
+            "one is planned when it comes, and the plan used longest ago is dropped. Pad batches to fewer sizes, or "
+            "raise max_plans",
+        )
+
+    @property
+    def on_failure(self) -> OnFailure | None:
+        """What a program that fails while it runs calls; None if the failure is to be raised."""
+        if self.options.strict:
+            return None
+        return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
+
+    def explained(self, error: Exception) -> Exception:
+        """A budget error of one piece of a split model under a share, with advice to ask for bytes; else ``error``."""
+        if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
+            return error
+        why = str(error).removesuffix(RAISE)
+        return BudgetError(
+            f"{why}A share holds for each piece that torch.compile splits the model into, and this one cannot keep it: "
+            "give memory_budget in bytes, which small pieces keep",
+            error.plan,
+        )
+
+    def fall_back(self, error: Exception, who: str) -> None:
+        """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, about options, or an
+        interruption."""
+        stopped = interruption(error)
+        if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError):
+            raise stopped or error
+        reason = reason_of(error)
+        self.record.fallbacks.append(reason)
+        notices.warn(
+            self.about,
+            re.sub(r"\d+", "#", reason),
+            f"roamc could not plan {self.name!r} and hands it to {who}{lost_budget(self.options)}: {reason} "
+            "(options={'strict': True} raises)",
+        )
+        log.debug("planning %s failed", self.name, exc_info=error)
+
+
+def _failed(
+    record: weakref.ref[Record], about: weakref.ref[Any], name: str, options: Options, error: Exception
+) -> None:
+    """A program has failed while it ran; by weak references, as the record holds the programs."""
+    held = record()
+    if held is not None:
+        held.fallbacks.append(reason_of(error))
+    warn_of_failure(about(), name, options, error)
+
+
+class _Unit:
+    """One graph on its way: AOTAutograd calls partition, then forward, then (at the first backward) backward."""
+
+    def __init__(self, job: _Job) -> None:
+        self.job = job
+        self.name = job.name
+        self.options = job.options
+        self.pair: Pair | None = None
+        self.program: Pair | Whole | None = None
+        self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
+
+    def forget(self) -> None:
+        """Drop the plan from the record, and its free arenas; those in flight go when the last backward has run."""
+        if self.program is not None:
+            self.job.record.remove(self.program)
+            self.program.executable.pool.free.clear()
+
+    def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The compiled function of a graph whose sizes are known."""
+        backend = compat_aot.aot_backend(
+            forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
+        )
+        try:
+            with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
+                compiled: Callable[..., Any] = backend(gm, inputs)
+        except (RoamcError, compat_dynamo.DynamoError):
+            raise
+        except Exception as error:  # AOTAutograd takes less than eager does
+            self.job.fall_back(shared_by(error) or error, "eager PyTorch")
+            return gm.forward
+        return compiled
+
+    def partition(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """torch's split at full save, planned as one graph; then split again, as what is saved may have changed."""
+        halves = compat_aot.default_partition(graph, inputs, **how)
+        static = how.get("static_lifetime_input_indices") or ()
+        outputs = how["num_fwd_outputs"]
+        planned = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
+        if planned is None:
+            return halves
+        self.pair, planned_halves = planned
+        forward, backward = planned_halves
+        return forward, backward
+
+    def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
+        """The forward half of the pair, or the graph itself."""
+        return boxed(self.pair.forward) if self.pair is not None else interpreter(gm)
+
+    def backward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
+        """The backward half of the pair, or the graph itself."""
+        return boxed(self.pair.backward) if self.pair is not None else interpreter(gm)
+
+    def inference(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
+        """A graph without backward."""
+        static = compat_aot.static_inputs()
+        whole = self._guarded(lambda: self._plan_whole(joint.inference(gm, static, self.name)))
+        return boxed(whole) if whole is not None else interpreter(gm)
+
+    def _plan_pair(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
+    ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
+        graph = joint.stitch(forward, backward, outputs, static, self.name)
+        planned = search.run(graph.replace(notes=self.notes), self.options)
+        pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+        planned_halves = halves_of(planned.graph)
+        self._remember(pair)
+        return pair, planned_halves
+
+    def _plan_whole(self, graph: TrainGraph) -> Whole:
+        planned = search.run(graph.replace(notes=self.notes), self.options)
+        whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+        self._remember(whole)
+        return whole
+
+    def _remember(self, program: Pair | Whole) -> None:
+        self.program = program
+        self.job.record.add(program)
+        LATEST.append(program.executable.planned.plan)
+
+    def _guarded(self, plan: Callable[[], Any]) -> Any:
+        """Run ``plan``; if it fails, warn once and give None, unless the options or the user's budget are at fault."""
+        try:
+            return plan()
+        except Exception as error:  # law 8: whatever fails in here, training goes on
+            self.job.fall_back(self.job.explained(error), "torch's aot_eager")
+            return None
+
+
+def boxed(function: Callable[[list[Any]], Sequence[Any]]) -> Boxed:
+    """A callable that AOTAutograd hands its argument list to, to be emptied."""
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

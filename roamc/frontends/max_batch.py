@@ -1,0 +1,129 @@
+"""``roamc.max_batch``: the largest batch, or sequence, whose step fits a budget; from plans alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from roamc import compat
+from roamc.errors import BudgetError, CaptureError, OptionError
+from roamc.frontends import workload
+from roamc.graph import TrainGraph
+from roamc.options import parse_options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import SMALLER
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size that fits.
+
+    Attributes:
+        size: what the function was called with.
+        plan: the plan for it.
+        too_large: the smallest size that was tried and does not fit; None if none was.
+    """
+
+    size: int
+    plan: Plan
+    too_large: int | None
+
+
+def max_batch(
+    make: Callable[[int], tuple[Any, ...]],
+    memory_budget: int | str,
+    *,
+    smallest: int = 1,
+    largest: int = 1 << 20,
+    forward_backward: bool = False,
+    **options: Any,
+) -> Fit:
+    """Find the largest ``size`` for which a plan of ``make(size)`` keeps ``memory_budget``. Nothing runs.
+
+    Sizes are doubled while they fit, then halved in between; a size fits if all smaller ones do.
+
+    Args:
+        make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
+            ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch, a sequence, or
+            whatever else is to grow to ``size``.
+        memory_budget: as the option of that name.
+        smallest: the first size that is tried; some models, such as those with batch norm, cannot do with 1.
+        largest: no larger size is tried.
+        forward_backward: plan without the optimizer's update, as for ``torch.compile``.
+        options: see :class:`roamc.options.Options`.
+
+    Raises:
+        BudgetError: not even the smallest size fits.
+        OptionError: an option is unknown or out of range; the budget is a share of what eager holds, which grows
+            with the batch.
+        CaptureError: the function does not return what it should, a model that was built outside of it, or the same
+            step whatever the size.
+    """
+    parsed = parse_options({**options, "memory_budget": memory_budget})
+    if not callable(make):
+        raise CaptureError(
+            f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
+        )
+    if parsed.memory_budget is None or (isinstance(parsed.memory_budget, str) and parsed.memory_budget != "device"):
+        raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {memory_budget!r}")
+    _check_size("smallest", smallest, 1)
+    _check_size("largest", largest, smallest)
+
+    def plan_of(size: int) -> Plan:
+        with torch.device("meta"):
+            returned = make(size)
+        quick = size > smallest  # the error for the smallest size says what it needs; of others none is shown
+        return search.run(_captured(returned, forward_backward), parsed, quick=quick).plan
+
+    try:
+        first = plan_of(smallest)
+    except BudgetError as error:
+        why = str(error).removesuffix(SMALLER)
+        raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
+    found = _search(plan_of, Fit(smallest, first, None), largest)
+    if found.size > smallest and found.plan.fingerprint == first.fingerprint:
+        raise CaptureError(
+            f"the step does not grow with its size: sizes {smallest} and {found.size} give the same one; let the "
+            "function make the inputs of the size that it is called with"
+        )
+    return found
+
+
+def _check_size(name: str, given: object, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise OptionError(f"{name} must be a whole number, at least {least}, not {given!r}")
+
+
+def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
+    """The graph of what the function has returned, under the model's name."""
+    found = workload.made("", returned)
+    leaves, _ = compat.flatten(found.batch)
+    fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    held = {parameter.device.type for parameter in found.model.parameters()}
+    if "meta" in fed and held and "meta" not in held:
+        raise CaptureError(
+            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(held))}; build the "
+            "model inside the function, where tensors are made on the meta device"
+        )
+    named = replace(found, name=type(returned[0]).__name__)
+    return workload.capture(named, forward_backward=forward_backward)
+
+
+def _search(plan_of: Callable[[int], Plan], fit: Fit, largest: int) -> Fit:
+    """From a size that fits to the largest that does."""
+
+    def tried(size: int) -> Fit:
+        try:
+            return Fit(size, plan_of(size), fit.too_large)
+        except BudgetError:
+            return replace(fit, too_large=size)
+
+    while fit.size < largest and fit.too_large is None:
+        fit = tried(min(2 * fit.size, largest))
+    while fit.too_large is not None and fit.too_large - fit.size > 1:
+        fit = tried((fit.size + fit.too_large) // 2)
+    return fit

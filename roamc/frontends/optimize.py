@@ -1,0 +1,170 @@
+"""The ways in for Python: ``optimize``, ``train_step``, ``plan`` and ``plans``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from roamc import compat
+from roamc.capture import joint
+from roamc.capture.batch import take_apart
+from roamc.capture.step import LossFunction
+from roamc.errors import RoamcError
+from roamc.frontends.arguments import check_module, check_not_compiled
+from roamc.frontends.backend import LATEST, Record, compile_graph
+from roamc.frontends.train_step import TrainStep
+from roamc.options import Options, parse_options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+
+_RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+
+
+def optimize(model: nn.Module, **options: Any) -> nn.Module:
+    """Compile ``model`` in place with roamc and return it; names in its ``state_dict`` stay as they are.
+
+    Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works. A deep copy or a pickle of the
+    model is a plain module: call ``optimize`` on it again.
+
+    Raises:
+        CaptureError: ``model`` is no module, or torch.compile has given it to a backend already.
+        OptionError: an option is unknown or out of range.
+    """
+    check_module(model, "optimize")
+    check_not_compiled(model, "optimize")
+    parsed = parse_options(options)
+    record = Record(type(model).__name__)
+
+    def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, parsed, record)
+
+    compat.compile_in_place(model, roamc)
+    _RECORDS[model] = record
+    return model
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip_grad_norm: float | None = None,
+    **options: Any,
+) -> TrainStep:
+    """A whole training step as one planned program: forward, loss, backward and update.
+
+    Args:
+        model: called by ``loss_fn``. Parameters may be on the meta device, for planning only.
+        loss_fn: ``loss_fn(model, *batch, **named)`` returns a scalar tensor.
+        optimizer: torch.optim.SGD, Adam or AdamW over the model's parameters. Learning-rate schedulers work.
+        clip_grad_norm: clip the global 2-norm of all gradients to this, as ``torch.nn.utils.clip_grad_norm_``.
+        options: see :class:`roamc.options.Options`.
+
+    Returns:
+        ``step(*batch, **named) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
+        ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update.
+
+    The batch may be any nest of lists, tuples, dicts, dataclasses and their like with tensors, numbers and strings in
+    it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
+
+    What Python reads during the first call with a batch of some shape is fixed for that shape. Modules, what tracing
+    reads of them, groups of the optimizer, and what the loss function names are watched: a change makes another plan.
+    Attributes of other objects are not. What Python writes beside tensors (lists, counters, prints) it writes in that
+    call only.
+
+    Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
+    program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the
+    update reads, such as a learning rate, and must draw no random numbers. Hooks that read ``.grad``, that only look at
+    a gradient, or pre-hooks that write to parameters are refused at the first call, by name.
+
+    ``torch.amp.GradScaler`` scales between backward and update, where a planned step lets nobody in: use bfloat16.
+
+    Raises:
+        CaptureError: the optimizer is not supported.
+        OptionError: an option is unknown or out of range.
+    """
+    return TrainStep(model, loss_fn, optimizer, parse_options(options), clip_grad_norm)
+
+
+def plan(
+    model: nn.Module,
+    *batch: Any,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip_grad_norm: float | None = None,
+    **keywords: Any,
+) -> Plan:
+    """The plan without running anything: no weight is read or allocated.
+
+    With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it; without,
+    forward and backward of ``model(*batch)``, as ``torch.compile`` would run them. Model and batch may be on the
+    meta device and far larger than memory.
+
+    Keywords that name options are options, see :class:`roamc.options.Options`. Of the others, those belong to the
+    batch that hold tensors, or that ``loss_fn`` (without it ``model.forward``) names among its arguments. Where a batch
+    has a keyword that is also an option's name: ``train_step(...).plan(...)``, whose keywords are all the batch's.
+
+    Raises:
+        RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
+        OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
+        BudgetError: the plan does not fit ``memory_budget``.
+    """
+    check_module(model, "plan")
+    if (loss_fn is None) != (optimizer is None):
+        raise RoamcError("plan takes loss_fn and optimizer together, or neither")
+    if loss_fn is not None and optimizer is not None:
+        named, options = _parted(loss_fn, keywords)
+        step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
+        return step.plan(*batch, **named)
+    named, options = _parted(model.forward, keywords)
+    parsed = parse_options(options)
+    graph = joint.capture(model, batch, named, type(model).__name__)
+    return search.run(graph, parsed).plan
+
+
+def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of ``plan`` that belong to the batch, and options: see its docstring."""
+    options = {field.name for field in dataclasses.fields(Options)}
+    called = _keywords_of(function)
+    named = {
+        name: value
+        for name, value in keywords.items()
+        if name not in options
+        and (name in called or any(isinstance(leaf, torch.Tensor) for leaf in take_apart(value)[0]))
+    }
+    return named, {name: value for name, value in keywords.items() if name not in named}
+
+
+def _keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names by which a function takes keyword arguments; none where nobody can tell."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
+    """The plans behind an optimized module or a train step, oldest first.
+
+    With no argument: the latest plans of this process, which is the way to see those of
+    ``torch.compile(model, backend="roamc")``.
+
+    Raises:
+        RoamcError: the object was not made by :func:`optimize` or :func:`train_step`.
+    """
+    if compiled is None:
+        return list(LATEST)
+    if isinstance(compiled, TrainStep):
+        return compiled.plans
+    if compiled in _RECORDS:
+        return _RECORDS[compiled].plans
+    raise RoamcError(
+        f"this {type(compiled).__name__} was not made by roamc.optimize or roamc.train_step; "
+        "for torch.compile(..., backend='roamc') call roamc.plans() with no argument"
+    )

@@ -1,0 +1,558 @@
+"""``roamc.train_step``: forward, loss, backward and the optimizer's update as one planned program."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat, compat_hooks, notices
+from roamc.capture import python_state
+from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
+from roamc.capture.hooks import hooks_key
+from roamc.capture.optimizers import Rule, init_state, rule_for
+from roamc.capture.replicas import agreed, check_around, check_whole
+from roamc.capture.shared import check_shared, check_state, sharing
+from roamc.capture.step import (
+    CapturedStep,
+    Cohort,
+    LossFunction,
+    Source,
+    StepRequest,
+    capture_step,
+    check_devices,
+    cohort_of,
+    optimizer_key,
+)
+from roamc.errors import CaptureError, RoamcError, VerifyError
+from roamc.frontends import optimizer_hooks
+from roamc.frontends.arguments import (
+    check_call,
+    check_clip,
+    check_loss_function,
+    check_module,
+    check_not_meta,
+    check_optimizer,
+)
+from roamc.graph import TrainGraph, attribute
+from roamc.graph.fingerprint import fingerprint
+from roamc.interruptions import interruption
+from roamc.locks import Lock
+from roamc.options import Options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.runtime.program import OnFailure, Whole
+from roamc.units import Seconds
+
+log = logging.getLogger(__name__)
+
+
+class _Captures:
+    """While a step is captured its model holds other tensors, and functions of torch are exchanged: one at a time.
+
+    Attributes:
+        lock: is held meanwhile.
+        thread: which captures; None if none does.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.thread: int | None = None
+
+
+_captures = _Captures()
+_locks: weakref.WeakKeyDictionary[nn.Module, Lock] = weakref.WeakKeyDictionary()
+_locks_lock = Lock()
+
+
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    with _captures.lock.now:
+        _captures.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _captures.thread = None
+
+
+def _lock_of(model: nn.Module) -> Lock:
+    """One for all steps of a model: two of them at the same time would train, or capture, the same parameters."""
+    with _locks_lock.now:
+        return _locks.setdefault(model, Lock())
+
+
+@dataclass(frozen=True, eq=False)
+class _Key:
+    """What a program was captured for.
+
+    Attributes:
+        asked: all that is known before capture.
+        reads: what tracing has read of modules beside that.
+    """
+
+    asked: tuple[object, ...]
+    reads: python_state.Reads
+
+    @property
+    def batch(self) -> object:
+        """What of it the batch gives."""
+        return self.asked[:2]
+
+
+class TrainStep:
+    """``step(*batch) -> loss``; updates parameters, buffers and optimizer state in place.
+
+    Made by :func:`roamc.train_step`. A new batch shape, dtype, training mode or autocast state gets a plan
+    of its own; the ``max_plans`` used last are kept. Copies and pickles carry model, loss function and
+    optimizer, and plan anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        check_module(model, "train_step")
+        check_loss_function(loss_fn)
+        check_optimizer(optimizer)
+        check_clip(clip_grad_norm)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.options = options
+        self.clip_grad_norm = clip_grad_norm
+        check_whole(model)
+        self._rule = rule_for(optimizer)
+        self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
+        self._reduced: tuple[str, ...] = ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
+        """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
+
+        Raises:
+            CaptureError: this batch or model cannot be captured; says what to do.
+            BudgetError: the plan does not fit ``memory_budget``; nothing has run.
+        """
+        leaves, nest = take_apart((batch, named))
+        check_batch(leaves)
+        self._check_surroundings()
+        with _lock_of(self.model).now:
+            bound, cohorts = self._bound(leaves, nest)
+            before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
+            if before:
+                optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
+                bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups
+            loss = bound.run(leaves, cohorts)
+            if after:
+                optimizer_hooks.run_after(after, self.optimizer, bound.updated())
+            return loss
+
+    def plan(self, /, *batch: Any, **named: Any) -> Plan:
+        """The plan for a batch of this shape, without running it. Tensors may be on the meta device.
+
+        Keyword arguments are the batch's, as they are for the step itself.
+        """
+        leaves, nest = take_apart((batch, named))
+        self._key(leaves, nest)  # refuses what no plan is made for
+        captured, _, seconds = _captured(self._request(leaves, nest))
+        planned = search.run(captured.graph, self.options)
+        planned.plan.seconds["capture"] = seconds  # type: ignore[index]
+        return planned.plan
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in use, least recently used first."""
+        return list({id(bound.whole): bound.plan for bound in self._steps.values()}.values())
+
+    @property
+    def latest(self) -> Whole:
+        """The program used last.
+
+        Raises:
+            RoamcError: no step has run yet.
+        """
+        if not self._steps:
+            raise RoamcError("no step has run yet; call the step once, or .plan(*batch) for the plan alone")
+        return next(reversed(self._steps.values())).whole
+
+    @property
+    def source(self) -> str:
+        """The emitted source of the program used last; empty before the first step."""
+        return self.latest.executable.program.source if self._steps else ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_steps"], state["_rule"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rule = rule_for(self.optimizer)
+        self._steps = OrderedDict()
+        self._reduced = ()
+
+    def _check_surroundings(self) -> None:
+        """Refuse what is around this call and would have no effect on the step, or that no step can be inside of."""
+        if _captures.thread == threading.get_ident():
+            raise CaptureError(
+                "a train_step is called inside loss_fn, or in a hook that runs there: a step cannot be part of "
+                "another; call one after the other"
+            )
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
+        optimizer_hooks.check_step_method(self.optimizer)
+        check_around(self.model)
+        if torch.is_anomaly_enabled():
+            raise CaptureError(
+                "torch.autograd.detect_anomaly() is around a train_step, where it finds nothing: backward is a part of "
+                "the planned program; leave it out, or look for the anomaly in eager or with roamc.optimize"
+            )
+        if compat.saved_tensor_hooks_active():
+            raise CaptureError(
+                "saved_tensors_hooks, such as save_on_cpu, are around a train_step, which plans by itself what it "
+                "saves and how; leave them out, set memory_budget=, or use roamc.optimize"
+            )
+
+    def _request(self, leaves: Sequence[Any], nest: Nest) -> StepRequest:
+        def rebuild(values: Sequence[Any]) -> tuple[Any, ...]:
+            batch: tuple[Any, ...] = put_together(values, nest)
+            return batch
+
+        def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+            check_call(self.loss_fn, batch, named)
+            return self.loss_fn(model, *batch, **named)
+
+        return StepRequest(
+            self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced
+        )
+
+    def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
+        modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
+        buffers = tuple(self.model.buffers())
+        held = tuple(map(geometry, (*parameters, *buffers)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return (
+            nest.key(),
+            tuple(map(describe, leaves)),
+            (python_state.of_function(self.loss_fn), self.clip_grad_norm),
+            python_state.of_modules(modules),
+            held,
+            sharing((*parameters, *buffers, *tensors)),
+            _ties(modules),
+            python_state.of_torch(),
+            optimizer_key(self.optimizer, self._rule, parameters),
+            hooks_key(modules, parameters),
+        )
+
+    def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
+        """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
+        asked = self._key(leaves, nest)
+        key = next((known for known in reversed(self._steps) if known.asked == asked and known.reads.hold()), None)
+        bound = self._steps[key] if key is not None else None
+        cohorts = bound.cohorts_now() if bound is not None else None
+        if key is None or bound is None or cohorts is None:
+            bound, reads = self._build(leaves, nest)
+            fresh = _Key(asked, reads)
+            if key is not None:
+                del self._steps[key]
+            key, self._steps[fresh] = fresh, bound
+            cohorts = bound.cohorts_now() or {}
+            if len(self._steps) > self.options.max_plans:
+                self._warn_of_many(*list(self._steps)[-2:])
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return bound, cohorts
+
+    def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, python_state.Reads]:
+        """The program of a step that is captured now, and what it depends on beside its key."""
+        self._warn_of_gradients()
+        request = self._request(leaves, nest)
+        captured, reads, seconds = _captured(request)
+        check_not_meta(self.model)
+        check_state(self.optimizer, dict(self.model.named_parameters()))
+        check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
+        if not self._reduced:
+            agreed(captured.replicas, captured.reduced)
+            self._reduced = captured.reduced
+        known = self._known(captured)
+        if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
+            return _BoundStep(request, captured, self._rule, known.whole, known.plan), reads
+        with _refused(captured.graph.name):
+            planned = search.run(captured.graph, self.options)
+            planned.plan.seconds["capture"] = seconds  # type: ignore[index]
+            start = time.perf_counter()
+            whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
+            whole.prepare()
+        bound = _BoundStep(request, captured, self._rule, whole, planned.plan)
+        planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
+        log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
+        return bound, reads
+
+    def _warn_of_gradients(self) -> None:
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            notices.warn(
+                self.model,
+                "gradients",
+                "parameters have a .grad from an earlier backward: train_step computes gradients of its own, and "
+                "neither adds to .grad nor uses it. To accumulate over several batches, sum their losses in loss_fn",
+            )
+
+    def _warn_of_many(self, before: _Key, now: _Key) -> None:
+        batch = before.batch != now.batch
+        notices.warn(
+            self.model,
+            "max_plans",
+            f"{type(self.model).__name__!r} has been trained with more than max_plans={self.options.max_plans} "
+            "combinations of sizes and settings; each new one is traced and planned for itself: what changed last is "
+            + (
+                "the batch's sizes or numbers. "
+                if batch
+                else "the model, the optimizer or what tracing reads of them. "
+            )
+            + "Keep it fixed, hand it over as a tensor of the batch, or raise max_plans",
+        )
+
+    def _on_failure(self, name: str) -> OnFailure | None:
+        """What a program that fails in the middle of a step calls; None if the failure is to be raised."""
+        if self.options.strict:
+            return None
+        return functools.partial(_failed, weakref.ref(self.model), name, self.options)
+
+    def _known(self, captured: CapturedStep) -> _BoundStep | None:
+        """The program that a step captured anew has already."""
+        if not self._steps:
+            return None
+        mark = fingerprint(captured.graph)
+        return next((bound for bound in self._steps.values() if bound.serves(captured, mark)), None)
+
+
+def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, Seconds]:
+    """The step as a graph, what tracing has read of modules, and what capturing it has taken."""
+    start = time.perf_counter()
+    try:
+        with _capturing(), python_state.followed(tuple(request.model.modules())) as reads:
+            captured = capture_step(request)
+    except Exception as error:
+        error.add_note(
+            "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"
+        )
+        raise
+    return captured, reads, time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """A fault of roamc's own in planning ``name``, before anything has run, as one line that says what to do."""
+    try:
+        yield
+    except (RoamcError, MemoryError, torch.OutOfMemoryError) as error:
+        if not isinstance(error, VerifyError):
+            raise
+        raise VerifyError(_advice(name, error)) from error
+    except Exception as error:
+        if interruption(error) is not None:
+            raise
+        raise RoamcError(_advice(name, error)) from error
+
+
+def _failed(model: weakref.ref[nn.Module], name: str, options: Options, error: Exception) -> None:
+    """A program has failed in the middle of a step."""
+    notices.warn_of_failure(model(), name, options, error)
+
+
+def _advice(name: str, error: Exception) -> str:
+    return (
+        f"roamc.train_step could not plan {name!r}; nothing was changed: {notices.reason_of(error)}. "
+        "roamc.optimize(model) takes it: what it cannot plan it hands to torch's aot_eager, with a warning"
+    )
+
+
+class _BoundStep:
+    """One captured step bound to the live model and optimizer."""
+
+    def __init__(self, request: StepRequest, captured: CapturedStep, rule: Rule, whole: Whole, plan: Plan) -> None:
+        self.rule = rule
+        self.whole = whole
+        self.plan = plan
+        self.constants = _constants(captured.graph)
+        self.model = request.model
+        self.optimizer = request.optimizer
+        self.sources = captured.sources
+        self.cohort = _numbered(captured.cohorts)
+        self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
+        self.parameters = _slots(request.model, "_parameters")
+        self.buffers = _slots(request.model, "_buffers")
+
+    def serves(self, captured: CapturedStep, mark: str) -> bool:
+        """Whether a step captured anew, with fingerprint ``mark``, has this program."""
+        return (
+            self.plan.fingerprint == mark
+            and self.sources == captured.sources
+            and self.cohort == _numbered(captured.cohorts)
+            and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
+            and _equal(self.constants, _constants(captured.graph))  # the fingerprint does not see their values
+        )
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as they are now, by name."""
+        return {name: slot[key] for name, (slot, key) in (*self.parameters.items(), *self.buffers.items())}
+
+    def updated(self) -> dict[str, torch.Tensor]:
+        """Parameters that the step updates, by name."""
+        return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
+
+    def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
+        """Feed one step."""
+        check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
+        live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
+        with torch.no_grad(), _no_autocast(), _uninterrupted():
+            for name, group in self.group.items():
+                init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+            with self._counted(live):
+                (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        compat.note_optimizer_step(self.optimizer)
+        result: torch.Tensor = loss
+        return result
+
+    def cohorts_now(self) -> dict[int, Cohort] | None:
+        """Cohort number to its state; None if its members no longer share it, as after loading a checkpoint."""
+        found: dict[int, Cohort] = {}
+        for name, number in self.cohort.items():
+            slot, key = self.parameters[name]
+            group = self.optimizer.param_groups[self.group[name]]
+            now = cohort_of(self.optimizer, slot[key], group, self.group[name], self.rule)
+            if found.setdefault(number, now) != now:
+                return None
+        return found
+
+    @contextlib.contextmanager
+    def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count the step in the optimizer's state; not if it fails."""
+        counts = [self.optimizer.state[live[name]]["step"] for name in self.cohort] if self.rule.has_step else []
+        if not counts:
+            yield
+            return
+        compat.add_to_all(counts, 1)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(compat.add_to_all, counts, -1)
+            yield
+            on_error.pop_all()
+
+    def _arguments(self, leaves: Sequence[Any], live: dict[str, torch.Tensor], cohorts: dict[int, Cohort]) -> list[Any]:
+        groups = self.optimizer.param_groups
+        scalars = {n: self.rule.scalars(groups[c.group], c.step + 1, c.first) for n, c in cohorts.items()}
+        state = self.optimizer.state
+        arguments: list[Any] = []
+        for source in self.sources:
+            if source.kind == "parameter":
+                arguments.append(live[source.name])
+            elif source.kind == "state":
+                arguments.append(state[live[source.name]][source.key])
+            elif source.kind == "scalar":
+                arguments.append(scalars[source.index][source.name])
+            elif source.kind == "buffer":
+                slot, key = self.buffers[source.name]
+                arguments.append(slot[key])
+            else:
+                arguments.append(leaves[source.index])
+        return arguments
+
+
+def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Under which names parameters and buffers hang, and which of them are one and the same."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        (name, None if tensor is None else numbers.setdefault(id(tensor), len(numbers)))
+        for module in modules
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    )
+
+
+def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
+    """The tensors that a graph holds, and of each whether the step has made it while it was traced."""
+    fresh = torch.ops.aten.lift_fresh_copy.default
+    return [
+        (attribute(graph.module, str(node.target)), all(user.target is fresh for user in node.users))
+        for node in graph.graph.nodes
+        if node.op == "get_attr"
+    ]
+
+
+def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
+    """Whether two graphs hold the same tensors, or equal ones of their own."""
+    return len(before) == len(now) and all(
+        one is other or (fresh and also and torch.equal(one, other))
+        for (one, fresh), (other, also) in zip(before, now, strict=True)
+    )
+
+
+def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
+    """Parameter name to the number of its cohort, in the sequence in which they come."""
+    numbers: dict[Cohort, int] = {}
+    return {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in cohorts.items()}
+
+
+def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the live parameter (or buffer) of each name is found: the module's own dictionary and its key there."""
+    found = {}
+    for prefix, module in model.named_modules():
+        own = getattr(module, kind)
+        for key, value in own.items():
+            if value is not None:
+                found[f"{prefix}.{key}" if prefix else key] = (own, key)
+    return found
+
+
+def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -> dict[Source, torch.Tensor]:
+    """The tensors of parameters, buffers and the batch."""
+    held: dict[str, dict[str, torch.Tensor]] = {
+        "parameter": dict(model.named_parameters()),
+        "buffer": dict(model.named_buffers()),
+    }
+    found = {source: held[source.kind][source.name] for source in sources if source.kind in held}
+    return found | {source: leaves[source.index] for source in sources if source.kind == "batch"}
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """The program holds the casts already; autocast must not add its own."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in active:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a step end before Ctrl-C takes effect: a step cut short would leave some parameters updated."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+    pending: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        before(*pending[0])

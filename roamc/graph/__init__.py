@@ -1,0 +1,39 @@
+"""A training step as a graph: operators and storages, their lives and live bytes, and the judges of all of it.
+
+``train_graph`` is the FX graph with roles and phases, ``memory`` its storages and lives, ``layout`` where they lie,
+``rewrite`` writes nodes, ``verify`` and ``value_flow`` judge what a pass leaves, ``printed`` shows it.
+"""
+
+from roamc.graph.train_graph import (
+    Encoding,
+    Phase,
+    Port,
+    Role,
+    TrainGraph,
+    attribute,
+    copied,
+    main_device,
+    operators,
+    output_node,
+    output_values,
+    placeholders,
+    source_line,
+    tensors_of,
+)
+
+__all__ = [
+    "Encoding",
+    "Phase",
+    "Port",
+    "Role",
+    "TrainGraph",
+    "attribute",
+    "copied",
+    "main_device",
+    "operators",
+    "output_node",
+    "output_values",
+    "placeholders",
+    "source_line",
+    "tensors_of",
+]

@@ -1,0 +1,86 @@
+"""A hash of a graph that is the same in every process: two graphs with one fingerprint have the same plans.
+
+Whatever an argument is, it goes into the hash as text that no address and no hash seed changes: operators and functions
+by qualified name, numbers by value, tensors that the graph holds by geometry, other objects by their type.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import identity
+from roamc.operators import ops
+
+PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Objects of torch whose text is their value."""
+
+
+def fingerprint(graph: TrainGraph) -> str:
+    """A hash of operators, arguments, shapes, phases, roles and inputs that share memory; the same in every process.
+
+    What is in a tensor that the graph holds is not part of it, as no plan depends on that.
+    """
+    digest = hashlib.sha256("\n".join(_lines(graph.module)).encode())
+    digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
+    phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
+    digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
+    digest.update("|".join(_shared(graph.graph)).encode())
+    return digest.hexdigest()
+
+
+def _shared(graph: fx.Graph) -> list[str]:
+    """Of every input that shares memory with one before it: both names."""
+    first: dict[int, str] = {}
+    pairs = [
+        (node.name, first.setdefault(identity(tensor), node.name))
+        for node in placeholders(graph)
+        for _, tensor in tensors_of(node)
+    ]
+    return [f"{name} in {other}" for name, other in pairs if name != other]
+
+
+def _lines(module: fx.GraphModule) -> list[str]:
+    """One line for each node."""
+    lines = []
+    for node in module.graph.nodes:
+        geometry = [_geometry(tensor) for _, tensor in tensors_of(node)]
+        kept = "|kept" if is_kept(node) else ""
+        held = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
+        called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(node.args)}|{_text(node.kwargs)}"
+        lines.append(f"{called}|{geometry}{held}{kept}")
+    return lines
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), str(tensor.dtype)
+
+
+def _text(value: Any) -> str:
+    """A target or an argument as text: equal in two processes for what is the same there."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, PLAIN):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor{_geometry(value)}"
+    if isinstance(value, fx.GraphModule):
+        return f"graph({'; '.join(_lines(value))})"
+    return ops.name_of(value)

@@ -1,0 +1,489 @@
+"""Storages, aliases, lifetimes and live bytes of a graph. The only place that knows them.
+
+A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one is
+read off the fake tensors of the trace. An *operator* here is a node that does work: views and picks of one
+result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order:
+a storage lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import is_
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.operators import ops
+from roamc.units import Bytes
+
+Step = int
+Int64s = npt.NDArray[np.int64]
+
+
+class Place(enum.Enum):
+    """Who owns a storage."""
+
+    INPUT = "input"  # the caller; exists before and after, never counted
+    TANGENT = "tangent"  # the caller, who gives it up to backward; gone after its last use, never in the arena
+    OUTPUT = "output"  # handed to the caller; never in the arena
+    TEMPORARY = "temporary"  # made and finished with inside the step
+
+
+WROTE_OVER = "roamc_wrote_over"
+"""Key in the ``meta`` of an operator that eager runs in place, on its first argument, where the graph makes a value."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage.
+
+    Attributes:
+        index: position in ``MemoryModel.storages``.
+        name: the node that makes it, with ``#k`` for result k of several.
+        nbytes: bytes of the whole storage, not of any view.
+        place: who owns it.
+        producer: index of the operator that makes it; -1 for inputs and tangents.
+        device: type of the device that it is on, such as "cpu".
+        gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
+    """
+
+    index: int
+    name: str
+    nbytes: Bytes
+    place: Place
+    producer: int
+    device: str = "cpu"
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One step's work: ``births`` are made by it, ``reads`` and ``writes`` are storages that exist."""
+
+    node: fx.Node
+    phase: Phase
+    births: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The memory of one graph, for any order of its operators.
+
+    Attributes:
+        storages: every storage, inputs included.
+        operators: in graph order.
+        edges: (before, after) pairs of operator indices that every order must keep: data, writes against reads of
+            the same storage, random, collective and checking operators in their order, writes to inputs behind checks.
+        owner: (node name, result position) to storage index, for every tensor of the graph.
+    """
+
+    storages: tuple[Storage, ...]
+    operators: tuple[Operator, ...]
+    edges: tuple[tuple[int, int], ...]
+    owner: dict[tuple[str, int], int]
+
+    @cached_property
+    def counted(self) -> tuple[Storage, ...]:
+        """The storages that live and die with the step: what it makes, and tangents."""
+        return tuple(storage for storage in self.storages if storage.place is not Place.INPUT)
+
+    @cached_property
+    def boundary(self) -> Step:
+        """The step at which backward starts, in every legal order of a graph with a boundary."""
+        return sum(operator.phase is Phase.FORWARD for operator in self.operators)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """Per storage the operators that read or write it, in graph order, its producer left out."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for index, operator in enumerate(self.operators):
+            for storage in sorted({*operator.reads, *operator.writes}):
+                found[storage].append(index)
+        return tuple(tuple(users) for users in found)
+
+    @cached_property
+    def saved(self) -> tuple[Storage, ...]:
+        """Temporaries made in FORWARD and used in BACKWARD or later."""
+        return tuple(
+            storage
+            for storage in self.counted
+            if storage.producer >= 0
+            and self.operators[storage.producer].phase is Phase.FORWARD
+            and any(self.operators[user].phase is not Phase.FORWARD for user in self.uses[storage.index])
+        )
+
+    def storage_of(self, node: fx.Node, position: int = 0) -> Storage:
+        """The storage behind one tensor of the graph."""
+        return self.storages[self.owner[node.name, position]]
+
+
+def build_memory(graph: TrainGraph) -> MemoryModel:
+    """Read storages, operators and order constraints off ``graph``.
+
+    Passes and checks ask one after the other for the same graph: the last answer is kept with it, and given again if
+    every node is still the one that it was.
+    """
+    now = _state(graph)
+    known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
+    if known is not None and len(known.state) == len(now) and all(map(is_, known.state, now)):
+        return known.memory
+    memory = _Builder(graph).build()
+    setattr(graph.graph, _KEPT_AS, _Known(now, memory))
+    return memory
+
+
+_KEPT_AS = "_roamc_memory"
+"""The attribute of a graph, which nodes and values of its model refer to: both go together."""
+
+
+class _Known(NamedTuple):
+    """A model, and the objects that it was read off."""
+
+    state: list[object]
+    memory: MemoryModel
+
+
+def _state(graph: TrainGraph) -> list[object]:
+    """All that :class:`_Builder` reads; arguments and values are replaced when they change."""
+    state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.donated]
+    for node in graph.graph.nodes:
+        state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"))
+    return state
+
+
+def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[Int64s, Int64s]:
+    """Half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
+
+    A tangent is born where backward starts. One that nobody uses has no life.
+
+    Args:
+        memory: n operators.
+        order: a permutation of 0..n-1; None for graph order.
+
+    Returns:
+        Two arrays over ``memory.counted``. Outputs live to step n.
+    """
+    count = len(memory.operators)
+    position = np.empty(count, dtype=np.int64)
+    position[np.arange(count) if order is None else np.asarray(order)] = np.arange(count)
+    made = np.array([storage.producer >= 0 for storage in memory.counted], dtype=bool)
+    born = np.full(len(made), memory.boundary, dtype=np.int64)
+    born[made] = [position[storage.producer] for storage in memory.counted if storage.producer >= 0]
+    dead = born + made
+    for row, storage in enumerate(memory.counted):
+        if storage.place is Place.OUTPUT:
+            dead[row] = count
+        elif memory.uses[storage.index]:
+            dead[row] = max(dead[row], 1 + max(position[user] for user in memory.uses[storage.index]))
+    return born, dead
+
+
+def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
+    """Live bytes at every step, for storages of ``nbytes`` alive in ``[born, dead)``."""
+    change = np.zeros(steps + 1, dtype=np.int64)
+    np.add.at(change, born, nbytes)
+    np.subtract.at(change, dead, nbytes)
+    return np.cumsum(change)[:steps]
+
+
+def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
+    """How many storages alive in ``[born, dead)`` there are at the step that has most."""
+    return int(timeline(np.ones_like(born), born, dead, steps).max(initial=0))
+
+
+def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
+    """Live bytes of counted storages at every step of ``order`` (graph order if None)."""
+    born, dead = lifetimes(memory, order)
+    return timeline(sizes(memory.counted), born, dead, len(memory.operators))
+
+
+def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
+    """As :func:`lifetimes` in program order, but gradients live to the end of the step.
+
+    Where eager writes over a value, the bytes go over to the result: the value is dead at that operator. What eager
+    writes to a part of a storage, or to a tensor of the caller's, has no bytes of its own and no life.
+    """
+    born, dead = lifetimes(memory)
+    row = {storage.index: at for at, storage in enumerate(memory.counted)}
+    for storage in memory.counted:
+        if storage.gradient:
+            dead[row[storage.index]] = len(memory.operators)
+    callers = {storage.index for storage in memory.storages if storage.place is Place.INPUT}
+    for position, argument, whole, result in _written_over(memory):
+        if argument.index in callers:
+            callers.add(result.index)
+        if argument.index in callers or not whole:
+            dead[row[result.index]] = born[row[result.index]]
+        elif not argument.gradient and argument.place is Place.TEMPORARY and dead[row[argument.index]] == position + 1:
+            dead[row[argument.index]] = position
+    return born, dead
+
+
+def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, Storage]]:
+    """Operators that eager runs in place where the graph makes a value.
+
+    Yields:
+        The operator's position, the storage that eager writes to, whether to all of it, the storage of the value.
+    """
+    for position, operator in enumerate(memory.operators):
+        rule = ops.rule(operator.node.target)
+        gradient = (rule.accumulates or rule.patches) and operator.phase is not Phase.FORWARD
+        if operator.births and (WROTE_OVER in operator.node.meta or gradient):
+            argument = operator.node.args[0]
+            if isinstance(argument, fx.Node) and (argument.name, 0) in memory.owner:
+                storage = memory.storage_of(argument)
+                whole = argument.meta["val"].nbytes >= storage.nbytes
+                yield position, storage, whole, memory.storages[operator.births[0]]
+
+
+def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
+    """``dead`` if outputs of forward go when it has ended, or after their last use in backward."""
+    earlier = dead.copy()
+    for row, storage in enumerate(memory.counted):
+        made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
+        if storage.place is Place.OUTPUT and made:
+            last = max(memory.uses[storage.index], default=0) + 1
+            earlier[row] = min(dead[row], max(memory.boundary, last))
+    return earlier
+
+
+def eager_live_bytes(memory: MemoryModel) -> Int64s:
+    """What eager PyTorch holds at every step: program order, and gradients live to the end of the step.
+
+    Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
+    the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
+    """
+    born, dead = eager_lifetimes(memory)
+    return timeline(sizes(memory.counted), born, dead, len(memory.operators))
+
+
+def sizes(storages: Iterable[Storage]) -> Int64s:
+    """Their sizes in bytes as an array."""
+    return np.array([storage.nbytes for storage in storages], dtype=np.int64)
+
+
+def rearranged(memory: MemoryModel, order: Sequence[int], giver: Mapping[int, int]) -> MemoryModel:
+    """What :func:`build_memory` reads off a graph whose operators have been put in ``order`` and which donates.
+
+    Args:
+        memory: of a graph that does not donate; n operators.
+        order: a permutation of 0..n-1, legal.
+        giver: index of the storage of a result to that of the argument whose bytes it takes over.
+
+    Returns:
+        The same storages, without the takers, and operators. The edges are those of ``memory``: what donation adds
+        to them is not there.
+    """
+    position = {operator: step for step, operator in enumerate(order)}
+    roots = [_root(storage.index, giver) for storage in memory.storages]
+    handed = {roots[s.index] for s in memory.storages if s.place is Place.OUTPUT}
+    gradient = {roots[s.index] for s in memory.storages if s.gradient}
+    left = [storage for storage in memory.storages if storage.index not in giver]
+    left.sort(key=lambda storage: (position.get(storage.producer, -1), storage.index))
+    new = {storage.index: index for index, storage in enumerate(left)}
+    number = [new[root] for root in roots]
+    storages = tuple(
+        replace(
+            storage,
+            index=index,
+            producer=position.get(storage.producer, -1),
+            place=Place.OUTPUT if storage.index in handed else storage.place,
+            gradient=storage.index in gradient,
+        )
+        for index, storage in enumerate(left)
+    )
+    operators = tuple(_renamed(memory.operators[at], number, giver) for at in order)
+    edges = tuple(sorted((position[before], position[after]) for before, after in memory.edges))
+    return MemoryModel(storages, operators, edges, {key: number[index] for key, index in memory.owner.items()})
+
+
+def _root(storage: int, giver: Mapping[int, int]) -> int:
+    while storage in giver:
+        storage = giver[storage]
+    return storage
+
+
+def _renamed(operator: Operator, number: Sequence[int], giver: Mapping[int, int]) -> Operator:
+    """The operator with other numbers for its storages; a result that takes over an argument is written there."""
+    births = tuple(number[birth] for birth in operator.births if birth not in giver)
+    taken = {number[birth] for birth in operator.births if birth in giver}
+    reads = {number[storage] for storage in operator.reads}
+    writes = {number[storage] for storage in operator.writes} | taken
+    return replace(operator, births=births, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
+
+
+class _Builder:
+    """Walks the graph once; one dictionary from storage identity to index."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.graph = graph
+        self.storages: list[Storage] = []
+        self.operators: list[Operator] = []
+        self.owner: dict[tuple[str, int], int] = {}
+        self.seen: dict[int, int] = {}
+        self.maker: dict[fx.Node, int] = {}
+        self.handed: set[int] = set()
+        self.gradients: set[int] = set()
+
+    def build(self) -> MemoryModel:
+        self.handed = identities(output_values(self.graph.graph))
+        by_name = {node.name: node for node in self.graph.graph.nodes}
+        self.gradients = identities(by_name.get(name) for name in self.graph.gradients)
+        fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
+        tangents = {node for node, port in fed if port.role is Role.TANGENT}
+        for node in self.graph.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                for position, tensor in tensors_of(node):
+                    place = self._place(tensor, Place.TANGENT) if node in tangents else Place.INPUT
+                    self._claim(node, position, tensor, place, -1)
+            elif node.op == "call_function":
+                self._visit(node)
+        return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
+
+    def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
+        """Record the storage of one tensor; its index if it is new, None if it was known."""
+        key = identity(tensor)
+        new = key not in self.seen
+        if new:
+            name = node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
+            nbytes = int(tensor.untyped_storage().nbytes())
+            gradient = key in self.gradients
+            self.seen[key] = len(self.storages)
+            device = tensor.device.type
+            self.storages.append(Storage(len(self.storages), name, nbytes, place, producer, device, gradient))
+        self.owner[node.name, position] = self.seen[key]
+        return self.seen[key] if new else None
+
+    def _visit(self, node: fx.Node) -> None:
+        index = len(self.operators)
+        births = []
+        for position, tensor in tensors_of(node):
+            new = self._claim(node, position, tensor, self._place(tensor, Place.TEMPORARY), index)
+            if new is not None:
+                births.append(new)
+        if not births and ops.is_view(node.target):
+            return
+        writes = {self._storage(argument) for argument in ops.mutated_arguments(node)}
+        if node.name in self.graph.donated:
+            writes.add(self._storage(node))
+        reads = {storage for argument in node.all_input_nodes for storage in self._storages(argument)}
+        self.maker[node] = index
+        phase = self.graph.phase[node.name]
+        kept = tuple(sorted(reads - set(births)))
+        self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
+
+    def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
+        return Place.OUTPUT if identity(tensor) in self.handed else otherwise
+
+    def _storage(self, node: fx.Node) -> int:
+        return self.owner[node.name, 0]
+
+    def _storages(self, node: fx.Node) -> list[int]:
+        return [self.owner[node.name, position] for position, _ in tensors_of(node)]
+
+    def _edges(self) -> tuple[tuple[int, int], ...]:
+        edges: set[tuple[int, int]] = set()
+        self._storage_edges(edges)
+        self._scalar_edges(edges)
+        self._update_edges(edges)
+        self._chain(edges, lambda rule: rule.random)
+        self._chain(edges, lambda rule: rule.collective)
+        self._chain(edges, lambda rule: rule.ordered)
+        self._check_edges(edges)
+        return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
+
+    def _storage_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Reads after the last write, writes after every read since, per storage."""
+        writer: dict[int, int] = {s.index: s.producer for s in self.storages if s.producer >= 0}
+        readers: dict[int, list[int]] = {}
+        for index, operator in enumerate(self.operators):
+            for storage in operator.reads:
+                if storage in writer and writer[storage] < index:
+                    edges.add((writer[storage], index))
+            for storage in operator.writes:
+                edges.update((reader, index) for reader in readers.get(storage, ()))
+                if storage in writer and writer[storage] < index:
+                    edges.add((writer[storage], index))
+                writer[storage] = index
+                readers[storage] = []
+            for storage in operator.reads:
+                if storage not in operator.writes:
+                    readers.setdefault(storage, []).append(index)
+
+    def _scalar_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Dependencies through results that are not tensors (numbers, tokens, random states)."""
+        for node, index in self.maker.items():
+            for argument in node.all_input_nodes:
+                maker = self._maker_of(argument)
+                if maker is not None:
+                    edges.add((maker, index))
+
+    def _update_edges(self, edges: set[tuple[int, int]]) -> None:
+        """No part of an update before its gradient exists: a step that fails before has changed nothing."""
+        by_name = {node.name: node for node in self.graph.graph.nodes}
+        for name, gradient in self.graph.waits.items():
+            maker = self._maker_of(by_name[gradient]) if gradient in by_name else None
+            if name in by_name and maker is not None:
+                edges.add((maker, self.maker[by_name[name]]))
+
+    def _maker_of(self, node: fx.Node) -> int | None:
+        while node not in self.maker:
+            if node.op != "call_function" or not node.all_input_nodes:
+                return None
+            node = node.all_input_nodes[0]
+        return self.maker[node]
+
+    def _check_edges(self, edges: set[tuple[int, int]]) -> None:
+        """Writes to the caller's tensors stay behind the checks that stand before them in the graph, as in eager."""
+        last = None
+        for index, operator in enumerate(self.operators):
+            if ops.rule(operator.node.target).ordered:
+                last = index
+            elif last is not None and any(self.storages[storage].place is Place.INPUT for storage in operator.writes):
+                edges.add((last, index))
+
+    def _chain(self, edges: set[tuple[int, int]], kind: Callable[[ops.OpRule], bool]) -> None:
+        members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]
+        edges.update(itertools.pairwise(members))
+
+
+def identity(tensor: torch.Tensor) -> int:
+    """The same number for two fake tensors exactly if they share a storage (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
+    """What :func:`identity` gives for all tensors that ``nodes`` stand for."""
+    return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
+
+
+def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
+    """Names of the graph's inputs whose storage one of the operators ``nodes`` writes, through a view too."""
+    storages = identities(argument for node in nodes for argument in ops.mutated_arguments(node))
+    return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(identities([node]))}
+
+
+def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
+    """Bytes by role of the caller's tensors that stay: parameters, optimizer state, buffers, inputs; no tangents."""
+    total: dict[str, Bytes] = {}
+    seen: set[int] = set()
+    for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
+        if port.role is Role.TANGENT:
+            continue
+        for _, tensor in tensors_of(node):
+            if identity(tensor) not in seen:
+                seen.add(identity(tensor))
+                size = int(tensor.untyped_storage().nbytes())
+                total[port.role.value] = total.get(port.role.value, 0) + size
+    return total

@@ -1,0 +1,198 @@
+"""TrainGraph: an FX graph of one training step, with the role of every input and output and the phase of every node.
+
+Two kinds, one type. From ``torch.compile`` the graph has a *boundary*: every FORWARD node runs before
+any BACKWARD node, because the user's code runs in between. From ``train_step`` there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph.layout import Layout
+from roamc.operators.ops import Need
+from roamc.units import Bytes
+
+_CAPTURE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "capture", "")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Phase(enum.IntEnum):
+    """Which part of the step a node belongs to."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+
+
+class Role(enum.Enum):
+    """What an input is, or what an output is handed out as."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    TANGENT = "tangent"
+    SCALAR = "scalar"
+    OUTPUT = "output"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of the graph.
+
+    Attributes:
+        name: the user's name for it where there is one (``"wte.weight"``), else the node's.
+        role: what it is.
+        phase: the part of the step that it enters in (inputs) or leaves in (outputs).
+    """
+
+    name: str
+    role: Role
+    phase: Phase = Phase.FORWARD
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A smaller form in which a storage waits for some of its readers.
+
+    Attributes:
+        storage: its name.
+        codec: name of the codec.
+        error: the most by which an element may differ after decoding; 0 for exact.
+        keeps: what of the value is the same after decoding.
+        encode: operators from the value, the only placeholder, to its code, the only output.
+        decode: operators from the code to a tensor with the value's shape and strides.
+    """
+
+    storage: str
+    codec: str
+    error: float
+    keeps: Need
+    encode: fx.Graph = field(repr=False)
+    decode: fx.Graph = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TrainGraph:
+    """One training step, or the forward and backward of one module, as ATen operators.
+
+    Attributes:
+        name: shown in logs and reports.
+        module: the FX graph. Placeholders in the order of ``inputs``; one output node with a flat tuple.
+        inputs: one port per placeholder.
+        outputs: one port per element of the output; elements may be None.
+        phase: node name to phase, for every ``call_function`` node.
+        boundary: no node may cross from FORWARD to BACKWARD (graphs of ``torch.compile``).
+        saved: with a boundary, node names in the order in which AOTAutograd saves them for backward.
+        gradients: names of the nodes that are a parameter's gradient; eager keeps these until the end.
+        waits: node of the update to the gradient node that it must not run before, though it may not read it.
+        notes: sentences about the capture that the plan passes on to the user.
+        eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
+        eager_floor: what it holds at least at every step, of small graphs; see :func:`roamc.passes.layout.eager_floor`.
+        donated: operator to the position of the argument whose memory its result takes over; both have one storage.
+        layout: where every tensor lies, once the layout pass has run.
+        encodings: the storages that some readers read from a smaller form.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    phase: Mapping[str, Phase]
+    boundary: bool = False
+    saved: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    waits: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    eager_bytes: Bytes | None = None
+    eager_floor: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict, repr=False)
+    donated: Mapping[str, int] = field(default_factory=dict)
+    layout: Layout | None = field(default=None, repr=False)
+    encodings: tuple[Encoding, ...] = field(default=(), repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph itself."""
+        return self.module.graph
+
+    def replace(self, **changes: object) -> TrainGraph:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def copied(graph: TrainGraph) -> TrainGraph:
+    """A copy whose nodes, with the same names, may be moved, erased and given other metadata."""
+    fresh = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        made[node] = fresh.node_copy(node, made.__getitem__)
+        made[node].name = node.name  # which fx would not give to a new node where it is a word of Python's
+    return graph.replace(module=fx.GraphModule(graph.module, fresh))
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The input nodes in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def operators(graph: fx.Graph) -> list[fx.Node]:
+    """The ``call_function`` nodes in graph order, views included."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The single output node."""
+    end: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return end
+
+
+def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    """What the graph returns, flat; None where it returns nothing."""
+    return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
+
+
+def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
+    """The (position, fake tensor) results of a node; position 0 for a single tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield 0, value
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield position, item
+
+
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """What a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, stands for."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that made ``node``, as ``file.py:line``: the innermost one outside torch and roamc's capture."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    found = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
+    own = [frame for frame in found if "/torch/" not in frame[0]] or found
+    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+
+
+def main_device(graph: TrainGraph) -> torch.device:
+    """The device of the arena: the one that most bytes of tensors are on."""
+    total: dict[torch.device, int] = {}
+    for node in graph.graph.nodes:
+        for _, tensor in tensors_of(node):
+            total[tensor.device] = total.get(tensor.device, 0) + tensor.numel() * tensor.itemsize
+    return max(total, key=lambda device: total[device], default=torch.device("cpu"))

@@ -1,0 +1,113 @@
+"""What the judge of values says: two numbers are followed down to where they begin to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from roamc.errors import VerifyError, way_out
+from roamc.graph.value_numbers import Flow, Number, Numbers
+
+
+def fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | None, found: Number | None) -> None:
+    """Follow two numbers down to where they begin to differ, and say what is read there."""
+    path = list(_path(now.numbers, wanted, found))
+    calls = [number for _, number in path if now.numbers.key(number)[0] == "call"]
+    via = next((now.makers[number] for number in reversed(calls) if number in now.makers), reader)
+    wanted, found = path[-1] if path else (wanted, found)
+    said = f"would read {_words(now, found)} and not {_words(before, wanted)}, as in the captured graph"
+    if wanted is not None and found is not None and _is_same_call(now.numbers, wanted, found):
+        said = "would run with other arguments than in the captured graph"
+        if now.numbers.key(wanted)[:-1] == now.numbers.key(found)[:-1]:
+            said = "would run an operator again that may give other bits each time"
+    through = f" through {via}, which" if via != reader else ""
+    raise VerifyError(f"after pass {after!r}: {reader}{through} {said}; {way_out(after)}")
+
+
+def fail_effects(now: Flow, before: Flow, after: str) -> None:
+    for (number, name), (wanted, first) in zip(now.effects, before.effects, strict=False):
+        if number != wanted:
+            raise VerifyError(f"after pass {after!r}: {name} runs where {first} ran in the captured graph")
+    raise VerifyError(
+        f"after pass {after!r}: {len(now.effects)} operators with an effect, {len(before.effects)} before"
+    )
+
+
+WORDS = {
+    "part": "the result of {}",
+    "call": "what {} computes",
+    "written": "what {} has written",
+    "patched": "what {} has written to a part",
+    "patched part": "what {} has written to a part",
+    "filled": "what {} has copied",
+    "copied": "what {} has copied",
+    "scattered": "what {} has written to a part",
+    "elements": "what lies in a tensor",
+    "handed": "what another forward may have written since",
+    "after": "a generator that {} has drawn from",
+    "saved": "the generator's state that {} keeps",
+    "generator": "a generator that has drawn nothing",
+    "given": "what the caller gives",
+    "output": "another value",
+    "pick": "a result that is no tensor",
+    "no": "no state of a generator",
+    "target": "another operator",
+}
+"""Kind of key to what it stands for."""
+
+
+def _path(numbers: Numbers, wanted: Number | None, found: Number | None) -> Iterator[tuple[Number, Number]]:
+    """Two numbers that differ, then pairs of numbers that differ and that they are made of, as far as operators are
+    the same."""
+    pair = (wanted, found) if wanted is not None and found is not None else None
+    while pair is not None:
+        yield pair
+        pair = _inside(numbers.key(pair[0]), numbers.key(pair[1]))
+        calls = pair is not None and numbers.key(pair[1])[0] == "call"
+        if calls and not _is_same_call(numbers, *pair):  # type: ignore[misc]
+            return
+
+
+def _is_same_call(numbers: Numbers, wanted: Number, found: Number) -> bool:
+    """Whether both are calls of one operator."""
+    return numbers.key(wanted)[:2] == numbers.key(found)[:2] and numbers.key(found)[0] == "call"
+
+
+NUMBERED = {
+    **dict.fromkeys(("part", "written", "handed", "after", "saved", "scattered", "elements", "copied"), (1,)),
+    "call": (4,),
+    "filled": (2,),
+    "patched": (1, 3),
+    "patched part": (1, 4),
+}
+"""Kind of key to the places in it at which there are numbers; in "read" and "other" at all."""
+
+
+def _inside(wanted: Any, found: Any) -> tuple[Number, Number] | None:
+    """The first two numbers that differ in keys that are otherwise alike; None where more than numbers differs."""
+    if not (isinstance(wanted, tuple) and isinstance(found, tuple)) or len(wanted) != len(found):
+        return None
+    everywhere = range(len(wanted)) if wanted and wanted[0] in ("read", "other") else ()
+    numbered = NUMBERED.get(wanted[0], everywhere) if wanted and isinstance(wanted[0], str) else ()
+    for at, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        if one == other:
+            continue
+        if at in numbered and type(one) is type(other) is int:
+            return one, other
+        return _inside(one, other)
+    return None
+
+
+def _words(flow: Flow, number: Number | None) -> str:
+    """What a number stands for in a graph, in words."""
+    if number is None:
+        return "nothing"
+    key, maker = flow.numbers.key(number), flow.makers.get(number)
+    kind = key[0]
+    if number in flow.writers:
+        return f"what {flow.writers[number]} has written"
+    if kind == "part" and flow.numbers.key(key[1])[0] == "given":
+        return f"{flow.numbers.key(key[1])[2]} as the caller gives it"
+    if kind in ("place", "shape"):
+        return f"a tensor that lies as {key[1:]}"
+    return WORDS[kind].format(maker or "another operator")

@@ -1,0 +1,245 @@
+"""The judge of graphs and of plans. Every graph a pass leaves, and every plan, is checked here before it runs.
+
+The checks are dull on purpose and share nothing with the solvers. An error is one line: the fault, the pass that ran
+last, and how to leave that pass out. The ten nodes around the fault go to the log, at debug level.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload
+from roamc.errors import VerifyError, way_out
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.graph.memory import build_memory, identity
+from roamc.graph.rewrite import mode_of, value_of
+from roamc.operators import ops
+from roamc.operators.corrections import corrected
+
+Life = tuple[int, int, int]
+"""Born, dead (half-open, in positions of the graph's node list), bytes."""
+
+log = logging.getLogger(__name__)
+
+NEIGHBOURS = 5
+"""Nodes logged on each side of a fault."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a pass must leave as it is.
+
+    Attributes:
+        order: (before, after) pairs of node names: data, writes, random operators, collectives.
+        effects: names of nodes that write, draw, talk to other ranks or assert.
+    """
+
+    order: tuple[tuple[str, str], ...] = ()
+    effects: tuple[str, ...] = ()
+
+
+def constraints(graph: TrainGraph) -> Constraints:
+    """Read the constraints off a graph before a pass."""
+    memory = build_memory(graph)
+    names = [op.node.name for op in memory.operators]
+    effects = tuple(op.node.name for op in memory.operators if ops.has_effect(op.node.target))
+    return Constraints(tuple((names[before], names[after]) for before, after in memory.edges), effects)
+
+
+def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, *, deep: bool = False) -> None:
+    """Check one graph.
+
+    Args:
+        graph: what the pass left.
+        after: name of the pass, for the message.
+        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay.
+        deep: also derive shape, dtype and strides of every node again from its operator.
+
+    Raises:
+        VerifyError: names the fault and the pass; the log has the neighbourhood.
+    """
+    try:
+        graph.graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        what = str(error).splitlines()[0]
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {way_out(after)}") from None
+    _check_ports(graph, after)
+    _check_phases(graph, after)
+    _check_finished(graph, after)
+    _check_order(graph, after, kept or Constraints())
+    _check_aliases(graph, after)
+    _check_donated(graph, after)
+    if deep:
+        _check_metadata(graph, after)
+
+
+def storage_lives(graph: TrainGraph) -> dict[str, Life]:
+    """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
+    owner: dict[int, str] = {}
+    lives: dict[str, Life] = {}
+    for step, node in enumerate(graph.graph.nodes):
+        touched = {identity(t) for a in node.all_input_nodes for _, t in tensors_of(a)}
+        for position, tensor in tensors_of(node):
+            key = identity(tensor)
+            if key not in owner:
+                many = not isinstance(node.meta["val"], torch.Tensor)
+                owner[key] = f"{node.name}#{position}" if many else node.name
+                lives[owner[key]] = (step, step + 1, int(tensor.untyped_storage().nbytes()))
+            touched.add(key)
+        if node.op == "call_function" and ops.is_view(node.target):
+            continue
+        for key in touched:
+            born, _, nbytes = lives[owner[key]]
+            lives[owner[key]] = (born, step + 1, nbytes)
+    return lives
+
+
+def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
+    nodes = list(graph.graph.nodes)
+    at = nodes.index(node)
+    shown = []
+    for other in nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]:
+        mark = ">" if other is node else " "
+        shown.append(f"  {mark} {other.format_node()}")
+    log.debug("after pass %r: %s\n%s", after, what, "\n".join(shown))
+    hint = "" if after == "capture" else f"{way_out(after)}; "
+    raise VerifyError(f'after pass {after!r}: {what}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
+
+
+def _check_ports(graph: TrainGraph, after: str) -> None:
+    if len(placeholders(graph.graph)) != len(graph.inputs):
+        raise VerifyError(f"after pass {after!r}: {len(placeholders(graph.graph))} inputs, {len(graph.inputs)} roles")
+    if len(output_values(graph.graph)) != len(graph.outputs):
+        raise VerifyError(
+            f"after pass {after!r}: {len(output_values(graph.graph))} outputs, {len(graph.outputs)} roles"
+        )
+    names = {node.name for node in graph.graph.nodes}
+    missing = [name for name in graph.saved if name not in names]
+    if missing:
+        raise VerifyError(f"after pass {after!r}: saved node {missing[0]} is gone")
+
+
+def _check_phases(graph: TrainGraph, after: str) -> None:
+    late = {
+        n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is not Phase.FORWARD
+    }
+    crossed = False
+    for node in operators(graph.graph):
+        if node.name not in graph.phase:
+            _fail(graph, after, node, f"{node.name} has no phase")
+        if not graph.boundary or ops.is_view(node.target):
+            continue
+        forward = graph.phase[node.name] is Phase.FORWARD
+        if forward and (crossed or any(argument in late for argument in node.all_input_nodes)):
+            _fail(graph, after, node, f"{node.name} belongs to FORWARD but stands behind or reads from BACKWARD")
+        crossed = crossed or not forward
+
+
+def _check_finished(graph: TrainGraph, after: str) -> None:
+    """No operator may return before its results are there: nothing here keeps its arguments and results until then."""
+    for node in operators(graph.graph):
+        if ops.rule(node.target).asynchronous:
+            _fail(graph, after, node, f"{node.name} may not be finished when it returns: {node.target}")
+
+
+def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
+    position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
+    by_name = {node.name: node for node in graph.graph.nodes}
+    for name in kept.effects:
+        if name not in position:
+            raise VerifyError(
+                f"after pass {after!r}: {name}, which writes, draws or asserts, is gone; {way_out(after)}"
+            )
+    for before, behind in kept.order:
+        if before in position and behind in position and position[before] > position[behind]:
+            _fail(
+                graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)"
+            )
+
+
+def _check_aliases(graph: TrainGraph, after: str) -> None:
+    """What the operator table calls a view must share storage, and nothing else may."""
+    for node in operators(graph.graph):
+        rule = ops.rule(node.target)
+        inputs = {identity(t) for argument in node.all_input_nodes for _, t in tensors_of(argument)}
+        shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
+        if node.target is operator.getitem and not all(shared):
+            _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
+        if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.donated):
+            what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
+            _fail(graph, after, node, what)
+
+
+def _check_donated(graph: TrainGraph, after: str) -> None:
+    """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
+    known: dict[int, list[fx.Node]] = {}
+    stale: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        old = [argument for argument in node.all_input_nodes if argument in stale]
+        if old and node.op == "call_function" and ops.is_view(node.target):
+            stale.add(node)
+        elif old:
+            _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
+        if node.name in graph.donated:
+            argument = node.args[graph.donated[node.name]]
+            _check_overwriting(graph, after, node, argument)
+            of_storage = known[identity(argument.meta["val"])]
+            if of_storage[0].op != "call_function":
+                what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
+                _fail(graph, after, node, what)
+            stale.update(of_storage)
+        for _, tensor in tensors_of(node):
+            known.setdefault(identity(tensor), []).append(node)
+
+
+def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node) -> None:
+    if graph.donated[node.name] not in ops.may_overwrite(node):
+        _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
+    result, gift = node.meta["val"], argument.meta["val"]
+    if identity(result) != identity(gift) or _lies(result) != _lies(gift):
+        _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
+    for other in node.all_input_nodes:
+        if any(identity(tensor) == identity(gift) and _lies(tensor) != _lies(gift) for _, tensor in tensors_of(other)):
+            what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
+            _fail(graph, after, node, what)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), *_geometry(tensor)
+
+
+def _check_metadata(graph: TrainGraph, after: str) -> None:
+    """Every tensor's shape, dtype and strides again, from operator and inputs, as the device's kernels give them."""
+    mode = mode_of(graph.graph)
+    for node in operators(graph.graph):
+        if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):
+            continue
+        with mode:
+            arguments: Any = fx.map_arg(node.args, _copy)
+            keywords: Any = fx.map_arg(node.kwargs, _copy)
+            fresh = corrected(node, node.target(*arguments, **keywords), mode)
+        found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
+        for position, told in tensors_of(node):
+            now = found.get(position)
+            if not isinstance(now, torch.Tensor) or _geometry(told) != _geometry(now):
+                gives = _short(now) if isinstance(now, torch.Tensor) else repr(now)
+                _fail(graph, after, node, f"{node.name} is noted as {_short(told)}, its operator gives {gives}")
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+def _copy(node: fx.Node) -> Any:
+    value = value_of(node)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {tuple(tensor.stride())}"

@@ -1,0 +1,367 @@
+"""Mend fake results that are not what the real kernels give, so that predicted bytes are the real ones.
+
+Each row of ``FIXES`` names an operator and says what its results really are. Views of a mended result are
+derived again. Tests compare every predicted byte with real storages and find the rows that are missing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import FakeTensorMode, OpOverload, suggested_format
+from roamc.errors import CaptureError
+from roamc.graph import tensors_of
+from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
+from roamc.operators import ops
+from roamc.operators.fakes import statistics_dtype
+
+aten = torch.ops.aten
+Fix = Callable[[fx.Node, FakeTensorMode], Any]
+
+
+def correct(graph: fx.Graph) -> dict[str, str]:
+    """Give the nodes of ``graph`` the metadata of the real kernels, in place.
+
+    A view that the real memory does not allow becomes one of a copy, as ``reshape`` has it in eager.
+
+    Returns:
+        name of each copy to that of its view.
+    """
+    mode = mode_of(graph)
+    copies: dict[str, str] = {}
+    if mode is None:
+        return copies
+    changed: set[fx.Node] = set()
+    moved: set[fx.Node] = set()  # what lies in memory otherwise than torch noted, and so does what is made of it
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        _refuse(node)
+        if node.target in FIXES:
+            fixed = FIXES[node.target](node, mode)
+            if fixed is not None:
+                moved.update([node] if _geometry(fixed) != _geometry(node.meta["val"]) else [])
+                node.meta["val"] = fixed
+                changed.add(node)
+        elif not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
+            fresh = _derive(node, mode, copies)
+            moved.update([node] if _geometry(fresh) != _geometry(node.meta["val"]) else [])
+            if node in moved or _shares(node):
+                node.meta["val"] = fresh
+                changed.add(node)
+        elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
+            node.meta["val"] = derived(node, mode)
+            changed.add(node)
+    return copies
+
+
+def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
+    """``fake``, what the fake kernel of ``node`` gives, as the real one gives it; ``node`` stays as it is."""
+    if not isinstance(node.target, OpOverload) or node.target not in FIXES:
+        return fake
+    fix = FIXES[node.target]
+    noted, node.meta["val"] = node.meta["val"], fake
+    try:
+        fixed = fix(node, mode)
+    finally:
+        node.meta["val"] = noted
+    return fake if fixed is None else fixed
+
+
+def _refuse(node: fx.Node) -> None:
+    """What cannot be planned or replayed: generators of the user's, whole storages read or swapped, sparse tensors."""
+    if node.kwargs.get("generator") is not None:
+        raise CaptureError(
+            f"{node.target} draws from a generator of its own; draw outside the step and pass the numbers in the "
+            "batch, or use the default generator"
+        )
+    if node.target in WHOLE_STORAGE:
+        first = value_of(node.all_input_nodes[0])
+        if node.target not in WHERE_IT_STARTS or first.storage_offset():
+            raise CaptureError(f"{node.target} changes or reads a whole storage; write the model without it")
+    layouts = {str(value.layout): None for _, value in tensors_of(node) if value.layout is not torch.strided}
+    if layouts:
+        raise CaptureError(
+            f"{node.target} makes a tensor of layout {next(iter(layouts))}, and roamc plans dense ones only; "
+            "embeddings need sparse=False"
+        )
+
+
+def _shares(node: fx.Node) -> bool:
+    rule = ops.rule(node.target)
+    return bool(rule.view_of or rule.mutates)
+
+
+def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
+    """What ``node`` gives; a view that its input does not allow reads a copy first, named in ``copies``."""
+    try:
+        fresh = derived(node, mode)
+    except (RuntimeError, ValueError):
+        if node.target is not aten.view.default:
+            raise
+        copies[_read_copy(node, mode)] = node.name
+        fresh = derived(node, mode)
+    return fresh
+
+
+def _read_copy(node: fx.Node, mode: FakeTensorMode) -> str:
+    """Let a view read a contiguous copy of its input, and name the copy.
+
+    torch traced ``reshape`` as a view, by strides that it had guessed; eager copies.
+    """
+    read = node.all_input_nodes[0]
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.clone.default, (read,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**node.meta, "val": derived(copy, mode)}
+    node.replace_input_with(read, copy)
+    return copy.name
+
+
+def _derivable(node: fx.Node) -> bool:
+    known = "val" in node.meta  # operators that give nothing have none
+    return known and (node.target is operator.getitem or isinstance(node.target, OpOverload))
+
+
+def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
+    """Shape and strides of every tensor of a result."""
+    return [
+        (item.shape, item.stride()) if isinstance(item, torch.Tensor) else None
+        for item in (value if isinstance(value, list | tuple) else (value,))
+    ]
+
+
+def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU's kernels give rows or channels last; torch notes the input's strides, for groups from 2.14 on rows."""
+    return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
+
+
+def _batch_norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The same; torch notes the strides of the gradient that comes in."""
+    masked = _masked(node, mode)
+    return _laid_out(masked or node.meta["val"], value_of(node.args[1]), mode) or masked  # type: ignore[arg-type]
+
+
+def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
+    """The results with the first in the memory format of ``read``; None where it is."""
+    first, *rest = told
+    if first is None or read.device.type != "cpu":
+        return None
+    with mode:
+        result = torch.empty_like(first, memory_format=suggested_format(read))
+    return None if result.stride() == first.stride() else (result, *rest)
+
+
+def _in_turn(*fixes: Fix) -> Fix:
+    """Several corrections of one operator, each of what the one before it has left."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        noted, fixed = node.meta["val"], None
+        for each in fixes:
+            more = each(node, mode)
+            if more is not None:
+                node.meta["val"] = fixed = more
+        node.meta["val"] = noted
+        return fixed
+
+    return fix
+
+
+def _statistics(*parameters: int) -> Fix:
+    """Mean and deviation, results 1 and 2 of a norm: the CPU computes and keeps them in float32 where the input is
+    narrower than one of the ``parameters`` (positions of weight, bias, running statistics); torch notes the input's
+    dtype."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        told = list(node.meta["val"])
+        weights = [value_of(at) for at in map(node.args.__getitem__, parameters) if isinstance(at, fx.Node)]
+        dtype = statistics_dtype(told[0], weights)
+        if told[0].device.type != "cpu" or dtype is told[0].dtype or told[1].dtype is told[2].dtype is dtype:
+            return None
+        with mode:
+            told[1:3] = [torch.empty_like(statistic, dtype=dtype) for statistic in told[1:3]]
+        return tuple(told)
+
+    return fix
+
+
+def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
+    laid_out = _norm_of_images(node, mode)
+    told = list(laid_out or node.meta["val"])
+    before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
+    if len(before) != 2 or all(told[3 + i].dtype == old.dtype for i, old in enumerate(before)):
+        return laid_out
+    with mode:
+        told[3:5] = [torch.empty_like(old) for old in before]
+    return tuple(told)
+
+
+def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The kernel clones the whole storage of its first argument; the decomposition notes the part that is seen."""
+    fresh = derived(node, mode)
+    return None if _nbytes(fresh) == _nbytes(node.meta["val"]) else fresh
+
+
+def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The result over an expanded base is dense; torch 2.11 notes it as expanded too."""
+    told = node.meta["val"]
+    if not is_expanded(told):
+        return None
+    with mode:
+        return torch.empty(told.shape, dtype=told.dtype, device=told.device)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` share their bytes."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Results that ``output_mask`` turns off are None."""
+    mask = node.args[-1]
+    told = node.meta["val"]
+    if not isinstance(mask, list | tuple) or all(mask) or len(mask) != len(told):
+        return None
+    return tuple(value if wanted else None for value, wanted in zip(told, mask, strict=True))
+
+
+def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The input's gradient has the input's dtype and lies like it; torch notes a promoted dtype and another order of
+    channels. See also :func:`_masked`."""
+    fixed = _masked(node, mode)
+    told = list(node.meta["val"] if fixed is None else fixed)
+    image: torch.Tensor = given(node)[0][1]
+    if told[0] is None or image.device.type != "cpu":
+        return fixed
+    with mode:
+        like = torch.empty_like(image, memory_format=suggested_format(image))
+    if (told[0].dtype, told[0].stride()) == (like.dtype, like.stride()):
+        return fixed
+    return like, *told[1:]
+
+
+def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """All results lie in order on a CPU; torch notes that they lie like the argument."""
+    noted = node.meta["val"]
+    results = noted if isinstance(noted, tuple) else (noted,)
+    if all(result is None or result.is_contiguous() or result.device.type != "cpu" for result in results):
+        return None
+    with mode:
+        dense = tuple(r if r is None else torch.empty_like(r, memory_format=torch.contiguous_format) for r in results)
+    return dense if isinstance(noted, tuple) else dense[0]
+
+
+def _in_order_of(position: int) -> Fix:
+    """The result lies in the memory format of that argument on a CPU; torch notes that it lies in rows."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        image, noted = given(node)[0][position], node.meta["val"]
+        if image.device.type != "cpu" or suggested_format(image) is torch.contiguous_format:
+            return None
+        with mode:
+            return torch.empty_like(noted, memory_format=suggested_format(image))
+
+    return fix
+
+
+def _like(position: int) -> Fix:
+    """The result lies like that argument on a CPU, where it has its shape; torch notes what all arguments make it."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        read, noted = given(node)[0][position], node.meta["val"]
+        if read.device.type != "cpu" or read.shape != noted.shape:
+            return None
+        with mode:
+            like = torch.empty_like(read, dtype=noted.dtype)
+        return None if like.stride() == noted.stride() else like
+
+    return fix
+
+
+def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU gives the dtype of the first argument; torch notes the wider of the two."""
+    first, noted = given(node)[0][0], node.meta["val"]
+    if first.device.type != "cpu" or first.dtype is noted.dtype:
+        return None
+    with mode:
+        return torch.empty_like(noted, dtype=first.dtype)
+
+
+def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The CPU sums rows of bfloat16 as it sums those of float32: without the bag of each index, result 1. Where no
+    gradient is needed, sums leave sizes and winners of bags, results 2 and 3, as long as the offsets."""
+    weight, indices, offsets, *_ = given(node)[0]
+    if weight.device.type != "cpu":
+        return None
+    settings = settings_of(node)
+    scale, sums = settings["per_sample_weights"], settings["mode"] == SUM
+    in_order = weight.stride(1) == 1 and (scale is None or scale.stride(0) == 1)
+    quick = sums and in_order and settings["padding_idx"] < 0 and weight.dtype is not torch.float64
+    trained = node.target is aten._embedding_bag.default
+    bags = offsets.size(0) - (settings["include_last_offset"] and (trained or not sums))
+    lengths = {1: 0 if quick else indices.size(0), 2: bags, 3: bags}
+    told = list(node.meta["val"])
+    wrong = [at for at, length in lengths.items() if told[at].dim() == 1 and told[at].size(0) != length]
+    with mode:
+        for at in wrong:
+            told[at] = offsets.new_empty(lengths[at])
+    return tuple(told) if wrong else None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+SUM = 0
+"""The mode of ``EmbeddingBag`` that adds rows up."""
+
+WHERE_IT_STARTS = frozenset({aten.as_strided_scatter.default, aten.as_strided_copy.default})
+"""Operators that read a storage by positions in it: those of a tensor that starts its storage can be moved with it."""
+
+WHOLE_STORAGE = frozenset(
+    {
+        *WHERE_IT_STARTS,
+        aten.resize_.default,
+        aten.resize_as_.default,
+        aten.set_.source_Tensor,
+        aten.set_.source_Storage_storage_offset,
+    }
+)
+
+FIXES: dict[OpOverload, Fix] = {
+    aten._native_batch_norm_legit_functional.default: _in_turn(_functional_batch_norm, _statistics(1, 2, 3, 4)),
+    aten.native_batch_norm.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
+    aten._native_batch_norm_legit.no_stats: _in_turn(_norm_of_images, _statistics(1, 2)),
+    aten._native_batch_norm_legit_no_training.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
+    aten.native_layer_norm.default: _statistics(2, 3),
+    aten.native_group_norm.default: _in_turn(_norm_of_images, _statistics(1, 2)),
+    aten.copy.default: _functional_copy,
+    aten.slice_scatter.default: _scattered,
+    aten.select_scatter.default: _scattered,
+    aten.diagonal_scatter.default: _scattered,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm_backward.default: _in_turn(_masked, _dense),
+    aten._log_softmax_backward_data.default: _dense,
+    aten.log_sigmoid_forward.default: _dense,
+    aten.pow.Scalar: _dense,
+    aten.normal.Tensor_Tensor: _dense,
+    aten.mse_loss_backward.default: _dense,
+    aten.smooth_l1_loss_backward.default: _dense,
+    aten.huber_loss_backward.default: _dense,
+    aten.binary_cross_entropy.default: _like(0),
+    aten.binary_cross_entropy_backward.default: _like(1),
+    aten.reflection_pad2d_backward.default: _in_order_of(1),
+    aten.max_unpool2d.default: _in_order_of(0),
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
+    aten.huber_loss.default: _as_wide_as_first,
+    aten.soft_margin_loss.default: _as_wide_as_first,
+    aten.native_group_norm_backward.default: _norm_backward,
+    aten.convolution_backward.default: _masked,
+}

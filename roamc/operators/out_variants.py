@@ -1,0 +1,124 @@
+"""How an operator puts its results into memory that was planned for them: one of four forms.
+
+| form     | what is emitted                                   | extra bytes while it runs  |
+|----------|---------------------------------------------------|----------------------------|
+| OUT      | the overload with ``out=`` arguments              | none                       |
+| KERNEL   | a function of :mod:`roamc.operators.kernels`        | none                       |
+| IN_PLACE | the operator itself; it makes no storage          | none                       |
+| ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
+
+An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
+plain operator and copy, which would hide an allocation. So do those of ``COPYING``, though their kernels are their own;
+and those of ``ASKING`` give other numbers in an arena.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload, has_kernel, suggested_format
+from roamc.graph import tensors_of
+from roamc.operators.kernels import KERNELS
+
+aten = torch.ops.aten
+
+
+class FormKind(enum.Enum):
+    """See the table above."""
+
+    OUT = "out"
+    KERNEL = "kernel"
+    IN_PLACE = "in place"
+    ALLOCATE = "allocate"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one operator on one device.
+
+    Attributes:
+        kind: row of the table.
+        overload: for OUT, the overload to call.
+        arguments: for OUT, the keyword of each result, in result order.
+    """
+
+    kind: FormKind
+    overload: OpOverload | None = None
+    arguments: tuple[str, ...] = ()
+
+
+ALLOCATE = Form(FormKind.ALLOCATE)
+
+COPYING = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
+"""Operators that with ``out=`` make their result first and copy it."""
+
+ASKING = frozenset({aten.linalg_qr.default})
+"""Operators that with ``out=`` work differently if two results share a storage, as all tensors of an arena do."""
+
+IN_ROWS = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default,
+    }
+)
+"""Operators that with ``out=`` give wrong numbers for a first argument that lies neither in rows nor channels last."""
+
+
+def form_of(node: fx.Node, births: int) -> Form:
+    """The form of ``node``, which makes ``births`` new storages."""
+    if births == 0:
+        return Form(FormKind.IN_PLACE)
+    target = node.target
+    tensors = [tensor for _, tensor in tensors_of(node)]
+    devices = {tensor.device.type for tensor in tensors}
+    results = node.meta["val"]
+    count = len(results) if isinstance(results, list | tuple) else 1
+    if not isinstance(target, OpOverload) or len(devices) != 1 or not births == len(tensors) == count:
+        return ALLOCATE
+    if target in IN_ROWS and not _in_rows(node.args[0]):
+        return ALLOCATE
+    return _form(target, devices.pop())
+
+
+def _in_rows(argument: object) -> bool:
+    """Whether a node's tensor is contiguous, or has its channels last."""
+    if not isinstance(argument, fx.Node):
+        return False
+    tensor = argument.meta["val"]
+    return bool(tensor.is_contiguous(memory_format=suggested_format(tensor)))
+
+
+@functools.cache
+def _form(target: OpOverload, device: str) -> Form:
+    kernel = KERNELS.get(target)
+    if kernel is not None and device in kernel.devices:
+        return Form(FormKind.KERNEL)
+    found = out_overload(target) if device != "meta" else None  # what nobody reads, until it is erased
+    if found is not None and target not in COPYING | ASKING and has_kernel(found[0].name(), device.upper()):
+        return Form(FormKind.OUT, *found)
+    return ALLOCATE
+
+
+def out_overload(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
+    """The overload with the same arguments plus one written keyword per result, and those keywords."""
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        outs, rest = [], []
+        for argument in overload._schema.arguments:
+            written = argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+            if written:
+                outs.append(argument.name)
+            else:
+                rest.append((argument.name, str(argument.type)))
+        if outs and rest == wanted and len(outs) == len(target._schema.returns):
+            return overload, tuple(outs)
+    return None

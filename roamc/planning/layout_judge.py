@@ -1,0 +1,189 @@
+"""The judge of layouts: every plan's places, trims and peak are counted anew before the plan runs.
+
+Shares no code with the layout pass or its solver, and derives all lives from the graph as it will run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from roamc.cost import workspace
+from roamc.errors import VerifyError
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph.layout import Layout
+from roamc.graph.memory import identity
+from roamc.graph.verify import Life, storage_lives
+from roamc.operators import ops
+from roamc.operators.out_variants import FormKind, form_of
+
+
+def check_layout(graph: TrainGraph) -> None:
+    """Check places, holes and peak: no two storages that are alive together share bytes of the arena, nothing is alive
+    in bytes that are given back, and no step needs more than the layout says.
+
+    Lifetimes are derived here anew, from the graph as it will run, by walking it once.
+
+    Raises:
+        VerifyError: names the two storages, their bytes and lives; or the hole; or the step.
+    """
+    if graph.layout is None:
+        raise VerifyError("after pass 'layout': the graph has no layout")
+    lives = storage_lives(graph)
+    _check_owners(graph, graph.layout)
+    _check_places(graph.layout, lives)
+    _check_elements(graph, graph.layout)
+    closed = _closed(graph, graph.layout)
+    _check_holes(graph.layout, lives, closed)
+    _check_peak(graph, graph.layout, lives, closed)
+
+
+def _check_owners(graph: TrainGraph, layout: Layout) -> None:
+    """Only what the step makes and keeps to itself may lie in the arena, whose bytes the next step writes over."""
+    handed = _handed(graph)
+    owner: dict[int, fx.Node] = {}
+    for node in graph.graph.nodes:
+        many = not isinstance(node.meta.get("val"), torch.Tensor)
+        for position, tensor in tensors_of(node):
+            if owner.setdefault(identity(tensor), node) is not node:
+                continue
+            name = f"{node.name}#{position}" if many else node.name
+            callers = node.op != "call_function" or identity(tensor) in handed
+            if callers and name in layout.offset:
+                raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
+
+
+def _handed(graph: TrainGraph) -> set[int]:
+    """Identities of the storages that are handed to the caller."""
+    return {identity(t) for node in output_values(graph.graph) if node is not None for _, t in tensors_of(node)}
+
+
+def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
+    alive: list[tuple[int, int, int, str]] = []
+    for name, (born, dead, nbytes) in sorted(lives.items(), key=lambda item: item[1][0]):
+        if name not in layout.offset:
+            continue
+        low = layout.offset[name]
+        high = low + nbytes
+        if low % layout.alignment or low < 0 or high > layout.arena_bytes:
+            raise VerifyError(f"after pass 'layout': {name} at [{low}, {high}) is misaligned or outside the arena")
+        alive = [other for other in alive if other[0] > born]
+        for other_dead, other_low, other_high, other in alive:
+            if low < other_high and other_low < high:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at bytes [{low}, {high}), alive in steps [{born}, {dead}), and "
+                    f"{other} at [{other_low}, {other_high}), alive until {other_dead}, overlap; "
+                    f"leave the pass's order out with options={{'disable': 'reorder'}}"
+                )
+        if nbytes:
+            alive.append((dead, low, high, name))
+    end = max((low + lives[name][2] for name, low in layout.offset.items()), default=0)
+    if layout.arena_bytes >= end + layout.alignment:
+        raise VerifyError(
+            f"after pass 'layout': the arena has {layout.arena_bytes} bytes and its last tensor ends at {end}"
+        )
+
+
+def _check_elements(graph: TrainGraph, layout: Layout) -> None:
+    """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
+    owner: dict[int, str] = {}
+    for node in graph.graph.nodes:
+        many = not isinstance(node.meta.get("val"), torch.Tensor)
+        for position, tensor in tensors_of(node):
+            name = owner.setdefault(identity(tensor), f"{node.name}#{position}" if many else node.name)
+            if layout.offset.get(name, 0) % tensor.dtype.itemsize:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "
+                    f"{tensor.dtype.itemsize} bytes"
+                )
+
+
+def _closed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
+    """Of every hole the positions ``[first, end)`` in the graph's node list at which its bytes are away."""
+    nodes = [node.name for node in graph.graph.nodes]
+    runs = {op.name: index for index, op in enumerate(graph.graph.nodes) if op.op == "call_function"}
+    found = []
+    for hole in layout.holes:
+        unknown = [name for name in (hole.after, hole.before) if name and name not in runs]
+        if unknown or not 0 <= hole.low < hole.high <= layout.arena_bytes:
+            raise VerifyError(f"after pass 'layout': {hole} is outside the arena or names no operator")
+        first = runs[hole.after] + 1 if hole.after else 0
+        end = runs[hole.before] if hole.before else len(nodes)
+        if end < first:
+            raise VerifyError(f"after pass 'layout': {hole} ends before it begins")
+        found.append((first, end))
+    return found
+
+
+def _check_holes(layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
+    """Nothing is alive in a hole, and no byte is given back twice."""
+    for number, (hole, (first, end)) in enumerate(zip(layout.holes, closed, strict=True)):
+        for name, low in layout.offset.items():
+            born, dead, nbytes = lives[name]
+            if low < hole.high and hole.low < low + nbytes and born < end and first < dead:
+                raise VerifyError(
+                    f"after pass 'layout': {name} at bytes [{low}, {low + nbytes}), alive in steps [{born}, {dead}), "
+                    f"lies in [{hole.low}, {hole.high}), which is given back in steps [{first}, {end})"
+                )
+        for other, (other_first, other_end) in zip(layout.holes[:number], closed, strict=False):
+            if other.low < hole.high and hole.low < other.high and other_first < end and first < other_end:
+                raise VerifyError(f"after pass 'layout': {other} and {hole} give the same bytes back")
+
+
+def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
+    """Count every step: the arena without its holes, what lies outside it, and results about to be copied into it."""
+    nodes = list(graph.graph.nodes)
+    births = Counter(born for born, _, _ in lives.values())
+    change = [0] * (len(nodes) + 1)
+
+    def count(first: int, end: int, nbytes: int) -> None:
+        change[first] += nbytes
+        change[max(first, end)] -= nbytes
+
+    for hole, (first, end) in zip(layout.holes, closed, strict=True):
+        count(first, end, -hole.nbytes)
+    for name, (born, dead) in _outside_lives(graph, layout, lives).items():
+        count(born, dead, lives[name][2])
+    for born, _, nbytes in (lives[name] for name in layout.offset):
+        if form_of(nodes[born], births[born]).kind is FormKind.ALLOCATE:
+            count(born, born + 1, nbytes)  # made first, copied then
+    peak, needed = 0, 0
+    total = layout.arena_bytes
+    for node, more in zip(nodes, change, strict=False):
+        total += more
+        if node.op != "call_function":
+            continue
+        for found, said in ((total, layout.peak_bytes), (total + workspace(node), layout.needed_bytes)):
+            if found > said:
+                raise VerifyError(
+                    f"after pass 'layout': {found} bytes at {node.name}, above the {said} that the layout says"
+                )
+        peak, needed = max(peak, total), max(needed, total + workspace(node))
+    for found, said in ((peak, layout.peak_bytes), (needed, layout.needed_bytes)):
+        if found < said:
+            raise VerifyError(f"after pass 'layout': {found} bytes at most, below the {said} that the layout says")
+
+
+def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:
+    """Birth and death of storages that come and go with the step and lie outside the arena."""
+    nodes = list(graph.graph.nodes)
+    handed = _handed(graph)
+    backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
+    fed = {node: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
+    found = {}
+    for name, (born, dead, _) in lives.items():
+        node = nodes[born]
+        if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
+            continue
+        position = 0 if name == node.name else int(name.rpartition("#")[2])
+        end = len(nodes) if identity(dict(tensors_of(node))[position]) in handed else dead
+        found[name] = (born if node.op == "call_function" else backward, end)
+    return found
+
+
+def _is_late(graph: TrainGraph, node: fx.Node) -> bool:
+    if node.op != "call_function" or ops.is_view(node.target):
+        return False
+    return graph.phase[node.name] is not Phase.FORWARD

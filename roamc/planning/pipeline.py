@@ -1,0 +1,160 @@
+"""The pipeline: an ordered tuple of passes, and a runner that checks the graph after each.
+
+Read this file top to bottom, then one pass, then one solver. :mod:`roamc.planning.search` runs the pipeline for one
+memory budget after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roamc import decode, progress
+from roamc.graph import TrainGraph, value_flow, verify
+from roamc.graph.memory import build_memory
+from roamc.graph.value_numbers import Flow
+from roamc.options import Options
+from roamc.passes import checkpoint, donate, layout, normalize, reorder, retain
+from roamc.planning.plan import Plan
+from roamc.units import Seconds
+
+Facts = frozenset[str]
+
+ORDER = "order"
+"""The fact that operators are in the order in which they run: passes in front of it choose what runs, others where it
+lies."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of the pipeline.
+
+    Attributes:
+        name: on the command line, in messages and in plans.
+        decision: the dataclass that ``decide`` returns, ``apply`` takes, and a plan holds as JSON.
+        decide: chooses, and changes nothing.
+        apply: rewrites the graph as decided, and chooses nothing.
+        per_budget: whether the decision may depend on the memory budget.
+        requires: facts about the graph that must hold in front of the pass.
+        provides: facts that hold behind it, also where the user leaves it out.
+        invalidates: facts that no longer hold behind it.
+    """
+
+    name: str
+    decision: type
+    decide: Callable[[TrainGraph, Options], Any]
+    apply: Callable[[TrainGraph, Any], TrainGraph]
+    per_budget: bool = True
+    requires: Facts = frozenset()
+    provides: Facts = frozenset()
+    invalidates: Facts = frozenset()
+
+    @staticmethod
+    def of(module: Any, *, per_budget: bool = True, **facts: Iterable[str]) -> Pass:
+        """The pass that ``module`` holds under the names NAME, Decision, decide and apply."""
+        contract = {key: frozenset(names) for key, names in facts.items()}
+        return Pass(module.NAME, module.Decision, module.decide, module.apply, per_budget, **contract)
+
+
+def checked(*passes: Pass) -> tuple[Pass, ...]:
+    """The passes, if each finds what it requires.
+
+    Raises:
+        ValueError: no pass in front of one provides a fact that it requires, or a pass in between invalidates it.
+    """
+    facts: Facts = frozenset()
+    for each in passes:
+        missing = sorted(each.requires - facts)
+        if missing:
+            raise ValueError(
+                f"pass {each.name} requires {', '.join(missing)}, which no pass in front of it leaves valid"
+            )
+        facts = facts - each.invalidates | each.provides
+    return passes
+
+
+PIPELINE = checked(
+    Pass.of(normalize, per_budget=False, provides={"normal form"}),
+    Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
+    Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
+    Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
+    Pass.of(donate, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
+    Pass.of(layout, requires={ORDER, "in-place reuse"}, provides={"layout"}),
+)
+
+
+def same_for_all_budgets(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """The leading passes whose decisions do not depend on the memory budget."""
+    return tuple(itertools.takewhile(lambda each: not each.per_budget, passes))
+
+
+def until(fact: str, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """The leading passes up to the last that provides ``fact``."""
+    return passes[: max(at for at, each in enumerate(passes) if fact in each.provides) + 1]
+
+
+@dataclass(frozen=True)
+class State:
+    """A graph between two passes.
+
+    Attributes:
+        graph: what the last pass left.
+        decisions: of the passes so far, by name.
+        seconds: wall time by pass.
+        flow: the values of the graph, which the next pass must keep.
+    """
+
+    graph: TrainGraph
+    decisions: Mapping[str, Any]
+    seconds: Mapping[str, Seconds]
+    flow: Flow
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Decides, applies and verifies passes.
+
+    Attributes:
+        options: what the user set.
+        plan: decisions to use instead of deciding; passes that it does not have are left out.
+        deep: also derive all metadata again after every pass (slow; for tests).
+    """
+
+    options: Options
+    plan: Plan | None = None
+    deep: bool = False
+
+    def run(self, state: State, passes: Iterable[Pass], decisions: Mapping[str, Any] | None = None) -> State:
+        """The state behind ``passes``; ``decisions`` by name take the place of their ``decide``.
+
+        Raises:
+            PlanError: a decision of the plan does not fit the graph.
+            VerifyError: a pass left an invalid graph.
+        """
+        for each in passes:
+            left_out = self.plan is not None and each.name not in self.plan.decisions
+            if each.name not in self.options.disable and not left_out:
+                state = self._run(each, state, (decisions or {}).get(each.name))
+        return state
+
+    def _run(self, each: Pass, state: State, decision: Any) -> State:
+        begun = time.perf_counter()
+        progress.say(each.name)
+        constraints, memory = verify.constraints(state.graph), build_memory(state.graph)
+        if decision is None:
+            decision = self._decision(each, state.graph)
+        graph, flow = each.apply(state.graph, decision), state.flow
+        verify.check_graph(graph, each.name, constraints, deep=self.deep)
+        if graph is not state.graph or build_memory(graph) is not memory:
+            flow = value_flow.check(graph, flow, each.name, self.options.codecs)
+        seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun
+        return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)
+
+    def _decision(self, each: Pass, graph: TrainGraph) -> Any:
+        if self.plan is None:
+            return each.decide(graph, self.options)
+        where = f"the plan's decision of pass {each.name!r}"
+        return decode.read(each.decision, self.plan.decisions[each.name], where)

@@ -1,0 +1,194 @@
+"""A plan: every decision of every pass as frozen data, with its cost and its bound; JSON both ways.
+
+A plan made once can be kept and given to a later run: the pipeline then skips every ``decide`` and runs
+every ``apply`` and every check. Reading a plan executes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roamc import decode
+from roamc.errors import PlanError
+from roamc.units import Bytes, Seconds, format_bytes
+
+FORMAT = 4
+"""Version of the JSON form; raised when a reader of an older version could misread it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided for one graph, and what it costs. All sizes in bytes.
+
+    Attributes:
+        name: name of the graph.
+        fingerprint: hash of the graph that the plan was made for.
+        versions: of roamc and torch.
+        budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
+        peak_bytes: predicted peak of everything that the step allocates: the arena without what it gives
+            back at that time, and outside it outputs, held results and results on their way into the arena.
+            Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
+        needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
+            estimated by :mod:`roamc.cost.scratch`. This is what a budget is compared with.
+        arena_bytes: size of the arena, all of it.
+        live_bytes: most bytes of the arena in use at one step.
+        bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
+        baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
+        step_seconds: predicted time of a step in which nothing runs again; 0 if no budget was asked for.
+        added_seconds: predicted time of all operators that run again and of codecs, per step.
+        added_bound_seconds: no choice of reruns and codecs within the same peak adds less.
+        status: "optimal" if no order and no layout can be better, else "gap" or "limit".
+        fixed_bytes: bytes of parameters, optimizer state, buffers and inputs, by role.
+        decisions: pass name to that pass's decision, as plain data.
+        notes: sentences for the user, such as what gradient clipping costs.
+        seconds: wall time of every stage; not part of equality, nor of :meth:`to_json` unless asked for.
+    """
+
+    name: str
+    fingerprint: str
+    versions: Mapping[str, str]
+    budget_bytes: Bytes
+    peak_bytes: Bytes
+    needed_bytes: Bytes
+    arena_bytes: Bytes
+    live_bytes: Bytes
+    bound_bytes: Bytes
+    baseline_bytes: Bytes
+    step_seconds: Seconds
+    added_seconds: Seconds
+    added_bound_seconds: Seconds
+    status: str
+    fixed_bytes: Mapping[str, Bytes]
+    decisions: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    seconds: Mapping[str, Seconds] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the arena that no tensor uses at its fullest step: arena / live - 1."""
+        return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
+
+    def to_dict(self, *, seconds: bool = False) -> dict[str, Any]:
+        """Plain data, ready for JSON. ``seconds`` adds the planning times, which differ from run to run."""
+        data = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        if not seconds:
+            del data["seconds"]
+        return {"format": FORMAT, **data}
+
+    def to_json(self, *, seconds: bool = False) -> str:
+        """The plan as JSON text; byte for byte the same for the same graph, options and versions."""
+        return json.dumps(self.to_dict(seconds=seconds), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: the text is not a plan of this format; says what is wrong.
+        """
+        try:
+            data = json.loads(text, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"not a plan: {error}") from None
+        return _from_dict(data)
+
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """The numbers as they are shown: (label, value, remark)."""
+        return (
+            ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
+            *self._workspace_rows(),
+            *self._budget_rows(),
+            ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
+            ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
+            ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
+            ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
+            ("status", self.status, ""),
+        )
+
+    def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
+        more = self.needed_bytes - self.peak_bytes
+        return (("workspace", format_bytes(more), "more, inside operators and for objects, estimated"),) if more else ()
+
+    def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
+        if not self.step_seconds:
+            return ()
+        added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
+        lowest = "light" if self.decisions.get("retain", {}).get("allowed") == "light" else "min"
+        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, "")
+        return (asked, added)
+
+    def _added_remark(self) -> str:
+        kept = self.decisions.get("retain", {})
+        again, smaller = len(kept.get("reruns", ())), len(kept.get("codes", ()))
+        if not again and not smaller:
+            return "nothing has to run again"
+        least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
+        codes = f", {smaller} values are kept in fewer bytes" if smaller else ""
+        return f"predicted: {again} operators run again{codes}{least}"
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.name}"]
+        lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _against(value: Bytes, base: Bytes, of: str) -> str:
+    return f"{value / base:.3f} {of}" if base else ""
+
+
+def _parts(parts: Mapping[str, Bytes]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the JSON text.
+
+    Raises:
+        ValueError: a key is there twice, and which one counts would be a guess.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found
+
+
+STATUSES = ("optimal", "gap", "limit")
+
+
+def _from_dict(data: Any) -> Plan:
+    if not isinstance(data, dict):
+        raise PlanError("not a plan: expected a JSON object")
+    form = data.get("format")
+    if form != FORMAT or isinstance(form, bool):
+        raise PlanError(f"plan format {form!r}; this roamc reads format {FORMAT}: plan again")
+    given = {key: item for key, item in data.items() if key != "format"}
+    plan = decode.read(Plan, {"seconds": {}, **given}, "plan")
+    if plan.status not in STATUSES:
+        raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
+    return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})
+
+
+def _frozen(value: Any, where: str) -> Any:
+    """Tuples where JSON has lists, as the passes make them.
+
+    Raises:
+        PlanError: a number is negative or none, which no pass decides.
+    """
+    if isinstance(value, Mapping):
+        return {key: _frozen(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, int | float) and not value >= 0:
+        raise PlanError(f"the plan's decision of pass {where} must be a number from 0 on, not {value!r}")
+    return tuple(_frozen(item, where) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,102 @@
+"""A graph with every decision applied, the plan that says what it takes, and the refusal where that is too much."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from roamc.errors import BudgetError
+from roamc.graph import TrainGraph
+from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
+from roamc.passes import layout, reorder, retain
+from roamc.planning import other_orders
+from roamc.planning.pipeline import State
+from roamc.planning.plan import Plan
+from roamc.units import Bytes, Seconds, format_bytes
+from roamc.version import __version__
+
+PADDING = 0.001
+"""A peak counts as optimal up to this share above the bound of live bytes: sizes are rounded up to the alignment."""
+
+SMALLER = ", or use a smaller batch"
+"""End of :data:`RAISE`; ``max_batch`` cuts it off, where no batch is smaller."""
+
+RAISE = f"Raise the budget{SMALLER}"
+"""End of the error for a budget that no plan keeps; the backend replaces it where other advice helps."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A graph with every decision applied, and the plan that did it."""
+
+    graph: TrainGraph
+    plan: Plan
+
+
+def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds) -> Plan:
+    """The plan of a graph behind the whole pipeline.
+
+    Args:
+        end: what the last pass left.
+        fingerprint: of the captured graph.
+        limit: bytes that were asked for; 0 for the lowest peak, None for no budget.
+        step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
+    """
+    graph, decisions = end.graph, end.decisions
+    placed: layout.Decision = decisions[layout.NAME]
+    ordered: reorder.Decision | None = decisions.get(reorder.NAME)
+    kept: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
+    peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
+    statuses = {placed.status, ordered.status if ordered else "gap"}
+    if peak_bytes > bound_bytes * (1 + PADDING):
+        statuses.add("gap")
+    return Plan(
+        name=graph.name,
+        fingerprint=fingerprint,
+        versions={"roamc": __version__, "torch": torch.__version__},
+        budget_bytes=limit or 0,
+        peak_bytes=peak_bytes,
+        needed_bytes=placed.needed_bytes,
+        arena_bytes=placed.arena_bytes,
+        live_bytes=placed.live_bytes,
+        bound_bytes=bound_bytes,
+        baseline_bytes=graph.eager_bytes or 0,
+        step_seconds=step_seconds,
+        added_seconds=kept.added_seconds,
+        added_bound_seconds=kept.bound_seconds,
+        status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
+        fixed_bytes=input_bytes(graph),
+        decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
+        notes=(*graph.notes, *other_orders.note(ordered, placed)),
+        seconds=dict(end.seconds),
+    )
+
+
+def check_budget(planned: Planned, limit: Bytes | None) -> None:
+    """Refuse a plan that needs more than ``limit`` bytes.
+
+    Raises:
+        BudgetError: names what is needed, and the largest storages at the peak.
+    """
+    plan = planned.plan
+    if not limit or plan.needed_bytes <= limit:
+        return
+    again = "all that can be dropped and made again dropped" if plan.step_seconds else "nothing dropped"
+    raise BudgetError(
+        f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
+        f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
+        + RAISE,
+        plan,
+    )
+
+
+def _largest(graph: TrainGraph, count: int = 3) -> str:
+    """The largest storages at the worst step, for a message."""
+    memory = build_memory(graph)
+    born, dead = lifetimes(memory)
+    step = int(timeline(sizes(memory.counted), born, dead, len(memory.operators)).argmax())
+    alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
+    alive.sort(key=lambda storage: -storage.nbytes)
+    return ", ".join(f"{storage.name} {format_bytes(storage.nbytes)}" for storage in alive[:count])

@@ -1,0 +1,323 @@
+"""The search: plans of one graph for one memory budget after another.
+
+:class:`PlanSearch` asks pass retain for several peaks of live bytes until a plan, workspaces and layout and all, keeps
+the budget; :mod:`roamc.planning.budget_search` says which peak to ask for next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from roamc import cost
+from roamc.budget import Budget
+from roamc.errors import REQUIRED, OptionError, PlanError
+from roamc.graph import TrainGraph, main_device
+from roamc.graph.fingerprint import fingerprint
+from roamc.graph.memory import build_memory
+from roamc.options import Options
+from roamc.passes import layout, reorder, retain
+from roamc.passes.retain.codecs import check_lossy
+from roamc.planning import budget_search, other_orders, pipeline
+from roamc.planning.pipeline import State
+from roamc.planning.plan import Plan
+from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
+from roamc.planning.planned import PADDING, Planned, check_budget
+from roamc.solvers.retain import WALKS
+from roamc.units import Bytes, Seconds
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False, quick: bool = False
+) -> Planned:
+    """Decide, apply and verify every pass in turn; under a budget the later ones again until it is kept.
+
+    Args:
+        graph: straight from capture; its nodes are moved and erased in place.
+        options: what the user set.
+        plan: decisions to use instead of deciding; every apply and every check still runs.
+        deep: also derive all metadata again after every pass (slow; for tests).
+        quick: refuse a budget that is far out of reach without looking for the smallest that is not.
+
+    Raises:
+        PlanError: ``plan`` was made for another graph.
+        VerifyError: a pass left an invalid graph.
+        BudgetError: no plan was found that keeps ``options.memory_budget``.
+    """
+    if plan is None:
+        return PlanSearch(graph, options, deep=deep).run(quick=quick)
+    begun = time.perf_counter()
+    _check_names(options)
+    mark = fingerprint(graph)
+    _check_plan(plan, graph, mark)
+    maker, start = prepared(graph, options, plan, mark, deep=deep)
+    limit = maker.options.limit_bytes
+    planned = maker.make(start, step_seconds=plan.step_seconds)
+    asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
+    return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
+
+
+class PlanSearch:
+    """Plans of one graph for one budget after another; what does not depend on the budget is done once.
+
+    No plan depends on those made before it, but for those that are asked for ``together``.
+
+    Attributes:
+        options: the user's, with the budget in bytes.
+        terms: those of the options.
+        plans: the plans so far, in the sequence in which they were made.
+    """
+
+    def __init__(self, graph: TrainGraph, options: Options, *, deep: bool = False, many: bool = False) -> None:
+        """Take the shared passes.
+
+        Args:
+            graph: straight from capture; it is changed in place.
+            options: what the user set.
+            deep: also derive all metadata again after every pass.
+            many: more plans than that of :meth:`run` will be asked for.
+
+        Raises:
+            VerifyError: a pass left an invalid graph.
+        """
+        self._begun = time.perf_counter()
+        _check_names(options)
+        self._maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
+        self.options, self.terms = self._maker.options, self._maker.terms
+        self.plans, self._many = list[Plan](), many
+        self._ordered: dict[tuple[bool, str], State] = {}
+        self._firsts: dict[Terms, Planned] = {}
+        self._choices: dict[str, retain.Choice] = {}
+        self._minimum: dict[str, Planned] = {}
+
+    def terms_of(self, asked: Budget) -> Terms:
+        """What a budget asks for."""
+        return terms_of(self._start.graph, asked, self._maker.eager_needs)
+
+    @property
+    def has_reruns(self) -> bool:
+        """Whether anything may run again."""
+        return retain.NAME not in self.options.disable
+
+    def run(self, *, quick: bool = False) -> Planned:
+        """The plan for the budget of the options; ``quick`` as for :func:`run`.
+
+        Raises:
+            VerifyError: a pass left an invalid graph.
+            BudgetError: no plan was found that keeps the budget.
+        """
+        return _finished(self.fit(self.terms, quick=quick), self.terms.limit, self._begun)
+
+    def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
+        """A plan within the limit at the least added time; that of the lowest peak if there is none.
+
+        Args:
+            terms: what it is made for.
+            quick: as for :func:`roamc.planning.budget_search.fit`.
+        """
+        if terms.limit is None or not self.has_reruns:
+            if not self._many:
+                return self._noted(self._below_eager(self._maker, lambda maker: maker.make(self._copy_if_needed)))
+            planned = self._first(terms)
+            return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
+
+        def lowest() -> _Attempt:
+            return _made_already(self.minimum(terms.allowed))
+
+        ask = functools.partial(self._search, terms)
+        planned = budget_search.fit(ask, lowest, terms.limit, quick=quick).planned
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, budget_bytes=terms.limit))
+
+    def minimum(self, allowed: str = "all") -> Planned:
+        """The plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once."""
+        if allowed not in self._minimum:
+            terms = Terms(0, allowed)
+            found = [self.lowest(terms)]
+            if found[0].plan.needed_bytes > self._least(terms):
+                found.append(self._first(terms))
+            self._choice(allowed).forget()
+            attempt = functools.partial(self._attempt, terms)
+            self._minimum[allowed] = budget_search.lower([_made_already(planned) for planned in found], attempt).planned
+        return self._minimum[allowed]
+
+    def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
+        """The plans made in search of one within ``limit``, which is not 0."""
+        self._choice(terms.allowed).forget()
+
+        def first() -> _Attempt:
+            return _made_already(self._first(terms))
+
+        return budget_search.search(first, self._least(terms), functools.partial(self._attempt, terms), limit)
+
+    def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
+        kept = self._choice(terms.allowed).decide(target)
+        return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
+
+    def attempt(
+        self, target: Bytes, terms: Terms | None = None, *, together: bool = False, walks: int = WALKS
+    ) -> Planned:
+        """A plan with ``target`` live bytes asked of ``retain``.
+
+        Args:
+            target: live bytes.
+            terms: what it is made for; None for the lowest peak.
+            together: begin the choice with one for more bytes. The plan then depends on those made together before.
+            walks: the solver's work is limited to that of so many walks.
+        """
+        terms = terms or Terms(0, self.terms.allowed)
+        return self._made(self._choice(terms.allowed).decide(target, together=together, walks=walks), terms)
+
+    def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
+        """The plan that needs the fewest bytes of those with as few live ones as ``retain`` finds.
+
+        Of two that hardly differ, the one with less added time. ``terms`` and ``together`` as for :meth:`attempt`.
+        """
+        terms = terms or Terms(0, self.terms.allowed)
+        made = list[Planned]()
+        for kept in self._choice(terms.allowed).lowest(together=together):
+            close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + PADDING)
+            if not made or made[0].plan.needed_bytes > close:  # else this one can hardly need less
+                made.append(self._made(kept, terms))
+        least = min(planned.plan.needed_bytes for planned in made)
+        low = [planned for planned in made if planned.plan.needed_bytes <= least + least // budget_search.ALIGNED]
+        return min(low, key=lambda planned: planned.plan.added_seconds)
+
+    def _made(self, kept: retain.Decision, terms: Terms) -> Planned:
+        return self._noted(self._maker.under(terms).make(fresh(self._start), kept, self.alone))
+
+    @property
+    def first(self) -> Planned:
+        """The plan in which nothing runs again."""
+        return self._first(self.terms)
+
+    def _first(self, terms: Terms) -> Planned:
+        if terms not in self._firsts:
+            ours = self._maker.under(terms)
+
+            def make(maker: PlanMaker) -> Planned:
+                nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
+                ordered = self._in_order(terms) if maker is ours else maker.order(fresh(self._start), nothing)
+                return maker.place(fresh(ordered), self.alone)
+
+            self._firsts[terms] = self._noted(self._below_eager(ours, make))
+        return self._firsts[terms]
+
+    @property
+    def choice(self) -> retain.Choice:
+        """What can be dropped or kept smaller."""
+        return self._choice(self.terms.allowed)
+
+    def _choice(self, allowed: str) -> retain.Choice:
+        if allowed not in self._choices:
+            graph, ordered = self._start.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
+            order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
+            self._choices[allowed] = retain.Choice(graph, self.options, order, self._profile, self._prices, allowed)
+        return self._choices[allowed]
+
+    def _least(self, terms: Terms) -> Bytes:
+        """No order has fewer live bytes if nothing runs again."""
+        ordered = self._in_order(terms).decisions.get(reorder.NAME)
+        return ordered.bound_bytes if ordered else 0
+
+    def _in_order(self, terms: Terms) -> State:
+        """Nothing runs again, and the operators are in their order, which is the same for all limits."""
+        key = terms.limit is None, terms.allowed
+        if key not in self._ordered:
+            nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
+            self._ordered[key] = self._maker.under(terms).order(fresh(self._start), nothing)
+        return self._ordered[key]
+
+    def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
+        """A plan; that of the program's order where the one of ours could take more than eager does."""
+        planned = make(maker)
+        over = layout.above_eager(planned.graph, maker.options)
+        if not over or not other_orders.may_look_again(maker.options):
+            return planned
+        other = make(maker.in_program_order)
+        return other if layout.above_eager(other.graph, maker.options) < over else planned
+
+    @property
+    def _copy_if_needed(self) -> State:
+        """What the shared passes left; a copy where a second plan may begin there."""
+        return fresh(self._start) if self._start.graph.eager_floor else self._start
+
+    @functools.cached_property
+    def alone(self) -> Seconds:
+        """Predicted time of a step in which nothing runs again."""
+        return sum(self._prices.values())
+
+    @functools.cached_property
+    def _prices(self) -> Mapping[str, Seconds]:
+        return cost.prices(self._start.graph, self._profile)
+
+    @functools.cached_property
+    def _profile(self) -> cost.DeviceProfile:
+        return cost.load_profile(main_device(self._start.graph), self.options.profile)
+
+    def _noted(self, planned: Planned) -> Planned:
+        self.plans.append(planned.plan)
+        return planned
+
+
+def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
+    """Note what else took time since ``begun``, check the budget and log."""
+    made = planned.plan
+    made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
+    check_budget(planned, limit)
+    log.info("%s", made)
+    return planned
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A plan as the search for a budget sees it; it is made when more is asked than what retain has foreseen.
+
+    Attributes:
+        asked_bytes: live bytes that retain foresaw.
+        strained: whether these are more than were asked of it.
+        make: runs the rest of the pipeline.
+    """
+
+    asked_bytes: Bytes
+    strained: bool
+    make: Callable[[], Planned]
+
+    @functools.cached_property
+    def planned(self) -> Planned:
+        """The plan."""
+        return self.make()
+
+    @property
+    def needed_bytes(self) -> Bytes:
+        return self.planned.plan.needed_bytes
+
+    @property
+    def added_seconds(self) -> Seconds:
+        return self.planned.plan.added_seconds
+
+
+def _made_already(planned: Planned) -> _Attempt:
+    """A plan that was not made for live bytes, in the same form."""
+    return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
+
+
+def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
+    if plan.fingerprint != mark:
+        raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
+    missing = REQUIRED.difference(plan.decisions)
+    if missing:
+        raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
+
+
+def _check_names(options: Options) -> None:
+    known = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
+    for name in options.disable:
+        if name not in known:
+            raise OptionError(f"disable: cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
+    check_lossy(options.codecs)

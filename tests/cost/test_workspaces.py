@@ -1,0 +1,195 @@
+"""Bytes that operators take for themselves: factors, lookups, transforms, convolutions of few channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc.cost import workspace
+from tests.cost.test_cost import floats, node_of
+
+aten = torch.ops.aten
+MB = 2**20
+FEW = 32 << 10
+"""What a convolution takes in any case."""
+
+
+def indices(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def complexes(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.complex64)
+
+
+def _gradients(channels: int, dims: int, *, transposed: bool = False) -> Callable[..., Any]:
+    ones, none = [1] * dims, [0] * dims
+    steps = [2] * dims if transposed else ones
+
+    def run(gradient: Tensor, image: Tensor, weight: Tensor) -> Any:
+        window = none if transposed else ones
+        back = aten.convolution_backward
+        return back(gradient, image, weight, [channels], steps, window, ones, transposed, none, 1, [True] * 3)
+
+    return run
+
+
+def _of_groups(groups: int, reach: int) -> Callable[..., Any]:
+    def run(gradient: Tensor, image: Tensor, weight: Tensor) -> Any:
+        back, ones, window = aten.convolution_backward, [1, 1], [reach, reach]
+        return back(gradient, image, weight, None, ones, window, ones, False, [0, 0], groups, [True, True, False])
+
+    return run
+
+
+def in_channels_last(*shape: int) -> Tensor:
+    return floats(*shape).to(memory_format=torch.channels_last)
+
+
+WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    "many exponentials, at most": (aten.linalg_matrix_exp, (floats(1024, 16, 16),), 14 * MB + 64 * 1024),
+    "one exponential, at most": (aten.linalg_matrix_exp, (floats(512, 512),), 12 * MB + 64),
+    "inverses have factors and pivots": (
+        lambda x: aten.linalg_inv_ex(x),
+        (floats(1024, 16, 16),),
+        MB + 1024 * (16 * 4 + 32),
+    ),
+    "singular values of a copy": (
+        lambda x: aten._linalg_svd(x, False, False),
+        (floats(1024, 16, 16),),
+        MB + 48 * 16 * 4,
+    ),
+    "singular vectors, three squares": (
+        lambda x: aten._linalg_svd(x),
+        (floats(512, 512),),
+        4 * MB + 48 * 512 * 4,
+    ),
+    "means of bags note the bag of every index": (
+        lambda w, i, o: aten._embedding_bag(w, i, o, False, 1),
+        (floats(10, 8), indices(MB // 8), indices(4)),
+        MB,
+    ),
+    "sums of bags the bags": (
+        lambda w, i, o: aten._embedding_bag(w, i, o, False, 0),
+        (floats(10, 8), indices(MB // 8), indices(4)),
+        32,
+    ),
+    "largest of bags, backward": (
+        lambda g, i, o: aten._embedding_bag_dense_backward(g, i, o, o, i.view(512, 256), 10, False, 2, None),
+        (floats(512, 256), indices(512 * 256), indices(512)),
+        512 * 256 * (8 + 4) + 8 * 512,
+    ),
+    "a median over columns sorts a copy": (lambda x: aten.median.dim(x, 0), (floats(512, 512),), MB),
+    "a median over rows none": (lambda x: aten.median.dim(x, 1), (floats(512, 512),), 0),
+    "means of scattered elements count": (
+        lambda x, i: aten.scatter_reduce.two(x, 0, i, x, "mean"),
+        (floats(512, 512), indices(512, 512)),
+        2 * MB + MB // 4,
+    ),
+    "means of scattered rows sort": (
+        lambda x, i: aten.scatter_reduce.two(x, 0, i[:, None].expand(512, 512), x, "mean"),
+        (floats(512, 512), indices(512)),
+        32 * 512,
+    ),
+    "the largest of scattered halves, in floats": (
+        lambda x, i: aten.scatter_reduce.two(x, 0, i, x, "amax"),
+        (floats(512, 512, dtype=torch.bfloat16), indices(512, 512)),
+        MB,
+    ),
+    "means by row count": (
+        lambda x, i: aten.index_reduce(x, 0, i, x, "mean"),
+        (floats(512, 512), indices(512)),
+        2 * MB + 32 * 512,
+    ),
+    "the way back of a masked scatter sums the mask": (
+        lambda g, m: aten.masked_scatter_backward(g, m, [256, 256]),
+        (floats(256, 256), floats(256, 256).bool()),
+        MB,
+    ),
+    "running sums of flags convert them": (lambda m: m.cumsum(1), (floats(256, 512).bool(),), MB),
+    "running sums of floats take nothing": (lambda x: x.cumsum(1), (floats(256, 512),), 0),
+    "a norm in double precision": (
+        lambda x: aten.linalg_vector_norm(x, 2, [1], True, dtype=torch.float64),
+        (floats(256, 512),),
+        MB,
+    ),
+    "a norm of complex numbers": (lambda x: aten.linalg_vector_norm(x, 2, [1]), (complexes(256, 512),), 0),
+    "distances widen both sets": (
+        aten._euclidean_dist,
+        (floats(512, 256), floats(1024, 256)),
+        MB // 2 + MB + 2 * (512 + 1024) * 4,
+    ),
+    "a set of points for all": (
+        lambda x, y: aten._cdist_forward(x, y, 1.0, None),
+        (floats(8, 32, 64), floats(1, 512, 64)),
+        MB,
+    ),
+    "a transform of rows": (lambda x: aten._fft_r2c(x, [1], 0, True), (floats(64, 100),), 104 * 100),
+    "a transform of scattered dimensions": (
+        lambda x: aten._fft_c2c(x, [1, 3], 0, True),
+        (complexes(8, 32, 16, 32),),
+        MB + 104 * 32,
+    ),
+    "several dimensions to real numbers": (
+        lambda x: aten._fft_c2r(x, [1, 2], 2, 126),
+        (complexes(32, 64, 64),),
+        2 * MB + 104 * 64,
+    ),
+    "columns to an image, copied into order": (
+        lambda x: aten.col2im(x, [32, 32], [3, 3], [1, 1], [1, 1], [1, 1]),
+        (floats(4, 1024, 72).mT,),
+        4 * 1024 * 72 * 4,
+    ),
+    "a mean of squares has them all": (aten.mse_loss, (floats(256, 512).double(), floats(256, 512).double()), MB),
+    "squares without a mean take nothing": (lambda x, y: aten.mse_loss(x, y, 0), (floats(256, 512).half(),) * 2, 0),
+    "a mean of margins has them all": (aten.soft_margin_loss, (floats(512, 512), floats(512, 512)), MB),
+    "an image to columns": (
+        lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]),
+        (floats(4, 8, 32, 32),),
+        0,
+    ),
+    "few channels in a block, forward": (
+        lambda x, w: aten.convolution(x, w, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1),
+        (floats(4, 4, 16, 32, 32), floats(4, 4, 3, 3, 3)),
+        4 * MB + 4 * 4 * 27 * 4 + FEW,
+    ),
+    "few channels in blocks of 16, backward": (  # 16 of the image, 16 of the gradient, 4 of the result
+        _gradients(4, 3),
+        (floats(4, 4, 16, 32, 32), floats(4, 4, 16, 32, 32), floats(4, 4, 3, 3, 3)),
+        (16 + 16 - 4) * MB // 4 + 8 * 4 * 4 * 27 * 4 + FEW,
+    ),
+    "windows of 7 x 7 on single channels, channels last, in blocks of 16 x 16": (
+        _of_groups(64, 3),
+        (in_channels_last(8, 64, 8, 16), in_channels_last(8, 64, 8, 16), floats(64, 1, 7, 7)),
+        64 * 49 * 16 * 16 * 4 + 2 * 64 * 49 * 4 + 2 * 2 * MB // 32 + FEW,
+    ),
+    "windows of 3 x 3 on single channels, channels last, have a kernel of their own": (
+        _of_groups(64, 1),
+        (in_channels_last(8, 64, 8, 16), in_channels_last(8, 64, 8, 16), floats(64, 1, 3, 3)),
+        2 * 64 * 9 * 4 + 2 * 2 * MB // 32 + FEW,
+    ),
+    "few channels in blocks of 8, transposed": (
+        _gradients(4, 3, transposed=True),
+        (floats(4, 4, 16, 32, 32), floats(4, 4, 8, 16, 16), floats(4, 4, 2, 2, 2)),
+        8 * (MB // 4 + MB // 32) + 8 * 4 * 4 * 8 * 4 + FEW,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WORKSPACES)
+def test_workspace_of_an_operator(case: str) -> None:
+    function, inputs, expected = WORKSPACES[case]
+    assert workspace(node_of(function, *inputs)) == expected
+
+
+def test_eager_windows_take_an_image_first() -> None:
+    node = node_of(lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]), floats(4, 8, 64, 128))
+    assert workspace(node, eager=True) == MB
+
+
+def test_eager_margins_lie_behind_their_mean() -> None:
+    assert workspace(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), eager=True) == 0

@@ -1,0 +1,162 @@
+"""Where the layout falls short, another order of no higher peak; never a larger arena; nothing elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roamc.graph import TrainGraph
+from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearranged
+from roamc.options import Options
+from roamc.passes import donate, layout, normalize, reorder
+from roamc.planning import other_orders, search
+from roamc.planning.plan import Plan
+from tests.end_to_end.helpers import TORCH
+from tests.graphs import assert_same, clones, graph_and_inputs, run_real
+from tests.planning.test_pipeline import run_program
+from tests.random_graphs import random_model
+
+pytestmark = pytest.mark.usefixtures("arenas_of_any_size")
+
+NO_SEARCH = Options(layout_nodes=0)
+"""With heuristics alone the layouts of many random graphs fall short."""
+
+CASES = [(5, "step"), (24, "step")]
+if TORCH >= (2, 12):  # before, this one is traced to another graph, whose layout loses nothing
+    CASES.append((5, "joint"))
+ROOT = Path(__file__).parents[2]
+
+
+def graph_of(seed: int, route: str) -> TrainGraph:
+    return graph_and_inputs(*random_model(seed), route)[0]
+
+
+@functools.cache
+def planned(seed: int, route: str, options: Options = NO_SEARCH) -> Plan:
+    return search.run(graph_of(seed, route), options).plan
+
+
+@functools.cache
+def in_one_order(seed: int, route: str) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(other_orders, "may_look_again", lambda options: False)
+        return search.run(graph_of(seed, route), NO_SEARCH).plan
+
+
+def needed(plan: Plan) -> int:
+    return plan.arena_bytes + plan.decisions["layout"]["outside_bytes"]
+
+
+@pytest.mark.parametrize(("seed", "route"), CASES)
+def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str) -> None:
+    alone, found = in_one_order(seed, route), planned(seed, route)
+    assert alone.arena_bytes > alone.live_bytes
+    assert found.arena_bytes == found.live_bytes
+    assert needed(found) < needed(alone)
+    assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
+    assert found.decisions["reorder"]["laid_out"][0] == (alone.decisions["reorder"]["algorithm"], needed(alone))
+    assert "above the most that lives in it" in "".join(alone.notes)
+    assert "above the most that lives in it" not in "".join(found.notes)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", [100, 101, 102, 7, 13])
+def test_never_a_higher_peak_and_never_a_larger_arena(seed: int, route: str) -> None:
+    alone, found = in_one_order(seed, route), planned(seed, route)
+    assert needed(found) <= needed(alone)
+    assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
+    if alone.arena_bytes == alone.live_bytes:
+        assert found == alone
+    if found.arena_bytes > found.live_bytes:
+        tried = len(found.decisions["reorder"]["laid_out"]) - 1
+        assert f"{tried} other orders" in found.notes[-1] or not tried
+
+
+@pytest.mark.parametrize(("seed", "route"), CASES)
+def test_program_of_the_other_order_gives_the_same_bits(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    used, again = clones(inputs), clones(inputs)
+    expected = with_seed(seed, lambda: run_real(graph, used)[0])
+    found = search.run(graph, NO_SEARCH, deep=True)
+    assert found.plan.decisions["reorder"]["laid_out"]
+    got = with_seed(seed, lambda: run_program(found, again))
+    assert_same([*expected, *used], [*got, *again], f"seed {seed}, {route}")
+
+
+def with_seed(seed: int, work: Any) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    return work()
+
+
+@pytest.mark.parametrize(("seed", "route"), CASES)
+def test_a_plan_replays_the_other_order(seed: int, route: str) -> None:
+    plan = planned(seed, route)
+    again = search.run(graph_of(seed, route), NO_SEARCH, Plan.from_json(plan.to_json())).plan
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+
+
+SCRIPT = """
+import pytest
+from tests.conftest import allow_arenas_of_any_size
+from tests.planning.test_other_orders import planned
+allow_arenas_of_any_size(pytest.MonkeyPatch())
+print(planned(5, "step").to_json())
+"""
+
+
+def test_every_process_finds_the_same() -> None:
+    texts = {
+        subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert texts == {planned(5, "step").to_json() + "\n"}
+
+
+@pytest.mark.parametrize(
+    "options", [Options(layout_nodes=0, order="lpmf"), Options(layout_nodes=0, disable=("reorder",))]
+)
+def test_an_order_that_the_user_names_stays(options: Options) -> None:
+    plan = planned(5, "step", options)
+    assert not plan.decisions.get("reorder", {}).get("laid_out")
+    assert other_orders.NAME not in plan.seconds
+
+
+def test_works_without_donation() -> None:
+    for seed, route in CASES:
+        plan = planned(seed, route, Options(layout_nodes=0, disable=("donate",)))
+        assert "donate" not in plan.decisions
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: str) -> None:
+    graph = graph_of(seed, route)
+    graph = normalize.apply(graph, normalize.decide(graph, NO_SEARCH))
+    memory = build_memory(graph)
+    gifts = donate.all_gifts(memory)
+    ordered = reorder.decide(graph, NO_SEARCH)
+    number = {operator.node.name: index for index, operator in enumerate(memory.operators)}
+    order = [number[name] for name in ordered.order]
+    foretold = rearranged(memory, order, other_orders.due(memory, order, gifts))
+    graph = reorder.apply(graph, ordered)
+    values = other_orders.values_of(graph)
+    before = build_memory(graph)
+    graph = donate.apply(graph, donate.decide(graph, NO_SEARCH))
+    assert facts(build_memory(graph)) == facts(foretold)
+    assert layout.lay_out(foretold, graph, NO_SEARCH) == layout.decide(graph, NO_SEARCH)
+    assert facts(build_memory(other_orders.without_donation(graph, values))) == facts(before)
+
+
+def facts(memory: MemoryModel) -> Any:
+    operators = [(o.node.name, o.births, o.reads, o.writes) for o in memory.operators]
+    lives = [array.tolist() for array in lifetimes(memory)]
+    return memory.storages, operators, lives, memory.owner, live_bytes(memory).tolist(), int(np.sum(memory.boundary))

@@ -1,0 +1,347 @@
+"""Plans as data: JSON both ways, strict reading that runs nothing, and a run that follows a plan without deciding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph
+from roamc.options import Options
+from roamc.planning import pipeline, search
+from roamc.planning.plan import FORMAT, Plan
+from tests.graphs import graph_and_inputs, model_graph, traced
+from tests.random_graphs import random_model
+
+FUZZ = settings(derandomize=True, max_examples=300, deadline=None)
+
+
+def small_graph() -> TrainGraph:
+    return graph_and_inputs(*random_model(7, size=4), "step")[0]
+
+
+@functools.cache
+def small_plan() -> Plan:
+    return search.run(small_graph(), Options()).plan
+
+
+@functools.cache
+def text() -> str:
+    return small_plan().to_json()
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps({**json.loads(text()), **fields})
+
+
+@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt", "joint"), ("lstm", "joint")])
+def test_round_trip_gives_an_equal_plan_and_the_same_text(name: str, route: str) -> None:
+    plan = search.run(model_graph(name, route)[0], Options()).plan
+    back = Plan.from_json(plan.to_json())
+    assert back == plan
+    assert back.to_json() == plan.to_json()
+
+
+def test_text_is_the_same_for_the_same_graph() -> None:
+    assert search.run(small_graph(), Options()).plan.to_json() == text()
+
+
+def test_seconds_are_left_out_unless_asked_for() -> None:
+    assert "seconds" not in json.loads(text())
+    told = json.loads(small_plan().to_json(seconds=True))["seconds"]
+    assert {"normalize", "reorder", "layout", "verify"} <= set(told)
+    assert Plan.from_json(small_plan().to_json(seconds=True)) == small_plan()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "{",
+        "nonsense",
+        "[]",
+        "null",
+        "1",
+        '"plan"',
+        "{}",
+        "\x00",
+        "NaN",
+        '{"format": 4}',
+        "[" * 100_000,
+        '{"a":' * 50_000,
+    ],
+    ids=range(13),
+)
+def test_text_that_is_no_plan(bad: str) -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json(bad)
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    with pytest.raises(PlanError, match="not a plan: 'decisions' stands twice in one object"):
+        Plan.from_json(text().rstrip()[:-1] + ', "decisions": {}}')
+
+
+@pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True])
+def test_other_format_says_to_plan_again(version: object) -> None:
+    with pytest.raises(PlanError, match=rf"plan format .*this roamc reads format {FORMAT}: plan again"):
+        Plan.from_json(changed(format=version))
+
+
+FIELDS = [field.name for field in dataclasses.fields(Plan) if field.name != "seconds"]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_missing_field_is_named(name: str) -> None:
+    data = json.loads(text())
+    del data[name]
+    with pytest.raises(PlanError, match=rf"plan must have the fields \[.*'{name}'.*\], not \["):
+        Plan.from_json(json.dumps(data))
+
+
+TEXTS, MAPPINGS, LISTS = ("name", "fingerprint", "status"), ("versions", "fixed_bytes", "decisions"), ("notes",)
+TIMES = ("step_seconds", "added_seconds", "added_bound_seconds")
+KIND = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(MAPPINGS, dict), **dict.fromkeys(LISTS, list)}
+
+
+def _is_time(name: str, value: object) -> bool:
+    return name in TIMES and value == 1.5
+
+
+VALUES = (None, True, 1.5, "x", 1, [], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, v) for name in FIELDS for v in VALUES if type(v) is not KIND.get(name, int) and not _is_time(name, v)],
+    ids=repr,
+)
+def test_field_of_another_type_is_named(name: str, value: object) -> None:
+    with pytest.raises(PlanError, match=f"plan: {name} must be "):
+        Plan.from_json(changed(**{name: value}))
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name.endswith("_bytes") and name != "fixed_bytes"])
+def test_negative_size_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"plan: {name} must be int, not '-1'"):
+        Plan.from_json(changed(**{name: -1}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"notes": [1]},
+        {"notes": [None, ["a"]]},
+        {"fixed_bytes": {"parameter": "many"}},
+        {"fixed_bytes": {"parameter": -4}},
+        {"fixed_bytes": {"parameter": None}},
+        {"versions": {"torch": 2}},
+        {"decisions": {"reorder": 1}},
+        {"decisions": {"reorder": None}},
+        {"decisions": {"reorder": ["order"]}},
+        {"seconds": 3},
+        {"status": "splendid"},
+    ],
+    ids=repr,
+)
+def test_wrong_type_inside_a_field_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json(changed(**fields))
+
+
+@pytest.mark.parametrize(
+    ("decision", "where"),
+    [
+        ({"layout": {"offset": {"mul": -64}}}, "layout: offset: mul"),
+        ({"retain": {"reruns": [["a", "b", ["c"], -1.0]]}}, "retain: reruns"),
+        ({"retain": {"added_seconds": float("nan")}}, "retain: added_seconds"),
+        ({"anything": {"sizes": [[-1]]}}, "anything: sizes"),
+    ],
+    ids=repr,
+)
+def test_negative_number_inside_a_decision_is_refused(decision: dict[str, Any], where: str) -> None:
+    with pytest.raises(PlanError, match=f"decision of pass {where} must be a number from 0 on, not "):
+        Plan.from_json(changed(decisions=decision))
+
+
+def test_huge_number_is_a_number_or_a_plan_error() -> None:
+    assert Plan.from_json(changed(peak_bytes=10**30)).peak_bytes == 10**30
+    with pytest.raises(PlanError):
+        Plan.from_json(text().replace('"peak_bytes": ', '"peak_bytes": ' + "9" * 5000))
+
+
+@given(st.data())
+@FUZZ
+def test_cut_and_changed_text_is_refused_or_a_plan(data: st.DataObject) -> None:
+    whole = text()
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, min(len(whole), start + 40)))
+    put = data.draw(st.text(alphabet='{}[]",:-+.0123456789eEntrufals \\\n', max_size=8) | st.text(max_size=4))
+    refused_or_a_plan(whole[:start] + put + whole[end:])
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+@FUZZ
+def test_changed_value_is_refused_or_a_plan_that_runs_or_is_refused(data: st.DataObject) -> None:
+    whole = json.loads(text())
+    parent: Any = whole
+    key: Any = data.draw(st.sampled_from(sorted(whole)))
+    while isinstance(parent[key], dict | list) and parent[key] and data.draw(st.booleans()):
+        parent = parent[key]
+        key = data.draw(st.sampled_from(sorted(parent) if isinstance(parent, dict) else range(len(parent))))
+    if data.draw(st.integers(0, 9)) == 0:
+        del parent[key]
+    else:
+        parent[key] = data.draw(JUNK)
+    refused_or_a_plan(json.dumps(whole))
+
+
+def refused_or_a_plan(changed_text: str) -> None:
+    """Reading gives PlanError or a plan that can be shown and written."""
+    try:
+        plan = Plan.from_json(changed_text)
+    except PlanError:
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    assert str(plan)
+
+
+def test_reading_opens_imports_and_executes_nothing() -> None:
+    seen: list[str] = []
+    watched = {"open", "import", "exec", "compile", "os.system", "subprocess.Popen", "pickle.find_class"}
+    active = True
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if active and event in watched:
+            seen.append(f"{event} {args}")
+
+    samples = [
+        text(),
+        changed(name="__import__('os').system('true')"),
+        changed(decisions={"os": {"system": "true"}}),
+        "{",
+    ]
+    try_to_read(text())  # what is done once in a process, such as reading our own annotations
+    sys.addaudithook(hook)  # hooks cannot be taken out again: `active` ends it
+    try:
+        for sample in samples:
+            try_to_read(sample)
+    finally:
+        active = False
+    assert seen == []
+
+
+def try_to_read(sample: str) -> None:
+    try:
+        Plan.from_json(sample)
+    except PlanError:
+        return
+
+
+# -- following a plan ------------------------------------------------------------------------------
+
+
+def never(*_: object) -> None:
+    raise AssertionError("a run with a plan must not decide")
+
+
+def without_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = tuple(dataclasses.replace(step, decide=never) for step in pipeline.PIPELINE)
+    monkeypatch.setattr(pipeline, "PIPELINE", steps)
+
+
+@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("nanogpt-dropout", "joint")])
+def test_plan_from_json_skips_decide_and_gives_the_same_program(
+    name: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = search.run(model_graph(name, route)[0], Options())
+    without_deciding(monkeypatch)
+    again = search.run(model_graph(name, route)[0], Options(), Plan.from_json(made.plan.to_json()))
+    assert again.graph.layout == made.graph.layout
+    assert str(again.graph.graph) == str(made.graph.graph)
+    assert again.plan.to_json() == made.plan.to_json()
+
+
+def test_plan_of_another_graph_is_refused_by_name() -> None:
+    other = traced(lambda x: x.sin().cos(), torch.zeros(4))
+    with pytest.raises(
+        PlanError, match="plan of 'RandomModel' was made for another graph than this 'traced': plan again"
+    ):
+        search.run(other, Options(), small_plan())
+
+
+def bent(name: str, **fields: Any) -> Plan:
+    """The plan with fields of one decision changed; a field given as None is left out."""
+    decisions = {key: dict(value) for key, value in json.loads(text())["decisions"].items()}
+    decisions[name].update(fields)
+    decisions[name] = {key: value for key, value in decisions[name].items() if value is not None}
+    return Plan.from_json(changed(decisions=decisions))
+
+
+def test_decision_with_a_field_missing_or_too_many_is_refused() -> None:
+    for plan in (bent("reorder", order=None), bent("layout", more=1)):
+        with pytest.raises(PlanError, match=r"the plan's decision of pass '\w+' must have the fields .*, not "):
+            search.run(small_graph(), Options(), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("reorder", {"order": 1}),
+        ("reorder", {"order": "abc"}),
+        ("reorder", {"order": [1, 2]}),
+        ("reorder", {"order": [["a"]]}),
+        ("normalize", {"dead": ["no_such_node"]}),
+        ("normalize", {"dead": 3}),
+        ("normalize", {"aliases": ["arg0_1"]}),
+        ("normalize", {"aliases": [1]}),
+        ("normalize", {"dead": ["output"]}),
+        ("layout", {"arena_bytes": 10**30}),
+        ("layout", {"offset": []}),
+        ("layout", {"offset": {"x": 0}}),
+        ("layout", {"arena_bytes": "big"}),
+        ("layout", {"arena_bytes": 0.5}),
+        ("layout", {"alignment": 0}),
+        ("layout", {"held": 1}),
+    ],
+    ids=repr,
+)
+def test_decision_bent_by_hand_is_an_error_of_ours(name: str, fields: dict[str, Any]) -> None:
+    from roamc.errors import RoamcError
+
+    with pytest.raises(RoamcError):
+        search.run(small_graph(), Options(), bent(name, **fields))
+
+
+def test_plan_without_a_pass_that_every_program_needs_is_refused() -> None:
+    with pytest.raises(PlanError, match="no decision of pass layout: plan again"):
+        search.run(small_graph(), Options(), Plan.from_json(changed(decisions={})))
+
+
+def test_str_is_a_short_table() -> None:
+    lines = str(small_plan()).splitlines()
+    assert lines[0] == "plan of RandomModel"
+    for label in ("peak", "eager's peak", "lower bound", "arena", "fixed", "status"):
+        assert sum(line.startswith(f"  {label} ") for line in lines) == 1, label
+    assert len(lines) <= 12
+    assert max(map(len, lines)) <= 120
+    assert "note: gradients" in str(dataclasses.replace(small_plan(), notes=("gradients are held",)))
+
+
+def test_repr_is_short() -> None:
+    assert len(repr(small_plan())) < 1000
