@@ -319,5 +319,6 @@ def _check_names(options: Options) -> None:
     known = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
     for name in options.disable:
         if name not in known:
-            raise OptionError(f"disable: cannot leave out pass {name!r}; passes that can be left out: {', '.join(known)}")
+            left = ", ".join(known)
+            raise OptionError(f"disable: cannot leave out pass {name!r}; passes that can be left out: {left}")
     check_lossy(options.codecs)
