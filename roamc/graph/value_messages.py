@@ -25,6 +25,11 @@ def fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | None
 
 
 def fail_effects(now: Flow, before: Flow, after: str) -> None:
+    """Say which operator with an effect runs in another place, or that there are more or fewer of them.
+
+    Raises:
+        VerifyError: always.
+    """
     for (number, name), (wanted, first) in zip(now.effects, before.effects, strict=False):
         if number != wanted:
             raise VerifyError(f"after pass {after!r}: {name} runs where {first} ran in the captured graph")
