@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from roamc.errors import OptionError, VerifyError, way_out
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, placeholders
 from roamc.graph.layout import Layout
-from roamc.graph.memory import build_memory, lifetimes
+from roamc.graph.memory import Place, build_memory, lifetimes
 from roamc.graph.verify import Constraints, check_graph, constraints
 from roamc.operators import ops
 from roamc.options import Options
@@ -294,6 +294,17 @@ def refused_layout(graph: TrainGraph, says: str) -> None:
     with pytest.raises(VerifyError, match=says) as caught:
         check_layout(graph)
     assert "after pass 'layout'" in str(caught.value)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_what_is_the_callers_lies_outside_the_arena(route: str) -> None:
+    graph = planned("nanogpt-dropout", route)
+    storages = build_memory(graph).storages
+    for place in (Place.INPUT, Place.OUTPUT):
+        name = next(storage.name for storage in storages if storage.place is place)
+        assert graph.layout is not None
+        arena = graph.layout.offset | {name: 0}
+        refused_layout(with_layout(graph, offset=arena), f"{name} lies in the arena and is the caller's")
 
 
 @pytest.mark.parametrize(("name", "route"), CASES)
