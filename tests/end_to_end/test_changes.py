@@ -235,7 +235,7 @@ def test_nothing_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """A step that is called as before is captured once."""
     torch.manual_seed(0)
     model, batch, loss_of = SAME[name]()
-    here = sys.modules["roamc.train_step"]
+    here = sys.modules["roamc.frontends.train_step"]
     captures, capture = [], here._captured
     monkeypatch.setattr(here, "_captured", lambda request: captures.append(request) or capture(request))
     optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
