@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 import roamc
 from roamc.errors import CaptureError
-from tests.end_to_end.helpers import Loss, assert_same, fresh, noise, onednn, run_backward, seeded, sgd, tensors_of
+from tests.end_to_end.helpers import (
+    Loss,
+    assert_same,
+    fresh,
+    noise,
+    onednn,
+    run_backward,
+    seeded,
+    sgd,
+    tensors_of,
+)
 
 X = noise(3, 2, 8)
 STATES = (noise(2, 2, 6), noise(2, 2, 6, seed=4))
@@ -69,7 +79,7 @@ def eager_step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, *
 
 
 def assert_eager(model: nn.Module, way: str, *batch: Tensor, **options: Any) -> None:
-    """Two steps, or two backwards that add up, as eager's bit for bit; as aot_eager's under torch.compile."""
+    """Two steps, or two backwards that add up, as eager's bit for bit."""
     twin = copy.deepcopy(model)
     if way == "train_step":
         reference = sgd(twin)
@@ -83,7 +93,6 @@ def assert_eager(model: nn.Module, way: str, *batch: Tensor, **options: Any) -> 
         roamc.optimize(model, strict=True, **options)
     else:
         model.compile(backend="roamc", options={"strict": True, **options}, dynamic=False)
-        twin.compile(backend="aot_eager", dynamic=False)  # adds up a cell's gradients as eager does on some processors
     for seed in range(2):
         assert_same(run_backward(model, loss_fn, batch, seed), run_backward(twin, loss_fn, batch, seed), str(seed))
     assert way == "compile" or roamc.plans(model)
@@ -154,7 +163,14 @@ class Cells(nn.Module):
 @pytest.mark.parametrize("way", ["compile", "train_step"])
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
 def test_cells_equal_eager(kind: type[nn.RNNCellBase], way: str) -> None:
-    assert_eager(Cells(kind), way, X[0])
+    if way == "train_step":
+        assert_eager(Cells(kind), way, X[0])
+        return
+    # Eager adds up a cell's gradients as torch.compile's operators do on some processors, and not on others.
+    model, twin = Cells(kind), aot_eager(Cells(kind))
+    model.compile(backend="roamc", options={"strict": True}, dynamic=False)
+    for seed in range(2):
+        assert_same(run_backward(model, loss_fn, (X[0],), seed), run_backward(twin, loss_fn, (X[0],), seed), str(seed))
 
 
 class Packed(nn.Module):

@@ -136,6 +136,12 @@ def test_a_graph_that_is_not_planned_without_a_word_is_found(monkeypatch: pytest
 
 def test_an_lstm_by_optimize_has_the_bits_of_atens_steps() -> None:
     """Model 78 begins with a plain LSTM."""
-    by_onednn, by_aten = models_compare.reference(78, "eager"), models_compare.reference(78, "eager", True)
+    try:
+        by_onednn = models_compare.reference(78, "eager")
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("oneDNN has no such LSTM on this processor, where eager PyTorch cannot run the model either")
+    by_aten = models_compare.reference(78, "eager", True)
     assert different(by_onednn, by_aten) != ""
     assert judge(78, "optimize", None).outcome == "same"
