@@ -14,6 +14,7 @@ import roamc
 from roamc.errors import CaptureError
 from tests.end_to_end.helpers import (
     Loss,
+    aot_eager,
     assert_same,
     fresh,
     noise,
