@@ -89,7 +89,10 @@ class Numbers:
             return content
         kind, *said = self.key(elements)
         if kind == "patched part" and said[:2] == [content, part.geometry]:
-            return self.of("patched", content, *said[2:])
+            geometry, inner = said[2:]
+            return (
+                content if inner == self.elements(content, geometry) else self.of("patched", content, geometry, inner)
+            )
         if not part.whole:
             return self.of("patched", content, part.geometry, elements)
         if kind == "elements":

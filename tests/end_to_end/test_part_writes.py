@@ -44,6 +44,15 @@ def transposed(h: Tensor) -> Tensor:
     return h.t() @ h[1:].sum(0, keepdim=True).expand_as(h)
 
 
+def piece(h: Tensor) -> Tensor:
+    """A part of a piece is assigned once more, and a scatter of it is put into the whole."""
+    first, second = h.unflatten(1, (2, 8)).unbind(1)
+    left = h[:, :8]
+    left[:, 1:] += left[:, :-1].detach()
+    left.addcmul_(second.detach(), first.detach(), value=0.3)
+    return h.tanh()
+
+
 class Part(nn.Module):
     """A part of an activation is written, and the activation is read in backward."""
 
@@ -58,7 +67,7 @@ class Part(nn.Module):
         return self.second(y.sin()).sum() + (h * h.detach().cos()).sum()
 
 
-WRITTEN = [view_behind, another_slice_behind, row_of_rows, part_of_part, transposed]
+WRITTEN = [view_behind, another_slice_behind, row_of_rows, part_of_part, transposed, piece]
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=lambda function: function.__name__)
