@@ -6,7 +6,7 @@ REQUIRED = frozenset({"layout"})
 
 def way_out(after: str) -> str:
     """What to do about a graph that breaks a rule behind a pass."""
-    if after in REQUIRED:
+    if after in REQUIRED or after == "capture":
         return "please report this model, and leave roamc out until then"
     return f"leave the pass out with options={{'disable': {after!r}}}"
 

@@ -25,12 +25,12 @@ from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
 from roamc.graph import Encoding, Phase, TrainGraph, operators, output_node, tensors_of
 from roamc.graph.keep import is_kept
-from roamc.graph.memory import MemoryModel, Place, Storage
+from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.rewrite import value_of
 from roamc.operators import ops
 from roamc.passes.normalize import SAME
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
-from roamc.passes.retain.codecs.codec import Read, fills_storage
+from roamc.passes.retain.codecs.codec import Read
 from roamc.passes.retain.versions import Versions
 
 MARK = "code"

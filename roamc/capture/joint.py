@@ -27,9 +27,9 @@ from roamc.capture.batch import put_together, take_apart
 from roamc.capture.caller_writes import to_callers
 from roamc.capture.collectives import join
 from roamc.capture.part_writes import to_parts
-from roamc.capture.same_values import same_values
 from roamc.capture.sharing import Half
 from roamc.capture.tokens import without_tokens
+from roamc.capture.value_check import values_kept
 from roamc.capture.view_writes import put_at_once, without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
@@ -96,7 +96,7 @@ def stitch(
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
-    with same_values(stitched):
+    with values_kept(stitched):
         made.simplify((*first, *second, *saved))
     stands_for = join(module)
     copies = correct(made.graph)
@@ -121,7 +121,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
     copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
-    with same_values(copied):
+    with values_kept(copied):
         made.simplify(results)
     stands_for = join(copied.module)
     copies = correct(made.graph)

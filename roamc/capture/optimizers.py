@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from roamc.errors import CaptureError
+from roamc.graph.memory import is_dense
 from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
@@ -71,21 +72,11 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
     Raises:
         CaptureError: ``parameter`` has gaps in memory and its group is fused.
     """
-    if group.get("fused") and not _is_dense(parameter):
+    if group.get("fused") and not is_dense(parameter):
         raise CaptureError(
             f"{name} has gaps in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}), which torch's "
             "fused kernels read over; leave fused=True out, or make the parameter of a .contiguous() tensor"
         )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their range of memory, each once, in any order of the dimensions."""
-    filled = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step != filled:
-            return False
-        filled *= max(size, 1)
-    return True
 
 
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:

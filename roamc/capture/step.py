@@ -23,7 +23,7 @@ from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
-from roamc.capture.same_values import same_values
+from roamc.capture.value_check import values_kept
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
 from roamc.graph.keep import keep_saved
@@ -280,7 +280,7 @@ class _Assembly:
         join_constants(graph, self.mode)
         join(self.module)
         correct(graph)
-        with same_values(_bare(self.module)):
+        with values_kept(_bare(self.module)):
             as_values(graph, self.mode)
         inputs = placeholders(graph)
         self._describe_inputs(inputs)

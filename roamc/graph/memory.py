@@ -463,6 +463,23 @@ def identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether every byte of the storage belongs to exactly one element, so that it can be read as a flat row."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return whole and tensor.storage_offset() == 0 and is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, each once, in whatever sequence of dimensions."""
+    expected = 1
+    pairs = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    for step, size in pairs if tensor.numel() else ():
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
 def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
     """What :func:`identity` gives for all tensors that ``nodes`` stand for."""
     return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload, fake_mode_of
-from roamc.graph.memory import identity
+from roamc.graph.memory import fills_storage, identity
 from roamc.graph.train_graph import tensors_of
 from roamc.operators import ops
 
@@ -85,45 +85,35 @@ class Numbers:
 
     def patched(self, content: Number, part: Place, elements: Number) -> Number:
         """What is in a storage when ``elements`` have been written to a ``part`` of it."""
-        if elements == self.elements(content, part.geometry):
+        geometry, elements = self._innermost(content, part.geometry, elements)
+        if elements == self.elements(content, geometry):
             return content
+        if geometry != part.geometry or not part.whole:
+            return self.of("patched", content, geometry, elements)
         kind, *said = self.key(elements)
-        if kind == "patched part" and said[:2] == [content, part.geometry]:
-            geometry, inner = said[2:]
-            return (
-                content if inner == self.elements(content, geometry) else self.of("patched", content, geometry, inner)
-            )
-        if not part.whole:
-            return self.of("patched", content, part.geometry, elements)
-        if kind == "elements":
-            elements = said[0] if said[1] == part.geometry else self.of("filled", part.geometry, elements)
-        self.born(elements, part.geometry)
+        if kind == "elements" and said[1] == geometry:
+            return int(said[0])
+        if kind == "elements" or self._born.get(elements, geometry) != geometry:  # the same elements, other bytes
+            elements = self.of("filled", geometry, elements)
+        self.born(elements, geometry)
         return elements
 
     def patched_part(self, content: Number, base: Place, part: Place, elements: Number) -> Number:
         """A copy of ``base``, a part of a storage, with ``elements`` written to ``part`` of that."""
+        return self.of("patched part", content, base.geometry, *self._innermost(content, part.geometry, elements))
+
+    def _innermost(self, content: Number, geometry: Number, elements: Number) -> tuple[Number, Number]:
+        """Where what is written differs from what is there: ``elements`` may be a copy of the part, itself patched."""
         kind, *said = self.key(elements)
-        inner = (
-            said[2:] if kind == "patched part" and said[:2] == [content, part.geometry] else (part.geometry, elements)
-        )
-        return self.of("patched part", content, base.geometry, *inner)
+        inside = kind == "patched part" and said[:2] == [content, geometry]
+        return (said[2], said[3]) if inside else (geometry, elements)
 
     def _place(self, position: int, tensor: torch.Tensor) -> Place:
-        shape, stride, offset = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.storage_offset()
+        shape = tuple(map(int, tensor.shape))
+        lies = (shape, tuple(map(int, tensor.stride())), int(tensor.storage_offset()))
         bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        filled = not offset and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        geometry = self.of("place", shape, stride, int(offset), *bits)
-        return Place(position, identity(tensor), geometry, self.of("shape", shape), filled and _is_dense(shape, stride))
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements lie side by side, each once, in whatever sequence of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+        geometry = self.of("place", *lies, *bits)
+        return Place(position, identity(tensor), geometry, self.of("shape", shape), fills_storage(tensor))
 
 
 def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:

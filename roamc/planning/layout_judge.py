@@ -32,7 +32,7 @@ def check_layout(graph: TrainGraph) -> None:
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
     lives = storage_lives(graph)
-    _check_owners(graph, graph.layout)
+    _check_owners(graph, graph.layout, lives)
     _check_places(graph.layout, lives)
     _check_elements(graph, graph.layout)
     closed = _closed(graph, graph.layout)
@@ -40,19 +40,18 @@ def check_layout(graph: TrainGraph) -> None:
     _check_peak(graph, graph.layout, lives, closed)
 
 
-def _check_owners(graph: TrainGraph, layout: Layout) -> None:
+def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
     """Only what the step makes and keeps to itself may lie in the arena, whose bytes the next step writes over."""
-    handed = _handed(graph)
-    owner: dict[int, fx.Node] = {}
-    for node in graph.graph.nodes:
-        many = not isinstance(node.meta.get("val"), torch.Tensor)
-        for position, tensor in tensors_of(node):
-            if owner.setdefault(identity(tensor), node) is not node:
-                continue
-            name = f"{node.name}#{position}" if many else node.name
-            callers = node.op != "call_function" or identity(tensor) in handed
-            if callers and name in layout.offset:
-                raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
+    nodes, handed = list(graph.graph.nodes), _handed(graph)
+    for name in layout.offset:
+        node = nodes[lives[name][0]]
+        if node.op != "call_function" or identity(_tensor(node, name)) in handed:
+            raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
+
+
+def _tensor(node: fx.Node, name: str) -> torch.Tensor:
+    """The result of ``node`` that makes the storage ``name``."""
+    return dict(tensors_of(node))[0 if name == node.name else int(name.rpartition("#")[2])]
 
 
 def _handed(graph: TrainGraph) -> set[int]:
@@ -172,8 +171,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
         node = nodes[born]
         if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
             continue
-        position = 0 if name == node.name else int(name.rpartition("#")[2])
-        end = len(nodes) if identity(dict(tensors_of(node))[position]) in handed else dead
+        end = len(nodes) if identity(_tensor(node, name)) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
     return found
 

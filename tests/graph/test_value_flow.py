@@ -473,3 +473,23 @@ def test_plan_with_codes_and_replays_is_accepted() -> None:
     assert kept["reruns"]
     assert kept["codes"]
     check(planned.graph, before, "all")
+
+
+def test_a_copy_in_other_strides_is_not_what_was_copied() -> None:
+    """The elements are the same, and the bytes are not: who reads the bytes of the one as if they were the other's."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.t().sin()
+        z = torch.empty(6, 6).copy_(y)
+        return z.cos(), y.exp()
+
+    graph = traced(function, torch.randn(6, 6))
+    before = values(graph)
+    cos, sin, copy = (node_of(graph, name) for name in ("cos", "sin", "copy_"))
+    with graph.graph.inserting_before(cos):
+        other = graph.graph.call_function(aten.as_strided.default, (sin, [6, 6], [6, 1], 0))
+    with sin.meta["val"].fake_mode:
+        other.meta["val"] = aten.as_strided.default(sin.meta["val"], [6, 6], [6, 1], 0)
+    cos.replace_input_with(copy, other)
+    after = graph.replace(phase={**graph.phase, other.name: graph.phase["cos"]})
+    refused(after, before, "cos would read the result of sin and not what copy_ has written")

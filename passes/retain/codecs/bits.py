@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roamc.passes.retain.codecs.codec import Saved, fills_storage, flat
+from roamc.graph.memory import fills_storage
+from roamc.passes.retain.codecs.codec import Saved, flat
 from roamc.units import Bytes
 
 aten = torch.ops.aten

@@ -94,23 +94,6 @@ class Codec:
     keeps: Need = Need.ELEMENTS
 
 
-def fills_storage(tensor: Tensor) -> bool:
-    """Whether every byte of the storage belongs to exactly one element, so that it can be read as a flat row."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    return whole and tensor.storage_offset() == 0 and is_dense(tensor)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, each once, in whatever sequence of dimensions."""
-    expected = 1
-    pairs = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    for step, size in pairs if tensor.numel() else ():
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as a row, in memory's sequence."""
     return torch.ops.aten.as_strided.default(tensor, [tensor.numel()], [1])  # type: ignore[no-any-return]

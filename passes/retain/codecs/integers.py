@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from roamc.graph import tensors_of
+from roamc.graph.memory import fills_storage, is_dense
 from roamc.operators import ops
-from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage, is_dense
+from roamc.passes.retain.codecs.codec import Read, Saved
 from roamc.units import Bytes
 
 aten = torch.ops.aten

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from roamc.graph.memory import fills_storage
 from roamc.operators import ops
 from roamc.operators.ops import Need
 from roamc.passes.retain.codecs.bits import Bits, bits_of
-from roamc.passes.retain.codecs.codec import Read, Saved, fills_storage
+from roamc.passes.retain.codecs.codec import Read, Saved
 from roamc.units import Bytes
 
 aten = torch.ops.aten

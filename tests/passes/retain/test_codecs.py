@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph
-from roamc.graph.memory import build_memory
+from roamc.graph.memory import build_memory, fills_storage, is_dense
 from roamc.operators import ops
 from roamc.passes.retain.codecs import CODECS, codec_of, shapes
 from roamc.passes.retain.codecs.bits import bits_of
-from roamc.passes.retain.codecs.codec import Saved, fills_storage, is_dense
+from roamc.passes.retain.codecs.codec import Saved
 from roamc.passes.retain.codecs.integers import NARROW, Integers, Range, range_of
 from roamc.passes.retain.codecs.signs import Signs
 from roamc.passes.retain.compress import values

@@ -11,7 +11,7 @@ from roamc.operators import ops
 
 
 @contextlib.contextmanager
-def same_values(graph: TrainGraph) -> Iterator[None]:
+def values_kept(graph: TrainGraph) -> Iterator[None]:
     """While inside, writes may become values and values writes; behind it every operator reads what it read before.
 
     Graphs in which nothing is written are not looked at.
