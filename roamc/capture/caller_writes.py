@@ -58,10 +58,14 @@ def to_callers(half: Half, copy: fx.Node) -> list[str]:
 
 
 def _may(half: Half, given: fx.Node, chain: list[fx.Node], copy: fx.Node) -> bool:
-    """Whether each value has been read when the next is written over it, and only forward reads the last one."""
+    """Whether each value has been read when the next is written over it, and only forward reads the last one.
+
+    Behind ``copy``, readers of the input read the last value already.
+    """
     for node, following in zip([given, *chain[:-1]], chain, strict=True):
         until = half.places[following]
-        if any(half.places[reader] > until for reader in half.readers(node) if reader is not copy):
+        ends = half.places[copy] if node is given else len(half.places)
+        if any(until < half.places[reader] < ends for reader in half.readers(node)):
             return False
     last = [reader for reader in half.readers(chain[-1]) if reader is not copy]
     return half.are_forward(last) and not any(half.is_named(node) or half.is_written(node) for node in chain)

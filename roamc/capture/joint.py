@@ -27,6 +27,7 @@ from roamc.capture.batch import put_together, take_apart
 from roamc.capture.caller_writes import to_callers
 from roamc.capture.collectives import join
 from roamc.capture.part_writes import to_parts
+from roamc.capture.returned_inputs import read_inputs
 from roamc.capture.sharing import Half
 from roamc.capture.tokens import without_tokens
 from roamc.capture.value_check import values_kept
@@ -95,9 +96,10 @@ def stitch(
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
+    made.read_inputs()
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
     with values_kept(stitched):
-        made.simplify((*first, *second, *saved))
+        made.simplify(saved)
     stands_for = join(module)
     copies = correct(made.graph)
     return stitched.replace(
@@ -120,9 +122,10 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.graph.output(tuple(results))
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
+    made.read_inputs()
     copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
     with values_kept(copied):
-        made.simplify(results)
+        made.simplify()
     stands_for = join(copied.module)
     copies = correct(made.graph)
     return copied.replace(phase=_phases(made.phase, stands_for, copies))
@@ -201,10 +204,18 @@ class _Stitcher:
                 late.append(entry)
         return late
 
-    def simplify(self, named: Iterable[fx.Node | None]) -> None:
-        """Write where eager writes: see modules view_writes, caller_writes and part_writes. Nodes ``named`` stay."""
+    def read_inputs(self) -> None:
+        """Return views of inputs where eager does: see module returned_inputs."""
         if self.mode is not None:
-            names = {node.name for node in named if node is not None}
+            read_inputs(self.graph, self.mode, self.phase)
+
+    def simplify(self, saved: Iterable[fx.Node] = ()) -> None:
+        """Write where eager writes: see modules view_writes, caller_writes and part_writes.
+
+        What the graph returns and what is ``saved`` stays.
+        """
+        if self.mode is not None:
+            names = {node.name for node in (*output_values(self.graph), *saved) if node is not None}
             gone = set(without_copies(self.graph, self.mode, names))
             half = Half(self.graph, self.mode, self.phase, names)
             for exchange in (to_callers, to_parts):

@@ -1,0 +1,79 @@
+"""Views of an input that forward writes to and returns, as functionalization leaves them: they are made of the input.
+
+    before                               after
+    v = mul(x, 0.9)                      v = mul(x, 0.9)
+    w = slice(v, 0, 1)                   copy_(x, v)
+    copy_(x, v)                          w = slice(x, 0, 1)
+    return w                             return w
+
+``x`` is an input of the graph, such as a buffer, and ``v`` what the user's ``x.mul_(0.9)`` left in it, so that eager
+returns ``x[1:]`` itself. Named by no output, ``v`` may be written to ``x``: see :mod:`roamc.capture.caller_writes`.
+A tensor of its own that is copied to ``x`` (``v = x * 0.9; x.copy_(v); return v[1:]``) stays one.
+
+AOTAutograd does the same behind the program: from the ``w`` that it is given it takes the shape alone, and makes what the
+user gets from ``x``. So nothing changes in what a step means, and judges of values begin behind this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import FakeTensorMode
+from roamc.graph import Phase, output_node, output_values
+from roamc.graph.memory import WROTE_OVER
+from roamc.graph.rewrite import derived
+from roamc.operators import ops
+
+aten = torch.ops.aten
+
+
+def read_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase]) -> None:
+    """Let outputs that are views of what was written to an input be views of the input.
+
+    Args:
+        graph: changed in place.
+        mode: the fake mode of its tensors.
+        phase: of its operators and views; the new views are added.
+    """
+    copies = {node.args[1]: node for node in graph.nodes if _keeps_writes(node, phase)}
+    made: dict[Any, fx.Node] = {}
+    for output in dict.fromkeys(output_values(graph)):
+        for view in _views_of_written(output, copies):
+            if view in made:
+                continue
+            copy = copies.get(view.args[0])
+            base = made[view.args[0]] if copy is None else copy.args[0]
+            after = base if copy is None else copy
+            with graph.inserting_after(after):
+                made[view] = graph.create_node("call_function", view.target, (base, *view.args[1:]), view.kwargs)
+            made[view].meta = dict(view.meta)
+            made[view].meta["val"] = derived(made[view], mode)
+            phase[made[view].name] = Phase.FORWARD
+    output_node(graph).args = (tuple(made.get(value, value) for value in output_values(graph)),)
+
+
+def _keeps_writes(node: fx.Node, phase: Mapping[str, Phase]) -> bool:
+    """Whether ``node`` copies to an input, at the end of forward, what operators that wrote there have made of it."""
+    if node.target is not aten.copy_.default or node.users or phase[node.name] is not Phase.FORWARD:
+        return False
+    given, value = node.args[:2]
+    written = False
+    while isinstance(value, fx.Node) and (WROTE_OVER in value.meta or ops.is_view(value.target)):
+        written |= WROTE_OVER in value.meta
+        value = value.args[0]
+    return written and value is given and value.op == "placeholder"
+
+
+def _views_of_written(output: fx.Node | None, copies: Mapping[Any, fx.Node]) -> list[fx.Node]:
+    """The views that lead from what a copy writes to ``output``; none if it is no such view."""
+    views: list[fx.Node] = []
+    while isinstance(output, fx.Node) and output not in copies:
+        if not ops.is_view(output.target) or output.all_input_nodes != [output.args[0]]:
+            return []
+        views.insert(0, output)
+        output = output.args[0]  # type: ignore[assignment]
+    return views if output in copies else []
