@@ -240,11 +240,28 @@ def may_overwrite(node: fx.Node) -> tuple[int, ...]:
     """Positions of the arguments that ``node`` may write its result over, if both have the same geometry.
 
     None for complex numbers: compilers multiply and divide them in another order where an argument is written over.
+    None whose storage ``node`` reads through another argument that it may not write over (``addmm(x, x, x)``): of that
+    one it would read elements of the result.
     """
+    allowed = rule(node.target).overwrites
     result = node.meta.get("val")
-    if isinstance(result, torch.Tensor) and result.is_complex():
+    if not allowed or (isinstance(result, torch.Tensor) and result.is_complex()):
         return ()
-    return rule(node.target).overwrites
+    others = _storages([value for at, value in enumerate(node.args) if at not in allowed], node.kwargs)
+    return tuple(at for at in allowed if others.isdisjoint(_storages(node.args[at : at + 1]))) if others else allowed
+
+
+def _storages(*arguments: Any) -> set[int]:
+    """The storages that arguments of a node, or nests of them, lie in."""
+    found: set[int] = set()
+
+    def note(node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            found.add(value.untyped_storage()._cdata)
+
+    fx.map_arg(arguments, note)
+    return found
 
 
 def name_of(target: Target) -> str:

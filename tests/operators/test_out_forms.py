@@ -337,3 +337,21 @@ def test_complex_numbers_are_not_written_over() -> None:
     assert ops.may_overwrite(node) == (0, 1)
     node.meta["val"] = torch.empty(2, dtype=torch.complex64)
     assert ops.may_overwrite(node) == ()
+
+
+def test_what_is_read_through_another_argument_is_not_written_over() -> None:
+    def node(target: Any, *tensors: torch.Tensor) -> fx.Node:
+        graph = fx.Graph()
+        arguments = []
+        for number, tensor in enumerate(tensors):
+            arguments.append(graph.placeholder(f"x{number}"))
+            arguments[-1].meta["val"] = tensor
+        made = graph.call_function(target, tuple(arguments))
+        made.meta["val"] = torch.empty(4, 4)
+        return made
+
+    x, y, z = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
+    assert ops.may_overwrite(node(aten.addmm.default, x, y, z)) == (0,)
+    assert ops.may_overwrite(node(aten.addmm.default, x, x, z)) == ()
+    assert ops.may_overwrite(node(aten.addmm.default, x, y, x[:])) == ()
+    assert ops.may_overwrite(node(aten.mul.Tensor, x, x)) == (0, 1)
