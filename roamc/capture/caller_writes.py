@@ -5,6 +5,10 @@
     ... v ...                            ... v ...
     copy_(x, v)
 
+    v = slice_scatter(x, s, 0, 2)        p = slice(x, 0, 2)
+    ... v ...                            copy_(p, s)
+    copy_(x, v)                          ... x ...
+
 ``x`` is an input of the graph, such as a buffer. ``v`` has no bytes of its own any more, as in eager; of a chain
 (``x.mul_(0.9).add_(y)``) neither has what lies between. A value that backward reads, or that the caller gets, stays:
 the caller may write to ``x`` as soon as forward has ended.
@@ -12,81 +16,130 @@ the caller may write to ``x`` as soon as forward has ended.
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from roamc.capture.in_place_values import geometry, makes_value
+from roamc.capture import part_writes
+from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half
-from roamc.compat import OpOverload
-from roamc.graph.memory import identities, identity
+from roamc.graph.memory import WROTE_OVER, identities, identity
 from roamc.operators import ops
 
 aten = torch.ops.aten
 
 
-@functools.cache
-def writes_over(target: object) -> OpOverload | None:
-    """The operator that writes over its first argument what ``target`` makes of it, with the same bits."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return None
-    packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    twin = getattr(packet, target._overloadname, None)
-    return twin if makes_value(twin) is target else None
+@dataclass(frozen=True)
+class _Write:
+    """One of the operators that lead from what an input holds to what is copied to it.
+
+    Attributes:
+        base: what it changes: the input, or the result of the write before.
+        result: what is then in the base.
+        at: the node at which the first element is written.
+        scatters: where a part is changed, the nodes that put it into the whole, innermost first, ``result`` the last.
+    """
+
+    base: fx.Node
+    result: fx.Node
+    at: fx.Node
+    scatters: tuple[fx.Node, ...] = ()
 
 
 def to_callers(half: Half, copy: fx.Node) -> list[str]:
     """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then.
 
     Returns:
-        The name of ``copy`` if it is gone.
+        Names of the nodes that are gone: ``copy``, and scatters.
     """
     if copy.target is not aten.copy_.default or copy.users:
         return []
     given, value = copy.args[:2]
-    if not isinstance(given, fx.Node) or given.op != "placeholder":
+    if not isinstance(given, fx.Node) or given.op != "placeholder" or not isinstance(value, fx.Node):
         return []
-    chain = _chain(given, value)
-    if not chain or not _may(half, given, chain, copy):
+    writes = _writes(half, given, value)
+    if not writes or geometry(value.meta["val"]) != geometry(given.meta["val"]) or not _may(half, writes, copy):
         return []
     half.graph.erase_node(copy)
-    for node in chain:
-        node.target = writes_over(node.target)  # type: ignore[assignment]
-        half.put(half.shared.pop(identity(node.meta["val"])), given.meta["val"])
-    return [copy.name]
+    gone = [copy.name]
+    for write in writes:
+        gone += _apply(half, write, given)
+    return gone
 
 
-def _may(half: Half, given: fx.Node, chain: list[fx.Node], copy: fx.Node) -> bool:
+def _apply(half: Half, write: _Write, given: fx.Node) -> list[str]:
+    """Let one write be made in the memory of ``given``; those before it are."""
+    if not write.scatters:
+        write.result.target = writes_over(write.result.target)  # type: ignore[assignment]
+        half.put(half.shared.pop(identity(write.result.meta["val"])), given.meta["val"])
+        return []
+    base: Any = write.result.args[0]  # by now: the result of the write before may be gone
+    if write.at is write.result:
+        part_writes.copy_to_part(half, write.scatters, base)
+    else:
+        part_writes.write_to_part(half, write.at, base)
+    return part_writes.without_scatters(half, write.scatters, base)
+
+
+def _may(half: Half, writes: list[_Write], copy: fx.Node) -> bool:
     """Whether each value has been read when the next is written over it, and only forward reads the last one.
 
     Behind ``copy``, readers of the input read the last value already.
     """
-    for node, following in zip([given, *chain[:-1]], chain, strict=True):
-        until = half.places[following]
-        ends = half.places[copy] if node is given else len(half.places)
-        if any(until < half.places[reader] < ends for reader in half.readers(node)):
+    for write in writes:
+        ends = half.places[copy] if write is writes[0] else len(half.places)
+        own = {write.result, *write.scatters, *(scatter.args[0] for scatter in write.scatters[:-1])}
+        readers = [half.places[reader] for reader in half.readers(write.base) if reader not in own]
+        if any(half.places[write.at] < place < ends for place in readers):
             return False
-    last = [reader for reader in half.readers(chain[-1]) if reader is not copy]
-    return half.are_forward(last) and not any(half.is_named(node) or half.is_written(node) for node in chain)
+    results = [write.result for write in writes]
+    last = [reader for reader in half.readers(results[-1]) if reader is not copy]
+    return half.are_forward(last) and not any(half.is_named(node) or half.is_written(node) for node in results)
 
 
-def _chain(given: fx.Node, value: object) -> list[fx.Node]:
-    """The operators that make ``value`` of ``given``, each of the result of the one before; none if one of them cannot
-    write over its argument."""
-    chain: list[fx.Node] = []
-    while value is not given:
-        if not isinstance(value, fx.Node) or not _fits(value, given):
+def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
+    """What leads to ``value`` from ``given``, each from the result of the one before or from a view of it; none if one
+    of them cannot write there."""
+    writes: list[_Write] = []
+    while (whole := _viewed(value)) is not given:
+        write = _write(half, whole)
+        if write is None:
             return []
-        chain.insert(0, value)
-        value = value.args[0]
-    return chain
+        writes.insert(0, write)
+        value = write.base
+    return writes
 
 
-def _fits(node: fx.Node, given: fx.Node) -> bool:
-    """Whether ``node`` may write its result over its first argument, and the result lies as ``given`` does."""
-    if node.op != "call_function" or writes_over(node.target) is None or 0 not in ops.may_overwrite(node):
+def _viewed(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through all views; ``node`` itself if it is none."""
+    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes == [node.args[0]]:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _write(half: Half, node: fx.Node) -> _Write | None:
+    """``node`` as a write to its first argument, if its result lies as that does."""
+    base = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(base, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
+        return None
+    if geometry(node.meta["val"]) != geometry(base.meta["val"]):
+        return None
+    if node.target in part_writes.PARTS:
+        scatters = part_writes.down_from(node, half.mode)
+        part = scatters[0].args[1]
+        if not isinstance(part, fx.Node) or node.kwargs or identity(part.meta["val"]) == identity(base.meta["val"]):
+            return None
+        alone = part_writes.fits(scatters[0], base, part, half.mode)
+        return _Write(base, node, part if alone else node, scatters)
+    others = identities(set(node.all_input_nodes) - {base})
+    return _Write(base, node, node) if _overwrites(node) and identity(base.meta["val"]) not in others else None
+
+
+def _overwrites(node: fx.Node) -> bool:
+    """Whether ``node`` has the same bits where it writes over its first argument, or is what eager runs in place."""
+    if writes_over(node.target) is None:
         return False
-    if geometry(node.meta["val"]) != geometry(given.meta["val"]) or not isinstance(node.args[0], fx.Node):
-        return False
-    return identities([node.args[0]]).isdisjoint(identities(set(node.all_input_nodes) - {node.args[0]}))
+    repeats = sum(argument is node.args[0] for argument in (*node.args, *node.kwargs.values())) > 1
+    return 0 in ops.may_overwrite(node) or (WROTE_OVER in node.meta and not repeats)

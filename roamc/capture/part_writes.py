@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.capture.caller_writes import writes_over
-from roamc.capture.in_place_values import geometry
+from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.graph.memory import WROTE_OVER, identities, identity
@@ -33,11 +32,19 @@ PARTS: Mapping[object, OpOverload] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
     aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
 }
 """Operators that put a value into a copy of their first argument, to the view of the part that it fills."""
 
-ROUNDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
-"""Operators whose results are rounded once: they have the same bits wherever the result lies."""
+ROUNDED = frozenset(
+    {
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.abs.default),
+        *(aten.relu.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default),
+        *(aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+    }
+)
+"""Operators whose results are rounded once, or are what they are given: they have the same bits wherever the result
+lies. Of others the part must lie as the result."""
 
 
 def to_parts(half: Half, scatter: fx.Node) -> list[str]:
@@ -52,16 +59,38 @@ def to_parts(half: Half, scatter: fx.Node) -> list[str]:
     whole, value = scatters[-1].args[0], scatter.args[1]
     if not isinstance(whole, fx.Node) or not isinstance(value, fx.Node):
         return []
-    if not _fits(scatter, whole, value, half.mode) or not _may(half, scatters, whole, value):
+    if not fits(scatter, whole, value, half.mode) or not _may(half, scatters, whole, value):
         return []
     if geometry(whole.meta["val"]) != geometry(scatters[-1].meta["val"]):
         return []
+    write_to_part(half, value, whole)
+    return without_scatters(half, scatters, whole)
+
+
+def write_to_part(half: Half, value: fx.Node, whole: fx.Node) -> None:
+    """Let ``value`` be written over its first argument, which is a part of ``whole``."""
     part: Any = value.args[0]
     value.target = writes_over(value.target)  # type: ignore[assignment]
     del half.shared[identity(value.meta["val"])]
     with half.mode:
         value.meta["val"] = placed_in(part.meta["val"], whole.meta["val"].untyped_storage())
     half.of(whole).append((value, 0))
+
+
+def copy_to_part(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> None:
+    """Copy the value that ``scatters`` put into ``whole``, innermost first, to the part that it fills."""
+    part = whole
+    for scatter in reversed(scatters):
+        part = half.add(scatters[-1], PARTS[scatter.target], (part, *scatter.args[2:]))
+    half.add(scatters[-1], aten.copy_.default, (part, scatters[0].args[1]))
+
+
+def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> list[str]:
+    """Let the readers of what ``scatters`` make read ``whole``, which has it in its memory.
+
+    Returns:
+        Names of the scatters, which are gone.
+    """
     behind = [place for place in half.of(scatters[-1]) if place[0] is not scatters[-1]]
     half.put(behind, whole.meta["val"])
     scatters[-1].replace_all_uses_with(whole)
@@ -83,14 +112,29 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
     """``scatter``, then the one that puts its result to where its base is a part of something larger, and so on."""
     scatters = [scatter]
     while len(scatters[-1].users) == 1:
-        base, (outer,) = scatters[-1].args[0], scatters[-1].users
-        if outer.target not in PARTS or outer.kwargs or outer.args[1] is not scatters[-1]:
-            break
-        part, filled = base.meta["val"], filled_by(outer, mode)  # type: ignore[union-attr]
-        if identity(part) != identity(filled) or geometry(part) != geometry(filled):
+        (outer,) = scatters[-1].users
+        if not _puts_back(outer, scatters[-1], mode):
             break
         scatters.append(outer)
     return scatters
+
+
+def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
+    """What :func:`until_whole` gives for the scatter at which it begins, if ``scatter`` is the last."""
+    scatters = [scatter]
+    while isinstance(inner := scatters[0].args[1], fx.Node) and inner.target in PARTS and not inner.kwargs:
+        if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):
+            break
+        scatters.insert(0, inner)
+    return tuple(scatters)
+
+
+def _puts_back(outer: fx.Node, scatter: fx.Node, mode: FakeTensorMode) -> bool:
+    """Whether ``outer`` puts what ``scatter`` makes of a part to where that part was."""
+    if outer.target not in PARTS or outer.kwargs or outer.args[1] is not scatter:
+        return False
+    part, filled = scatter.args[0].meta["val"], filled_by(outer, mode)  # type: ignore[union-attr]
+    return identity(part) == identity(filled) and geometry(part) == geometry(filled)
 
 
 def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node) -> bool:
@@ -107,10 +151,10 @@ def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node
     return half.are_forward([*before, *behind])
 
 
-def _fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
+def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
     """Whether ``value`` is made of the part that ``scatter`` fills with it, and may be written over that."""
     part = value.args[0] if value.args else None
-    if value.target not in ROUNDED or value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:
+    if value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:
         return False
     if list(value.users) != [scatter] or not isinstance(part, fx.Node) or 0 not in ops.may_overwrite(value):
         return False
@@ -121,4 +165,12 @@ def _fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode
         and (seen.shape, seen.dtype) == (made.shape, made.dtype)
         and storage not in identities(set(value.all_input_nodes) - {part})
         and writes_over(value.target) is not None
+        and (value.target in ROUNDED or _is_same_loop(value, seen, made))
     )
+
+
+def _is_same_loop(value: fx.Node, part: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether the operator goes through ``part`` as through the tensor that it makes: vectors round as vectors do, and
+    single elements perhaps otherwise."""
+    pointwise = isinstance(value.target, OpOverload) and torch.Tag.pointwise in value.target.tags
+    return pointwise and part.stride() == made.stride()

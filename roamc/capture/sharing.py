@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, tensors_of
-from roamc.graph.memory import identities, identity
-from roamc.graph.rewrite import move
+from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.graph.rewrite import derived, move
 from roamc.operators import ops
 
 Place = tuple[fx.Node, int]
@@ -41,9 +42,9 @@ class Sharing:
         return self.shared[identity(node.meta["val"])]
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Whoever reads a tensor in the storage of ``node``."""
+        """Whoever reads elements in the storage of ``node``; a view reads none."""
         for other, _ in self.of(node):
-            yield from other.users
+            yield from (user for user in other.users if not ops.is_view(user.target))
 
     def put(self, tensors: Iterable[Place], into: torch.Tensor) -> None:
         """Move ``tensors`` into the storage of ``into``, each to the place that it has in its own."""
@@ -58,12 +59,12 @@ class Half(Sharing):
     """Forward, or forward and backward in one graph.
 
     Attributes:
-        phase: of every operator and view.
+        phase: of every operator and view; what is added gets its own.
         named: nodes that outputs or saved values refer to by name; their tensors stay as they are.
     """
 
     def __init__(
-        self, graph: fx.Graph, mode: FakeTensorMode, phase: Mapping[str, Phase], named: Collection[str]
+        self, graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase], named: Collection[str]
     ) -> None:
         super().__init__(graph, mode)
         self.phase, self.named = phase, named
@@ -80,3 +81,13 @@ class Half(Sharing):
     def are_forward(self, readers: Iterable[fx.Node]) -> bool:
         """Whether all of them are operators or views of forward."""
         return all(self.phase.get(reader.name) is Phase.FORWARD for reader in readers)
+
+    def add(self, place: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A view, or a write to one, in front of ``place``; it counts as standing there."""
+        with self.graph.inserting_before(place):
+            node = self.graph.create_node("call_function", target, args)
+        node.meta = {key: value for key, value in place.meta.items() if key != WROTE_OVER}
+        node.meta["val"] = derived(node, self.mode)
+        self.places[node], self.phase[node.name] = self.places[place], self.phase[place.name]
+        self.of(node).append((node, 0))
+        return node

@@ -226,11 +226,10 @@ class Walk:
         return self.uncopied(self.numbers.elements(self.content(place), place.geometry))
 
     def uncopied(self, elements: Number) -> Number:
-        """Of elements that have been copied from elsewhere, those."""
-        kind, *said = self.numbers.key(elements)
-        if kind == "filled":
-            return int(said[1])
-        return self.numbers.elements(*said) if kind == "copied" else elements
+        """Of elements that have been copied from elsewhere, perhaps more than once, those."""
+        while (kind := (key := self.numbers.key(elements))[0]) in ("filled", "copied"):
+            elements = int(key[2]) if kind == "filled" else self.numbers.elements(*key[1:])
+        return elements
 
     def number(self, call: Call) -> Number:
         """The number of a call."""

@@ -121,9 +121,8 @@ def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:
     if not isinstance(target, OpOverload) or target.namespace != "aten" or rule.mutates != (0,):
         return None
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    twin = getattr(packet, target._overloadname, None)
-    same = isinstance(twin, OpOverload) and twin is not target and _declared(twin) == _declared(target)
-    return twin if same else None
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return next((twin for twin in overloads if twin is not target and _declared(twin) == _declared(target)), None)
 
 
 def _declared(target: OpOverload) -> list[tuple[str, str]]:
