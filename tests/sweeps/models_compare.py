@@ -15,12 +15,15 @@ from torch import Tensor, nn
 import roamc
 from roamc.errors import StaleError
 from tests.end_to_end.helpers import eager_step, onednn
+from tests.sweeps import in_place_models, random_models
 from tests.sweeps.compare import OutOfTime, Verdict, different, time_limit
-from tests.sweeps.databases import named
-from tests.sweeps.random_models import Example, example
+from tests.sweeps.databases import named, tensors_in
+from tests.sweeps.random_models import Example
 
 ROUTES = ("compile", "optimize", "step")
 BUDGETS = (None, "60%")
+FAMILIES = {"blocks": random_models.example, "in-place": in_place_models.example}
+"""Kinds of random models by name: each gives the model of a number."""
 FALLS_BACK = ("roamc could not plan", "failed while it ran")
 """Words of the warnings that something else than a planned program runs."""
 
@@ -29,8 +32,11 @@ Plans = list[roamc.Plan]
 
 
 def loss_of(model: nn.Module, *batch: Any) -> Tensor:
-    """One number."""
-    return model(*batch).float().square().sum()
+    """One number; each of several outputs counts with its mean, so that sizes of views do not matter."""
+    outputs = model(*batch)
+    if isinstance(outputs, Tensor):
+        return outputs.float().square().sum()
+    return torch.stack([output.float().square().mean() for output in outputs]).sum()
 
 
 def optimizer_of(source: Example, model: nn.Module) -> torch.optim.Optimizer:
@@ -51,17 +57,20 @@ def trained(source: Example, wrap: Callable[[nn.Module], nn.Module], *, kept: bo
     found: Results = {}
     for number, batch in enumerate(source.batches):
         torch.manual_seed(number)
-        loss = loss_of(compiled, *copy.deepcopy(batch))
+        batch = copy.deepcopy(batch)
+        loss = loss_of(compiled, *batch)
         before = [(buffer, buffer.clone()) for buffer in model.buffers() if not kept]
         loss.backward()
         for buffer, was in before:
             buffer.copy_(was)
         found[f"loss {number}"] = loss.detach()
-        _note(found, model, number)
+        _note(found, model, batch, number)
     return found
 
 
-def _note(found: Results, model: nn.Module, number: int) -> None:
+def _note(found: Results, model: nn.Module, batch: tuple[Any, ...], number: int) -> None:
+    for index, tensor in enumerate(tensors_in(batch)):
+        found[f"input {index} after {number}"] = tensor
     for name, tensor in named(model):
         found[f"{name} after {number}"] = tensor.detach().clone()
         found[f"gradient of {name} after {number}"] = None if tensor.grad is None else tensor.grad.clone()
@@ -75,8 +84,9 @@ def stepped(source: Example, make: Callable[[nn.Module, torch.optim.Optimizer], 
     found: Results = {}
     for number, batch in enumerate(source.batches):
         torch.manual_seed(number)
-        found[f"loss {number}"] = step(*copy.deepcopy(batch)).detach()
-        _note(found, model, number)
+        batch = copy.deepcopy(batch)
+        found[f"loss {number}"] = step(*batch).detach()
+        _note(found, model, batch, number)
     return found
 
 
@@ -128,26 +138,26 @@ def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, 
     return found, roamc.plans(models[0]) if models else roamc.plans()
 
 
-def judge(seed: int, route: str, budget: str | None, seconds: int = 120) -> Verdict:
-    """The verdict; "refused" is an error in one line, "falls back" a warning and the right bits.
+def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family: str = "blocks") -> Verdict:
+    """The verdict on a model of a family; "refused" is an error in one line, "falls back" a warning and the right bits.
 
     "no graph": torch.compile runs the model in eager and hands nothing to any backend; "silent": roamc was handed a
     graph, and neither planned it nor said so. A budget that cannot be met is tried again as "min".
     """
-    at = "reference"
+    at, source = "reference", FAMILIES[family](seed)
     try:
         with time_limit(seconds), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             first, *others = (
-                functools.partial(reference, seed, kind, route != "compile") for kind in REFERENCES[route]
+                functools.partial(reference, seed, kind, route != "compile", family) for kind in REFERENCES[route]
             )
             wanted = first()
             at = route
-            found, plans = _planned_or_smallest(example(seed), route, budget)
+            found, plans = _planned_or_smallest(source, route, budget)
             wrong = different(found, wanted)
             if wrong and any(not different(found, other()) for other in others):
                 wrong = ""
-            if not wrong and not plans and route == "compile" and not graphs_of(example(seed)):
+            if not wrong and not plans and route == "compile" and not graphs_of(source):
                 return Verdict("no graph", "torch.compile runs the model in eager")
     except OutOfTime:
         return Verdict("left out" if at == "reference" else "time", f"{at}: over {seconds} s")
@@ -171,13 +181,14 @@ aot_eager's gradients (torch 2.13) are wrong where the part also reads what it h
 
 
 @functools.lru_cache(maxsize=4)
-def reference(seed: int, kind: str, aten_lstm: bool = False) -> Results:
+def reference(seed: int, kind: str, aten_lstm: bool = False, family: str = "blocks") -> Results:
     """What torch gives for a model: by one of ``REFERENCES``; with ``aten_lstm``, no LSTM runs in oneDNN."""
     with lstm_of_aten() if aten_lstm else contextlib.nullcontext():
+        source = FAMILIES[family](seed)
         if kind.endswith("step"):
-            return stepped(example(seed), eager if kind == "eager step" else by_aot_eager)
+            return stepped(source, eager if kind == "eager step" else by_aot_eager)
         wrap = aot_eager if kind == "aot_eager" else lambda model: model
-        return trained(example(seed), wrap, kept=kind != "eager forward's buffers")
+        return trained(source, wrap, kept=kind != "eager forward's buffers")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,12 +310,12 @@ def example(seed: int) -> Example:
     """The model of a number: the same one in every process."""
 
     def make() -> nn.Module:
-        with _generator_kept():
+        with generator_kept():
             torch.manual_seed(seed)
             return _Maker(seed).model()
 
     maker = _Maker(seed)
-    with _generator_kept():
+    with generator_kept():
         torch.manual_seed(seed)
         maker.model()
         batches = maker.batches()
@@ -323,7 +323,8 @@ def example(seed: int) -> Example:
 
 
 @contextlib.contextmanager
-def _generator_kept() -> Any:
+def generator_kept() -> Iterator[None]:
+    """What draws inside leaves torch's random numbers outside as they are."""
     state = torch.get_rng_state()
     try:
         yield

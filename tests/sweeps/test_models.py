@@ -1,8 +1,9 @@
-"""A few random models, each by one route and budget; `make sweep` runs 500 by all of them."""
+"""A few random models, each by one route and budget; `make sweep` runs 500 of each family by all of them."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import nn
 
 import roamc
 from tests.end_to_end.helpers import TORCH
-from tests.sweeps import models_compare
+from tests.sweeps import in_place_models, models_compare
 from tests.sweeps.compare import different
 from tests.sweeps.models_compare import BUDGETS, ROUTES, judge
 from tests.sweeps.random_models import Attention, Averaged, Cast, Checkpointed, Recurrent, Scaled, example
 from tests.sweeps.run_models import GOOD
 
-CASES = list(zip(range(12), itertools.cycle(itertools.product(ROUTES, BUDGETS)), strict=False))
+WAYS = list(itertools.product(ROUTES, BUDGETS))
+CASES = list(zip(range(12), itertools.cycle(WAYS), strict=False))
+
+IN_PLACE = list(zip(range(100, 112), itertools.cycle(WAYS), strict=False))
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +36,12 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.parametrize(("seed", "way"), CASES, ids=str)
 def test_bits_of_torch_or_one_clear_refusal(seed: int, way: tuple[str, str | None]) -> None:
     verdict = judge(seed, *way)
+    assert verdict.outcome in GOOD, verdict
+
+
+@pytest.mark.parametrize(("seed", "way"), IN_PLACE, ids=str)
+def test_bits_of_torch_where_modules_write_in_place(seed: int, way: tuple[str, str | None]) -> None:
+    verdict = judge(seed, *way, family="in-place")
     assert verdict.outcome in GOOD, verdict
 
 
@@ -61,6 +71,49 @@ def test_number_gives_the_same_model_twice() -> None:
     assert str(first) == str(second)
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_modules_that_write_in_place_can_be_trained_in_eager() -> None:
+    for seed in range(20):
+        found = models_compare.reference(seed, "eager", family="in-place")
+        assert all(tensor is None or tensor.isfinite().all() for tensor in found.values()), seed
+        assert any(tensor is not None for name, tensor in found.items() if name.startswith("gradient")), seed
+
+
+def test_numbers_give_all_kinds_of_writes() -> None:
+    texts = [in_place_models.source(seed).text for seed in range(50)]
+    kinds = (r"no_grad", r"\.detach\(\)", r" [-+*]= ", r"\] = ", r"\.chunk\(", r"\bb0\.", r"\bx\.", r"inplace=True")
+    returns = (r"return h\d,", r"mean\(\) \+", r"return .*, (b\d|x)$")
+    for kind in (*kinds, *returns, r"index_put_", r"copy_", r"addcmul_", r"\.diagonal\(\)"):
+        assert any(re.search(kind, text, re.MULTILINE) for text in texts), kind
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (("v1, v2 = self.l0(x).chunk(2)", "v1.zero_()"), RuntimeError),  # a write to one of several views
+        (("h0 = self.l0(x)", "h1 = h0.sigmoid()", "h1.zero_()"), RuntimeError),  # backward needs what it was
+        (("v1 = self.b0[1:]", "v1.add_(self.w)"), ValueError),  # the buffer would keep a gradient
+        (("v1 = x[1:-1][:, :0]",), ValueError),
+    ],
+)
+def test_lines_that_eager_cannot_train_are_refused(lines: tuple[str, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        in_place_models.values_after(list(lines), 8, 8)
+
+
+def test_a_module_that_writes_in_place_is_printed_as_code() -> None:
+    text = in_place_models.source(3).text
+    said = str(in_place_models.example(3).make())
+    assert all(line in said for line in text.splitlines())
+    assert said == str(in_place_models.example(3).make())
+
+
+def test_a_write_to_an_input_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, plans = models_compare.by_roamc(in_place_models.example(3), "compile", None)
+    changed = {**found, "input 0 after 1": torch.zeros(1)}
+    monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (changed, plans))
+    assert judge(3, "compile", None, family="in-place").outcome == "differs"
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
