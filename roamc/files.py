@@ -21,10 +21,16 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     Raises:
         OSError: it cannot be written, named by its own path; it is as before.
     """
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8", errors=errors, newline="\n")
-        return
-    target = path.resolve()
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8", errors=errors, newline="\n")
+        else:
+            _replace(path.resolve(), text, errors)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(target: Path, text: str, errors: str) -> None:
     fresh = target.with_name(f".roamc-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with fresh.open("x", encoding="utf-8", errors=errors, newline="\n") as file:
@@ -34,7 +40,5 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
         if target.exists():
             fresh.chmod(target.stat().st_mode)
         os.replace(fresh, target)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         fresh.unlink(missing_ok=True)

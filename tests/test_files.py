@@ -113,3 +113,9 @@ def test_nothing_else_writes_files() -> None:
         if writes.search(line) and path.name != "files.py" and "files.write_text(" not in line
     ]
     assert found == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_device_that_takes_nothing_is_named() -> None:
+    with pytest.raises(OSError, match="/dev/full"):
+        files.write_text(Path("/dev/full"), "text")

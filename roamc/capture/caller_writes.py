@@ -24,7 +24,7 @@ from torch import fx
 
 from roamc.capture import part_writes
 from roamc.capture.in_place_values import geometry, writes_over
-from roamc.capture.sharing import Half
+from roamc.capture.sharing import Half, viewed
 from roamc.graph.memory import WROTE_OVER, identities, identity
 from roamc.operators import ops
 
@@ -103,20 +103,13 @@ def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
     """What leads to ``value`` from ``given``, each from the result of the one before or from a view of it; none if one
     of them cannot write there."""
     writes: list[_Write] = []
-    while (whole := _viewed(value)) is not given:
+    while (whole := viewed(value)) is not given:
         write = _write(half, whole)
         if write is None:
             return []
         writes.insert(0, write)
         value = write.base
     return writes
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, through all views; ``node`` itself if it is none."""
-    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes == [node.args[0]]:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _write(half: Half, node: fx.Node) -> _Write | None:

@@ -37,6 +37,8 @@ def _text(error: RuntimeError | TypeError) -> str | None:
             "that the step returns, pass validate_args=False to what checks its arguments, or use torch.compile"
         )
     if isinstance(error, compat.DynamicShapeError):
+        if "_ctc_loss" in str(error.func):
+            return "train_step cannot plan F.ctc_loss, whose work depends on data; use torch.compile or roamc.optimize"
         return (
             f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
             "use a mask instead of an index, or torch.compile"

@@ -10,8 +10,8 @@
 returns ``x[1:]`` itself. Named by no output, ``v`` may be written to ``x``: see :mod:`roamc.capture.caller_writes`.
 A tensor of its own that is copied to ``x`` (``v = x * 0.9; x.copy_(v); return v[1:]``) stays one.
 
-AOTAutograd does the same behind the program: from the ``w`` that it is given it takes the shape alone, and makes what the
-user gets from ``x``. So nothing changes in what a step means, and judges of values begin behind this module.
+AOTAutograd does the same behind the program: from the ``w`` that it is given it takes the shape alone, and makes what
+the user gets from ``x``. So nothing changes in what a step means, and judges of values begin behind this module.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.capture.sharing import viewed
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, output_node, output_values
 from roamc.graph.memory import WROTE_OVER
@@ -62,10 +63,9 @@ def _keeps_writes(node: fx.Node, phase: Mapping[str, Phase]) -> bool:
         return False
     given, value = node.args[:2]
     written = False
-    while isinstance(value, fx.Node) and (WROTE_OVER in value.meta or ops.is_view(value.target)):
-        written |= WROTE_OVER in value.meta
-        value = value.args[0]
-    return written and value is given and value.op == "placeholder"
+    while isinstance(value, fx.Node) and WROTE_OVER in (whole := viewed(value)).meta:
+        written, value = True, whole.args[0]
+    return written and isinstance(value, fx.Node) and viewed(value) is given and given.op == "placeholder"
 
 
 def _views_of_written(output: fx.Node | None, copies: Mapping[Any, fx.Node]) -> list[fx.Node]:

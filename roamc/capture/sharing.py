@@ -63,9 +63,7 @@ class Half(Sharing):
         named: nodes that outputs or saved values refer to by name; their tensors stay as they are.
     """
 
-    def __init__(
-        self, graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase], named: Collection[str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase], named: Collection[str]) -> None:
         super().__init__(graph, mode)
         self.phase, self.named = phase, named
 
@@ -91,3 +89,10 @@ class Half(Sharing):
         self.places[node], self.phase[node.name] = self.places[place], self.phase[place.name]
         self.of(node).append((node, 0))
         return node
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through all views; ``node`` itself if it is none."""
+    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes == [node.args[0]]:
+        node = node.all_input_nodes[0]
+    return node

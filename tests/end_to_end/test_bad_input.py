@@ -59,6 +59,11 @@ def unique(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum() * x.unique().numel()
 
 
+def alignment(model: nn.Module, x: Tensor) -> Tensor:
+    scores, targets = model(x)[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.int64)
+    return nn.functional.ctc_loss(scores, targets, (4,), (2,))
+
+
 LOSSES: dict[str, tuple[Body, tuple[str, ...]]] = {
     "a vector": (lambda m, x: m(x).sum(1), ("scalar", "(4,)", ".mean()")),
     "one element in a vector": (lambda m, x: m(x).sum().view(1), ("scalar", "(1,)")),
@@ -76,6 +81,7 @@ LOSSES: dict[str, tuple[Body, tuple[str, ...]]] = {
     "by item": (item, ("value", "torch.compile")),
     "by a mask as index": (nonzero, ("shape", "depends on data", "mask")),
     "by unique": (unique, ("shape", "depends on data")),
+    "by sequences of other lengths": (alignment, ("F.ctc_loss", "roamc.optimize")),
 }
 
 
