@@ -38,8 +38,7 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m sweep
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --workers $(WORKERS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --family in-place --workers $(WORKERS) \
-		--log build/in_place_models.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --family in-place --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_peaks --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_plans
 

@@ -9,6 +9,11 @@
     ... v ...                            copy_(p, s)
     copy_(x, v)                          ... x ...
 
+    p = slice(x, 0, 2)                   p = slice(x, 0, 2)
+    m = mul(p, 0.5)                      m = mul_(p, 0.5)
+    v = slice_scatter(x, m, 0, 2)        ... x ...
+    copy_(x, v)
+
 ``x`` is an input of the graph, such as a buffer. ``v`` has no bytes of its own any more, as in eager; of a chain
 (``x.mul_(0.9).add_(y)``) neither has what lies between. A value that backward reads, or that the caller gets, stays:
 the caller may write to ``x`` as soon as forward has ended.
@@ -95,8 +100,9 @@ def _may(half: Half, writes: list[_Write], copy: fx.Node) -> bool:
         if any(half.places[write.at] < place < ends for place in readers):
             return False
     results = [write.result for write in writes]
+    gone = [*results, *(scatter for write in writes for scatter in write.scatters)]
     last = [reader for reader in half.readers(results[-1]) if reader is not copy]
-    return half.are_forward(last) and not any(half.is_named(node) or half.is_written(node) for node in results)
+    return half.are_forward(last) and not any(map(half.is_named, gone)) and not any(map(half.is_written, results))
 
 
 def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
@@ -134,5 +140,4 @@ def _overwrites(node: fx.Node) -> bool:
     """Whether ``node`` has the same bits where it writes over its first argument, or is what eager runs in place."""
     if writes_over(node.target) is None:
         return False
-    repeats = sum(argument is node.args[0] for argument in (*node.args, *node.kwargs.values())) > 1
-    return 0 in ops.may_overwrite(node) or (WROTE_OVER in node.meta and not repeats)
+    return 0 in ops.may_overwrite(node) or (WROTE_OVER in node.meta and not ops.reads_elsewhere(node, 0))

@@ -148,5 +148,5 @@ class _Exchange(Sharing):
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """How a tensor lies in its storage: of two that are equal here, either may be written over the other."""
-    size = tensor.untyped_storage().nbytes()
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size
+    size, bits = tensor.untyped_storage().nbytes(), (tensor.is_conj(), tensor.is_neg())
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size, bits

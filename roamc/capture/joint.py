@@ -96,15 +96,16 @@ def stitch(
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
-    made.read_inputs()
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
+    with values_kept(stitched, handed_over=True):
+        made.read_inputs()
     with values_kept(stitched):
         made.simplify(saved)
     stands_for = join(module)
     copies = correct(made.graph)
     return stitched.replace(
         phase=_phases(made.phase, stands_for, copies),
-        saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)),
+        saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved if not node._erased)),
     )
 
 
@@ -122,8 +123,9 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     made.graph.output(tuple(results))
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
-    made.read_inputs()
     copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
+    with values_kept(copied, handed_over=True):
+        made.read_inputs()
     with values_kept(copied):
         made.simplify()
     stands_for = join(copied.module)

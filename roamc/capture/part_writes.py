@@ -43,8 +43,8 @@ ROUNDED = frozenset(
         *(aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
     }
 )
-"""Operators whose results are rounded once, or are what they are given: they have the same bits wherever the result
-lies. Of others the part must lie as the result."""
+"""Operators whose results are rounded once, or are elements of their arguments: they have the same bits whatever the
+strides. Other operators need a part with the strides of their result."""
 
 
 def to_parts(half: Half, scatter: fx.Node) -> list[str]:
@@ -120,7 +120,7 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
 
 
 def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
-    """What :func:`until_whole` gives for the scatter at which it begins, if ``scatter`` is the last."""
+    """The nested scatters that end in ``scatter``, innermost first: what :func:`until_whole` gives for the first."""
     scatters = [scatter]
     while isinstance(inner := scatters[0].args[1], fx.Node) and inner.target in PARTS and not inner.kwargs:
         if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):
@@ -170,7 +170,7 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
 
 
 def _is_same_loop(value: fx.Node, part: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether the operator goes through ``part`` as through the tensor that it makes: vectors round as vectors do, and
-    single elements perhaps otherwise."""
+    """Whether a pointwise operator takes the same vectorised loop over ``part`` as over its result, with the same last
+    bits: both have the same strides."""
     pointwise = isinstance(value.target, OpOverload) and torch.Tag.pointwise in value.target.tags
     return pointwise and part.stride() == made.stride()

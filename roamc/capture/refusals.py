@@ -38,7 +38,10 @@ def _text(error: RuntimeError | TypeError) -> str | None:
         )
     if isinstance(error, compat.DynamicShapeError):
         if "_ctc_loss" in str(error.func):
-            return "train_step cannot plan F.ctc_loss, whose work depends on data; use torch.compile or roamc.optimize"
+            return (
+                "train_step cannot plan F.ctc_loss, whose sizes depend on the lengths that it is given; use "
+                "torch.compile or roamc.optimize"
+            )
         return (
             f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
             "use a mask instead of an index, or torch.compile"

@@ -1,4 +1,4 @@
-"""Views of an input that forward writes to and returns, as functionalization leaves them: they are made of the input.
+"""Views of an input that forward writes to and returns, as functionalization leaves them, become views of the input.
 
     before                               after
     v = mul(x, 0.9)                      v = mul(x, 0.9)
@@ -10,8 +10,8 @@
 returns ``x[1:]`` itself. Named by no output, ``v`` may be written to ``x``: see :mod:`roamc.capture.caller_writes`.
 A tensor of its own that is copied to ``x`` (``v = x * 0.9; x.copy_(v); return v[1:]``) stays one.
 
-AOTAutograd does the same behind the program: from the ``w`` that it is given it takes the shape alone, and makes what
-the user gets from ``x``. So nothing changes in what a step means, and judges of values begin behind this module.
+The old output stays where the new view would have another geometry: ``resolve_conj``, which makes a tensor in eager,
+leaves no operator in the graph, but a view without the lazy bit that views of ``x`` have.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.capture.in_place_values import geometry
 from roamc.capture.sharing import viewed
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, output_node, output_values
@@ -44,17 +45,34 @@ def read_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase]) 
     made: dict[Any, fx.Node] = {}
     for output in dict.fromkeys(output_values(graph)):
         for view in _views_of_written(output, copies):
-            if view in made:
-                continue
-            copy = copies.get(view.args[0])
-            base = made[view.args[0]] if copy is None else copy.args[0]
-            after = base if copy is None else copy
-            with graph.inserting_after(after):
-                made[view] = graph.create_node("call_function", view.target, (base, *view.args[1:]), view.kwargs)
-            made[view].meta = dict(view.meta)
-            made[view].meta["val"] = derived(made[view], mode)
-            phase[made[view].name] = Phase.FORWARD
-    output_node(graph).args = (tuple(made.get(value, value) for value in output_values(graph)),)
+            if view not in made:
+                copy = copies.get(view.args[0])
+                base = made[view.args[0]] if copy is None else copy.args[0]
+                made[view] = _same_view(graph, view, base, base if copy is None else copy, mode)
+                phase[made[view].name] = Phase.FORWARD
+    outputs = tuple(_standing_for(value, made) for value in output_values(graph))
+    output_node(graph).args = (outputs,)
+    for view in reversed([*made, *made.values()]):
+        if not view.users:
+            graph.erase_node(view)
+            del phase[view.name]
+
+
+def _same_view(graph: fx.Graph, view: fx.Node, base: Any, after: Any, mode: FakeTensorMode) -> fx.Node:
+    """``view`` once more, of ``base``, behind the node ``after``."""
+    with graph.inserting_after(after):
+        made = graph.create_node("call_function", view.target, (base, *view.args[1:]), view.kwargs)
+    made.meta = dict(view.meta)
+    made.meta["val"] = derived(made, mode)
+    return made
+
+
+def _standing_for(output: fx.Node | None, made: Mapping[Any, fx.Node]) -> fx.Node | None:
+    """The view that is returned in the place of ``output``: itself, unless there is one that lies as it does."""
+    view = made.get(output)
+    if output is None or view is None:
+        return output
+    return view if geometry(view.meta["val"]) == geometry(output.meta["val"]) else output
 
 
 def _keeps_writes(node: fx.Node, phase: Mapping[str, Phase]) -> bool:

@@ -23,7 +23,7 @@ class Sharing:
 
     Attributes:
         graph, mode: the graph, and the fake mode of its tensors.
-        places: node to its position in the graph.
+        places: node to its position in the graph as it was; what :meth:`add` adds shares one.
         shared: storage to the tensors in it. Sparse tensors have none; they are refused later, by name.
     """
 
@@ -59,7 +59,7 @@ class Half(Sharing):
     """Forward, or forward and backward in one graph.
 
     Attributes:
-        phase: of every operator and view; what is added gets its own.
+        phase: of every operator and view, the caller's own dictionary; :meth:`add` adds to it.
         named: nodes that outputs or saved values refer to by name; their tensors stay as they are.
     """
 
@@ -81,7 +81,7 @@ class Half(Sharing):
         return all(self.phase.get(reader.name) is Phase.FORWARD for reader in readers)
 
     def add(self, place: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """A view, or a write to one, in front of ``place``; it counts as standing there."""
+        """A view, or a write to one, in front of ``place``, with its position, phase and origin."""
         with self.graph.inserting_before(place):
             node = self.graph.create_node("call_function", target, args)
         node.meta = {key: value for key, value in place.meta.items() if key != WROTE_OVER}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,29 +239,33 @@ def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, obj
 def may_overwrite(node: fx.Node) -> tuple[int, ...]:
     """Positions of the arguments that ``node`` may write its result over, if both have the same geometry.
 
-    None for complex numbers: compilers multiply and divide them in another order where an argument is written over.
-    None whose storage ``node`` reads through another argument that it may not write over (``addmm(x, x, x)``): of that
-    one it would read elements of the result.
+    Empty for complex results: compilers multiply and divide them in another order where an argument is written over.
+    Left out: an argument whose storage the operator also reads through an argument that it may not write over, such as
+    ``addmm(x, x, x)``. Other geometries in that storage (``mul(x, x.t())``) are the caller's to look for.
     """
     allowed = rule(node.target).overwrites
     result = node.meta.get("val")
     if not allowed or (isinstance(result, torch.Tensor) and result.is_complex()):
         return ()
-    others = _storages([value for at, value in enumerate(node.args) if at not in allowed], node.kwargs)
-    return tuple(at for at in allowed if others.isdisjoint(_storages(node.args[at : at + 1]))) if others else allowed
+    return tuple(position for position in allowed if not reads_elsewhere(node, position, besides=allowed))
 
 
-def _storages(*arguments: Any) -> set[int]:
-    """The storages that arguments of a node, or nests of them, lie in."""
-    found: set[int] = set()
+def reads_elsewhere(node: fx.Node, position: int, besides: Collection[int] = ()) -> bool:
+    """Whether ``node`` reads the storage of its argument at ``position`` through an argument not listed in ``besides``.
 
-    def note(node: fx.Node) -> None:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            found.add(value.untyped_storage()._cdata)
+    Tensors in lists and keyword arguments count.
+    """
+    rest = [value for at, value in enumerate(node.args) if at != position and at not in besides]
+    others: list[fx.Node] = []
+    fx.map_arg((rest, node.kwargs), others.append)
+    return bool(others) and not _storages([node.args[position]]).isdisjoint(_storages(others))
 
-    fx.map_arg(arguments, note)
-    return found
+
+def _storages(arguments: Iterable[Any]) -> set[int]:
+    """The storages of those arguments that are tensors."""
+    values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
+    dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    return {value.untyped_storage()._cdata for value in dense}
 
 
 def name_of(target: Target) -> str:

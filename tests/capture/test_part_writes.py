@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from roamc.capture.in_place_values import writes_over
 from roamc.capture.part_writes import ROUNDED, to_parts
 from roamc.capture.sharing import Half
 from roamc.graph.memory import WROTE_OVER, build_memory
@@ -163,3 +164,30 @@ def test_what_eager_makes_anew_stays() -> None:
 def test_the_part_has_no_bytes() -> None:
     graph, _ = by_itself(twice)
     assert [storage.name for storage in build_memory(graph).counted] == ["exp", "mul_1"]
+
+
+ODD = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 0.3, -2.7, 1e30]
+ARGUMENTS: dict[Any, tuple[Any, ...]] = {
+    aten.clamp.default: (-0.5, 0.5),
+    aten.clamp_min.default: (0.0,),
+    aten.clamp_max.default: (0.0,),
+    aten.fill.Scalar: (0.3,),
+}
+"""What an operator of ``ROUNDED`` is called with behind its first argument; others with nothing, or with a tensor."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("target", ROUNDED, ids=str)
+def test_rounded_operators_have_the_same_bits_in_a_part(target: Any, dtype: torch.dtype) -> None:
+    whole = torch.tensor(ODD * 7, dtype=dtype).view(10, 7).t().contiguous()
+    part = whole[1:6, ::3]
+    beside = whole.flip(0)[1:6, ::3].contiguous()
+    rest = ARGUMENTS.get(target, () if len(target._schema.arguments) == 1 else (beside.to(dtype),))
+    if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        rest = (beside > 0, 0.3 if target is aten.masked_fill.Scalar else torch.tensor(0.3, dtype=dtype))
+    if target is aten.fill.Tensor:
+        rest = (torch.tensor(0.3, dtype=dtype),)
+    wanted = target(part.clone(), *rest)
+    writes_over(target)(part, *rest)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(part.contiguous().view(integer), wanted.contiguous().view(integer))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import roamc
 from tests.end_to_end.helpers import assert_backward_equal, assert_same, assert_steps_equal, sgd, square
 
+pytestmark = pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+
 ROWS = 8
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -56,7 +58,6 @@ def batch() -> Tensor:
     return torch.randn(ROWS, ROWS)
 
 
-@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_torch(name: str) -> None:
     assert_backward_equal(Repeats(name), square, [(batch(),)])

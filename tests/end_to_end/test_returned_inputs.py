@@ -96,6 +96,41 @@ def copied_out(b: Tensor, _: Tensor) -> Tensor:
 OWN = [made_beside, written_beside, copied_out]
 
 
+class Complex(nn.Module):
+    """A complex buffer is written through its conjugate, and returned as tensors of their own."""
+
+    def __init__(self, returned: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.returned = returned
+        self.buffer: Tensor
+        self.register_buffer("buffer", torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.returned(self.buffer)
+
+
+def conjugate_resolved(z: Tensor) -> Tensor:
+    z.conj().mul_(2j)
+    return z.conj().resolve_conj()
+
+
+def imaginary_part_resolved(z: Tensor) -> Tensor:
+    z.conj().imag.mul_(2.0)
+    return z.conj().imag.resolve_neg()
+
+
+@pytest.mark.parametrize(
+    "returned", [conjugate_resolved, imaginary_part_resolved], ids=lambda returned: returned.__name__
+)
+def test_a_resolved_view_of_a_complex_buffer_is_a_tensor_of_its_own(returned: Callable[[Tensor], Tensor]) -> None:
+    model = Complex(returned)
+    plain, x = copy.deepcopy(model), torch.randn(2, 4)
+    compiled = roamc.optimize(model, strict=True)
+    found, wanted = [compiled(x)[1] for _ in range(2)], [plain(x)[1] for _ in range(2)]
+    assert_same([*found, model.buffer], [*wanted, plain.buffer])
+
+
 def steps(model: nn.Module, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[object]:
     """Two steps; what the first returned is looked at once more behind the second."""
     seen: list[object] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.errors import StaleError
+from roamc.errors import StaleError, VerifyError
 from tests.end_to_end.helpers import eager_step, onednn
 from tests.sweeps import in_place_models, random_models
 from tests.sweeps.compare import OutOfTime, Verdict, different, time_limit
@@ -26,6 +26,8 @@ FAMILIES = {"blocks": random_models.example, "in-place": in_place_models.example
 """Kinds of random models by name: each gives the model of a number."""
 FALLS_BACK = ("roamc could not plan", "failed while it ran")
 """Words of the warnings that something else than a planned program runs."""
+OWN_FAULT = "please report"
+"""Words of a warning that one of roamc's own judges refuses what roamc has made."""
 
 Results = dict[str, Tensor | None]
 Plans = list[roamc.Plan]
@@ -142,12 +144,14 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family:
     """The verdict on a model of a family; "refused" is an error in one line, "falls back" a warning and the right bits.
 
     "no graph": torch.compile runs the model in eager and hands nothing to any backend; "silent": roamc was handed a
-    graph, and neither planned it nor said so. A budget that cannot be met is tried again as "min".
+    graph, and neither planned it nor said so; "own fault": a judge of roamc's refuses what roamc has made. A budget
+    that cannot be met is tried again as "min".
     """
-    at, source = "reference", FAMILIES[family](seed)
+    at = "reference"
     try:
         with time_limit(seconds), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            source = FAMILIES[family](seed)
             first, *others = (
                 functools.partial(reference, seed, kind, route != "compile", family) for kind in REFERENCES[route]
             )
@@ -169,10 +173,23 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family:
 
 
 def _kept_twice(source: Example, route: str) -> int:
-    """Bytes of buffers that forward may write and backward read: torch.compile keeps a copy of them, see the README."""
-    model = source.make()
-    written = isinstance(model, in_place_models.Tensors) and route != "step"
-    return sum(buffer.nbytes for buffer in model.buffers()) if written else 0
+    """Bytes of buffers that forward writes and backward reads: torch.compile keeps a copy of them, see the README."""
+    if route == "step":
+        return 0
+    model, saved = source.make(), set()
+    versions = [(buffer, buffer._version) for buffer in model.buffers()]
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss_of(model, *copy.deepcopy(source.batches[0]))
+    return sum(
+        buffer.nbytes
+        for buffer, version in versions
+        if buffer._version > version and buffer.untyped_storage().data_ptr() in saved
+    )
 
 
 REFERENCES = {
@@ -246,6 +263,8 @@ def _cause(error: Exception) -> Exception:
 def _refusal(error: Exception, at: str) -> Verdict:
     cause = _cause(error)
     text = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, VerifyError):
+        return Verdict("own fault", text[:400])
     if at == "reference":
         return Verdict("left out", text.splitlines()[0][:200])
     # Nothing of these models changes, so that none is stale.
@@ -255,6 +274,8 @@ def _refusal(error: Exception, at: str) -> Verdict:
 
 def _planned(plans: Plans, said: list[str], budget: str | None, spare: int = 0) -> Verdict:
     fallbacks = [text for text in said if any(words in text for words in FALLS_BACK)]
+    if any(OWN_FAULT in text for text in fallbacks):
+        return Verdict("own fault", fallbacks[0][:400])
     if fallbacks:
         return Verdict("falls back", fallbacks[0][:300])
     if not plans:

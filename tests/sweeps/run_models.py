@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.sweeps import command, pool
@@ -37,21 +38,21 @@ def main() -> int:
         return 0
     seeds = list(range(options.first, options.first + options.count))
     rows = (
-        (
-            f"model {seed} {row.get('route', '')} {row.get('budget') or ''}".strip(),
-            {"family": options.family, "seed": seed},
-            row,
-        )
+        (_name(seed, row), {"family": options.family, "seed": seed}, row)
         for seed, _, row in pool.run(functools.partial(work, options.family), seeds, options.workers)
     )
-    counts = command.record(rows, options.log)
+    counts = command.record(rows, Path(str(options.log).format(family=options.family)))
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
     return int(any(outcome not in GOOD for outcome in counts))
 
 
+def _name(seed: int, row: pool.Row) -> str:
+    return f"model {seed} {row.get('route', '')} {row.get('budget') or ''}".strip()
+
+
 def _options() -> Any:
-    parser = command.parser("random models by roamc", "build/models.jsonl")
+    parser = command.parser("random models by roamc", "build/models-{family}.jsonl")
     parser.add_argument("--family", choices=list(FAMILIES), default="blocks", help="(default: %(default)s)")
     parser.add_argument("--show", type=int, metavar="N", help="print model N and end")
     parser.add_argument("--first", type=int, default=0, help="number of the first model (default: %(default)s)")
