@@ -21,21 +21,29 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 # What `make test` runs: what takes minutes stands under `make sweep`; "gpu" needs a CUDA device.
 MARKS = $(shell $(BIN)/python -c 'import torch; print("not sweep" if torch.cuda.is_available() else "not sweep and not gpu")')
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep lint bench clean
+.PHONY: help demo test test-rest test-all sweep lint bench clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(VENV)/.ready ## train a small model with and without roamc and print what it saved
 	@$(BIN)/roamc demo
 
 test: $(VENV)/.ready ## run the tests (without those marked gpu where there is no CUDA device)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m "$(MARKS)" $(ARGS)
+	$(PYTEST) -m "$(MARKS) and not thorough" $(ARGS)
+
+test-rest: $(VENV)/.ready ## run the tests that make test leaves out, the second tier
+	$(PYTEST) -m "$(MARKS) and thorough" $(ARGS)
+
+test-all: ## both
+	$(MAKE) test
+	$(MAKE) test-rest
 
 sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, random models, changed plans; takes hours
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) -m sweep
+	$(PYTEST) -m sweep
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --family in-place --workers $(WORKERS)

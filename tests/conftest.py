@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 
 import pytest
 
 # A run that was started in the background (nohup, some CI runners) inherits an ignored Ctrl-C, which tests press.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+BEGUN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, help="begin no test after so many seconds: the rest is skipped")
+    parser.addoption("--shuffle", help="run tests in an order made of this word, the same for the same word")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where time may end before the tests do, another part of them is left out every time."""
+    if config.getoption("--shuffle"):
+        random.Random(config.getoption("--shuffle")).shuffle(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--seconds")
+    if limit is not None and time.monotonic() - BEGUN > limit:
+        pytest.skip("no time left for it in this run")
 
 
 @pytest.fixture
