@@ -11,9 +11,9 @@ torch.compile has them. All rivals get the very same problem and one thread.
 - layouts, all of our order: greedy by size, best fit, long-lived first (LLFB), supermalloc (3 s).
 - both: LESCEA with LLFB, and MODeL's two integer programs.
 - XLA: temporary bytes of AlexNet and VGG-16 written in JAX, compiled for the CPU, workspace included.
-- ours: the solvers on that problem; the same with donation (a result may take over the bytes of an input that dies
-  there), where the problem knows who may give; and the plan of the whole road, whose peak counts what lies outside the
-  arena too.
+- ours: the solvers on that problem; the same with in-place reuse (a result may take over the bytes of an input that
+  dies there), where the problem says which inputs are reusable; and the plan of the whole road, whose peak counts what
+  lies outside the arena too.
 
 Seconds are processor seconds, for all but MODeL of the faster of two runs: a first run compiles and imports.
 """
@@ -37,7 +37,7 @@ from benchmarks.rivals.caching_allocator import peak_reserved
 from benchmarks.rivals.precedence import is_legal
 from roamc.graph.memory import input_bytes
 from roamc.options import Options
-from roamc.passes import donate, reorder
+from roamc.passes import reorder, reuse
 from roamc.planning import search
 from roamc.solvers import layout as layouts
 from roamc.solvers import order as orders
@@ -50,7 +50,7 @@ from roamc.solvers.order.problem import consumers
 from roamc.solvers.status import Status
 
 Row = dict[str, Any]
-Donations = Sequence[tuple[int, int]]
+Reuses = Sequence[tuple[int, int]]
 
 PAPER = ("alexnet", "vgg16", "mnasnet", "mobilenet", "efficientnet", "vit", "bert")
 """The models that ROAM's paper takes its means over, at batch 1 and 32."""
@@ -81,10 +81,10 @@ class Timed:
     seconds: float
 
 
-def layout_problem(problem: OrderProblem, order: IntArray, donations: Donations = ()) -> LayoutProblem:
+def layout_problem(problem: OrderProblem, order: IntArray, reuses: Reuses = ()) -> LayoutProblem:
     """The lives of all buffers in an order, to be laid out in one arena.
 
-    donations: (giver, taker) pairs; the taker has the giver's bytes from the giver's birth on.
+    reuses: (reused, result) pairs; the result has the bytes of the reused buffer from the birth of that buffer on.
     """
     position = np.empty(problem.num_ops, dtype=np.int64)
     position[order] = np.arange(problem.num_ops)
@@ -93,8 +93,8 @@ def layout_problem(problem: OrderProblem, order: IntArray, donations: Donations 
     for row, readers in enumerate(consumers(problem).lists()):
         dead[row] = problem.num_ops if problem.kept[row] else max(dead[row], 1 + max(position[readers], default=0))
     size = problem.size.copy()
-    for giver, taker in sorted(donations, key=lambda pair: int(born[pair[1]])):
-        born[taker], size[giver] = born[giver], 0
+    for reused, result in sorted(reuses, key=lambda pair: int(born[pair[1]])):
+        born[result], size[reused] = born[reused], 0
     return layouts.make_problem(size, born, dead)
 
 
@@ -110,8 +110,8 @@ def measure(name: str, batch: int, kind: str, seconds: float) -> Row:
     start = time.process_time()
     clean, memory = normalized(graph(name, batch, kind))
     captured = time.process_time() - start
-    whole, _ = reorder.order_problem(clean, memory, donate.all_gifts(memory))
-    problem = orders.without_donors(whole)  # as rivals get it: none lets a result take over the bytes of an input
+    whole, _ = reorder.order_problem(clean, memory, reuse.all_reuses(memory))
+    problem = orders.without_reuse(whole)  # as rivals get it: none lets a result take over the bytes of an input
     ours, order = _ours(problem)
     return {
         "model": name,
@@ -128,7 +128,7 @@ def measure(name: str, batch: int, kind: str, seconds: float) -> Row:
         "model_ilp": _integer_programs(problem, seconds),
         "xla": _xla(name, batch, kind),
         "ours": ours,
-        "donated": _ours(whole)[0],
+        "reuse": _ours(whole)[0],
         "plan": _plan(clean),
     }
 
@@ -200,10 +200,10 @@ def _xla(name: str, batch: int, kind: str) -> Row:
 
 
 def _ours(problem: OrderProblem) -> tuple[Row, IntArray]:
-    """Our order and our layout of it, with donation if the problem has donors."""
+    """Our order and our layout of it, with in-place reuse if the problem has reusable buffers."""
     ordered = _timed(lambda: orders.solve(problem))
     _require(orders.validate(problem, ordered.value))
-    lives = layout_problem(problem, ordered.value.order, ordered.value.donations)
+    lives = layout_problem(problem, ordered.value.order, ordered.value.reuses)
     placed = _timed(lambda: layouts.solve(lives))
     _require(layouts.validate(lives, placed.value))
     row = {
@@ -264,7 +264,7 @@ def saved(row: Row, *, allocator: str = "reserved", ours: str = "ours") -> float
     Args:
         row: of :func:`measure`.
         allocator: ``"reserved"`` or ``"expandable"``.
-        ours: ``"ours"`` for the arena of order and layout alone, ``"donated"`` with donation where it is known,
+        ours: ``"ours"`` for the arena of order and layout alone, ``"reuse"`` with in-place reuse where it is known,
             ``"plan"`` for the peak of the program.
     """
     mine = row["plan"]["peak"] if ours == "plan" else (row.get(ours) or row["ours"])["arena"]
@@ -294,7 +294,7 @@ def line(row: Row) -> str:
         f"{rival} {_mb(best)}",
         f"ilp {_mb(row['model_ilp'].get('peak'))}",
         f"ours {_mb(ours['peak'])} ({_over(ours['peak'], ours['bound'])} over the bound) in {ours['seconds']:.2f} s",
-        f"donated {_mb((row['donated'] or {}).get('arena'))}",
+        f"with in-place reuse {_mb((row['reuse'] or {}).get('arena'))}",
         f"arena {_mb(ours['arena'])} ({_over(ours['arena'], ours['arena_bound'])}) in {ours['layout_seconds']:.2f} s",
         f"plan {_mb(row['plan']['peak'])} in {row['plan']['seconds']:.2f} s",
         f"saves {saved(row):.1%} or {saved(row, allocator='expandable'):.1%}",
@@ -313,7 +313,8 @@ def _summary(rows: list[Row]) -> str:
     """The means over the paper's models, as far as all of them are there."""
     found = [
         f"{kind} {mean_saved(rows, kind):.1%} (expandable {mean_saved(rows, kind, allocator='expandable'):.1%}; "
-        f"donated {mean_saved(rows, kind, ours='donated'):.1%}; as planned {mean_saved(rows, kind, ours='plan'):.1%})"
+        f"with in-place reuse {mean_saved(rows, kind, ours='reuse'):.1%}; "
+        f"as planned {mean_saved(rows, kind, ours='plan'):.1%})"
         for kind in KINDS
         if mean_saved(rows, kind) is not None
     ]

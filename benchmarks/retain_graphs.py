@@ -130,7 +130,7 @@ def _gpt() -> RetainProblem:
 
 def captured(work: Workload) -> RetainProblem:
     """Forward and backward of a workload, with times of the shipped profile."""
-    options = Options(disable=("donate",), profile="cpu", memory_budget="min")
+    options = Options(disable=("reuse",), profile="cpu", memory_budget="min")
     return one_result(PlanSearch(capture(work, forward_backward=True), options, many=True).choice.plain.problem)
 
 

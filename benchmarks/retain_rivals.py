@@ -3,10 +3,10 @@
     python -m benchmarks.retain_rivals [GRAPH ...] [--seconds N] [--budgets 80,60,...] [--quick]
 
 All get the same sequence of operators, sizes, times and budget, and one thread; :mod:`benchmarks.retain_graphs` says
-which graphs. Every operator has one result, and nothing is donated, which the rivals cannot express. Budgets are shares
-of the way from the lowest peak that ours finds to the peak without reruns. A rival stops at its proof or after
---seconds; every answer is judged by `solvers/retain/validate.py`. Moccasin runs each operator again once at most, as
-published; "infeasible" then means just that. The bound holds for any order of the operators.
+which graphs. Every operator has one result, and there is no in-place reuse, which the rivals cannot express. Budgets
+are shares of the way from the lowest peak that ours finds to the peak without reruns. A rival stops at its proof or
+after --seconds; every answer is judged by `solvers/retain/validate.py`. Moccasin runs each operator again once at most,
+as published; "infeasible" then means just that. The bound holds for any order of the operators.
 """
 
 from __future__ import annotations

@@ -336,14 +336,14 @@ def _saving(rows: list[dict[str, Any]]) -> list[str]:
         "AlexNet, VGG-16, MNASNet, MobileNet, EfficientNet, ViT and BERT at batch 1 and 32, against what PyTorch's "
         "caching allocator reserves in eager mode (simulated):",
         "",
-        "| graph | order and layout | with donation | as planned | as planned, against expandable segments |",
+        "| graph | order and layout | with in-place reuse | as planned | as planned, against expandable segments |",
         "|---|---|---|---|---|",
         *(_mean_row(rows, kind) for kind in order_layout.KINDS),
     ]
 
 
 def _mean_row(rows: list[dict[str, Any]], kind: str) -> str:
-    ways = ({}, {"ours": "donated"}, {"ours": "plan"}, {"ours": "plan", "allocator": "expandable"})
+    ways = ({}, {"ours": "reuse"}, {"ours": "plan"}, {"ours": "plan", "allocator": "expandable"})
     means = (order_layout.mean_saved(rows, kind, **how) for how in ways)
     return f"| {kind} | {' | '.join('–' if mean is None else f'{mean:.1%}' for mean in means)} |"
 
@@ -373,10 +373,10 @@ def _retain_rivals(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Which operators run again under a budget, against Moccasin (retention intervals) and Checkmate (integer "
         f"program), both on CP-SAT with one thread and {rows[0]['limit']:g} s: the same operators in the same order, "
-        "no donation. Budgets are shares of the way from the lowest peak that ours finds to that without reruns. Added "
-        "time is a share of the step's; an optimum that is proved is marked * (Moccasin's: of at most one rerun of "
-        "each operator), and – is no answer in time, or none with so few reruns. All may rerun an operator before its "
-        "result is needed, while its inputs are still there, which pays on random layers:",
+        "no in-place reuse. Budgets are shares of the way from the lowest peak that ours finds to that without reruns. "
+        "Added time is a share of the step's; an optimum that is proved is marked * (Moccasin's: of at most one rerun "
+        "of each operator), and – is no answer in time, or none with so few reruns. All may rerun an operator before "
+        "its result is needed, while its inputs are still there, which pays on random layers:",
         "",
         "| graph | operators | budget | ours | lower bound | Moccasin | Checkmate | seconds: ours | Moccasin "
         "| Checkmate |",

@@ -21,7 +21,7 @@ from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import TrainGraph, output_node
 from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
 from roamc.options import Options
-from roamc.passes import donate
+from roamc.passes import reuse
 from roamc.solvers.order import ALGORITHMS, WORK_LIMIT, OrderProblem, make_problem, solve, validate
 from roamc.units import Bytes, format_bytes
 
@@ -61,7 +61,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.order != "best" and options.order not in ALGORITHMS:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
-    problem, names = order_problem(graph, memory, () if donate.NAME in options.disable else donate.all_gifts(memory))
+    problem, names = order_problem(graph, memory, () if reuse.NAME in options.disable else reuse.all_reuses(memory))
     limit = WORK_LIMIT if options.limit_bytes is None else TRIAL_WORK
     solution = solve(problem, algorithms=chosen, work_limit=limit, progress=_tell)
     report = validate(problem, solution)
@@ -86,11 +86,11 @@ HANDOVER = ""
 
 
 def order_problem(
-    graph: TrainGraph, memory: MemoryModel, gifts: Iterable[donate.Gift] = (), scratch: Sequence[Bytes] | None = None
+    graph: TrainGraph, memory: MemoryModel, reuses: Iterable[reuse.Reuse] = (), scratch: Sequence[Bytes] | None = None
 ) -> tuple[OrderProblem, list[str]]:
     """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
 
-    Between forward and backward stands one operator more, which brings the tangents into being. ``gifts`` are the
+    Between forward and backward stands one operator more, which brings the tangents into being. ``reuses`` are the
     results that may take over the bytes of an argument; ``scratch`` is what each operator of ``memory`` takes for
     itself, to be counted or not.
     """
@@ -112,10 +112,10 @@ def order_problem(
         maker = new[storage.producer] if storage.producer >= 0 else at
         number[storage.index] = len(buffers)
         buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
-    donors: list[list[int]] = [[] for _ in buffers]
-    for gift in gifts:
-        donors[number[gift.taker]].append(number[gift.giver])
-    return make_problem(stage, edges, buffers, own, donors), names
+    reusable: list[list[int]] = [[] for _ in buffers]
+    for possible in reuses:
+        reusable[number[possible.result]].append(number[possible.reused])
+    return make_problem(stage, edges, buffers, own, reusable), names
 
 
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:

@@ -39,11 +39,11 @@ def _operators(dice: random.Random) -> order.OrderProblem:
             readers[producer].append(reader)
     size = [dice.choice((1, 2, 8, 64)) for _ in readers]
     buffers: list[BufferSpec] = [(size[op], op, readers[op], op == _OPERATORS - 1) for op in range(_OPERATORS)]
-    donors = [
-        [giver for giver in range(taker) if taker in readers[giver] and size[giver] == size[taker]]
-        for taker in range(_OPERATORS)
+    reusable = [
+        [reused for reused in range(result) if result in readers[reused] and size[reused] == size[result]]
+        for result in range(_OPERATORS)
     ]
-    return order.make_problem([0] * _OPERATORS, [], buffers, None, donors)
+    return order.make_problem([0] * _OPERATORS, [], buffers, None, reusable)
 
 
 def _training(layers: int) -> retain.RetainProblem:
@@ -53,8 +53,8 @@ def _training(layers: int) -> retain.RetainProblem:
         buffers.append((8, layer, [layer + 1, 2 * layers - layer], False))
     for step in range(layers, 2 * layers + 1):
         buffers.append((8, step, [step + 1] if step < 2 * layers else [], False))
-    donors: list[list[int]] = [[step - 1] if step > layers else [] for step in range(2 * layers + 1)]
-    problem = order.make_problem([0] * len(buffers), [], buffers, None, donors)
+    reusable: list[list[int]] = [[step - 1] if step > layers else [] for step in range(2 * layers + 1)]
+    problem = order.make_problem([0] * len(buffers), [], buffers, None, reusable)
     again = [True] * len(buffers)
     return retain.make_problem(problem, range(len(buffers)), [1.0] * len(buffers), again, again)
 

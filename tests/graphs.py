@@ -205,13 +205,13 @@ class _Runner:
         arguments = (fx.map_arg(part, lambda n: self.values[n.name, None]) for part in (node.args, node.kwargs))
         with torch.no_grad():
             result = node.target(*next(arguments), **next(arguments))
-            if node.name in self.graph.donated:
+            if node.name in self.graph.reuse:
                 return self._written_over(node, result)
             return compact(result) if node.target in CLONES_ALL_OF_A_BASE else result
 
     def _written_over(self, node: fx.Node, result: Tensor) -> Tensor:
         """The tensor that the result takes the place of, with the values of the result."""
-        place: Tensor = self.values[node.args[self.graph.donated[node.name]].name, None]
+        place: Tensor = self.values[node.args[self.graph.reuse[node.name]].name, None]
         assert (place.shape, place.stride(), place.dtype) == (result.shape, result.stride(), result.dtype)
         return place.copy_(result).view(result.shape)
 

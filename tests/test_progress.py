@@ -24,4 +24,4 @@ def test_planning_tells_of_its_passes_and_of_peak_and_bound() -> None:
     answer(Request("gpt", sizes), say=heard.append)
     told = [text for text in heard if text.startswith("planning gpt, ")]
     assert [text for text in told if "order: peak" in text and "no order below" in text]
-    assert [text.rpartition(" ")[2] for text in told if "order:" not in text][-2:] == ["donate", "layout"]
+    assert [text.rpartition(" ")[2] for text in told if "order:" not in text][-2:] == ["reuse", "layout"]

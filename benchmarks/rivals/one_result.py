@@ -1,4 +1,4 @@
-"""Retention problems as the published formulations have them: every operator has one result, nothing is donated.
+"""Retention problems as the published formulations have them: one result per operator, no in-place reuse.
 
 And what their answers become: reruns, counted and judged by ours.
 """
@@ -43,7 +43,7 @@ class Graph:
 
 
 def one_result(problem: RetainProblem) -> RetainProblem:
-    """The same with operators in the sequence of their steps, the results of each as one, no donation and no scratch.
+    """The same with operators in the sequence of their steps, one result each, no in-place reuse, no scratch.
 
     What has several results of which one must not be dropped runs only once.
     """

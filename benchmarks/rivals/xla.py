@@ -1,7 +1,7 @@
 """XLA: AlexNet and VGG-16 written in JAX, compiled for the CPU, and the temporary bytes that XLA reports.
 
 The whole compiler competes, on a graph of its own: XLA fuses, picks its own algorithms, and is told that
-parameters and state may be written over (donation). What its convolutions need for themselves is counted too,
+parameters and state may be written over (XLA's donation). What its convolutions need for themselves is counted too,
 which nobody else's figure does. Nothing is allocated or run.
 """
 

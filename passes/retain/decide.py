@@ -17,7 +17,7 @@ from roamc.graph import Phase, TrainGraph, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
-from roamc.passes import donate, reorder
+from roamc.passes import reorder, reuse
 from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
 from roamc.solvers.retain import (
@@ -143,8 +143,8 @@ def question(
     """
     able = ALLOWED[allowed]
     memory = build_memory(graph)
-    gifts = () if donate.NAME in options.disable else donate.all_gifts(memory)
-    problem, names = reorder.order_problem(graph, memory, gifts, workspaces(memory.operators).tolist())
+    reuses = () if reuse.NAME in options.disable else reuse.all_reuses(memory)
+    problem, names = reorder.order_problem(graph, memory, reuses, workspaces(memory.operators).tolist())
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
     storages = reorder.buffers_of(memory)

@@ -6,11 +6,11 @@
 
 What has been written over cannot be made again from what it was, so that no budget could drop ``y``, ``x`` or what
 ``x`` is made of. The bits are the same, as :mod:`roamc.operators.ops` says of a result that is written over its
-argument; and where no operator runs again, :mod:`roamc.passes.donate` writes ``y`` over ``x`` as before. The copy that
+argument; and where no operator runs again, :mod:`roamc.passes.reuse` writes ``y`` over ``x`` as before. The copy that
 autograd keeps of an ``x`` that is about to be written over goes with it: its readers read ``x``.
 
 As they are stay: operators that write to an input of the step, to a part of a storage, or to a storage that is read
-behind under another name, and those that :mod:`roamc.passes.donate` could not write over their argument.
+behind under another name, and those that :mod:`roamc.passes.reuse` could not write over their argument.
 """
 
 from __future__ import annotations

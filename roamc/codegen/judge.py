@@ -282,7 +282,7 @@ class _Judge:
 
     def _results(self, node: fx.Node) -> Any:
         """What an operator returns that has no place for its results: a view, what it wrote, or new memory."""
-        if node.name in self.graph.donated:
+        if node.name in self.graph.reuse:
             raise _Fault("does not write over its argument")
         value = node.meta.get("val")
         if not isinstance(value, list | tuple):

@@ -266,7 +266,7 @@ class _Emitter:
 
     def _statement(self, node: fx.Node) -> list[str]:
         births = self._births(node)
-        if node.name in self.graph.donated:
+        if node.name in self.graph.reuse:
             return self._overwriting(node)
         if not births and ops.is_view(node.target):
             return [self._plain(node)]
@@ -293,7 +293,7 @@ class _Emitter:
 
     def _overwriting(self, node: fx.Node) -> list[str]:
         """The result goes over an argument; outside the arena it is that tensor, under another name."""
-        argument: Any = node.args[self.graph.donated[node.name]]
+        argument: Any = node.args[self.graph.reuse[node.name]]
         alias = [] if self._in_arena(node) else [f"{self.names.of(node)} = {self._tensor(argument)}"]
         return [*alias, self._written(node, form_of(node, 1)) + self._comment(node)]
 

@@ -156,7 +156,7 @@ class _Known(NamedTuple):
 
 def _state(graph: TrainGraph) -> list[object]:
     """All that :class:`_Builder` reads; arguments and values are replaced when they change."""
-    state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.donated]
+    state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.reuse]
     for node in graph.graph.nodes:
         state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"))
     return state
@@ -273,23 +273,23 @@ def sizes(storages: Iterable[Storage]) -> Int64s:
     return np.array([storage.nbytes for storage in storages], dtype=np.int64)
 
 
-def rearranged(memory: MemoryModel, order: Sequence[int], giver: Mapping[int, int]) -> MemoryModel:
-    """What :func:`build_memory` reads off a graph whose operators have been put in ``order`` and which donates.
+def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, int]) -> MemoryModel:
+    """What :func:`build_memory` reads off a graph with its operators in ``order`` and with in-place reuse.
 
     Args:
-        memory: of a graph that does not donate; n operators.
+        memory: of a graph without in-place reuse; n operators.
         order: a permutation of 0..n-1, legal.
-        giver: index of the storage of a result to that of the argument whose bytes it takes over.
+        reused: index of the storage of a result to that of the argument whose bytes it takes over.
 
     Returns:
-        The same storages, without the takers, and operators. The edges are those of ``memory``: what donation adds
-        to them is not there.
+        The same operators, and the storages without those of the results in ``reused``. The edges are those of
+        ``memory``: the edges that in-place reuse adds are not there.
     """
     position = {operator: step for step, operator in enumerate(order)}
-    roots = [_root(storage.index, giver) for storage in memory.storages]
+    roots = [_root(storage.index, reused) for storage in memory.storages]
     handed = {roots[s.index] for s in memory.storages if s.place is Place.OUTPUT}
     gradient = {roots[s.index] for s in memory.storages if s.gradient}
-    left = [storage for storage in memory.storages if storage.index not in giver]
+    left = [storage for storage in memory.storages if storage.index not in reused]
     left.sort(key=lambda storage: (position.get(storage.producer, -1), storage.index))
     new = {storage.index: index for index, storage in enumerate(left)}
     number = [new[root] for root in roots]
@@ -303,21 +303,21 @@ def rearranged(memory: MemoryModel, order: Sequence[int], giver: Mapping[int, in
         )
         for index, storage in enumerate(left)
     )
-    operators = tuple(_renamed(memory.operators[at], number, giver) for at in order)
+    operators = tuple(_renamed(memory.operators[at], number, reused) for at in order)
     edges = tuple(sorted((position[before], position[after]) for before, after in memory.edges))
     return MemoryModel(storages, operators, edges, {key: number[index] for key, index in memory.owner.items()})
 
 
-def _root(storage: int, giver: Mapping[int, int]) -> int:
-    while storage in giver:
-        storage = giver[storage]
+def _root(storage: int, reused: Mapping[int, int]) -> int:
+    while storage in reused:
+        storage = reused[storage]
     return storage
 
 
-def _renamed(operator: Operator, number: Sequence[int], giver: Mapping[int, int]) -> Operator:
+def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int]) -> Operator:
     """The operator with other numbers for its storages; a result that takes over an argument is written there."""
-    births = tuple(number[birth] for birth in operator.births if birth not in giver)
-    taken = {number[birth] for birth in operator.births if birth in giver}
+    births = tuple(number[birth] for birth in operator.births if birth not in reused)
+    taken = {number[birth] for birth in operator.births if birth in reused}
     reads = {number[storage] for storage in operator.reads}
     writes = {number[storage] for storage in operator.writes} | taken
     return replace(operator, births=births, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
@@ -375,7 +375,7 @@ class _Builder:
         if not births and ops.is_view(node.target):
             return
         writes = {self._storage(argument) for argument in ops.mutated_arguments(node)}
-        if node.name in self.graph.donated:
+        if node.name in self.graph.reuse:
             writes.add(self._storage(node))
         reads = {storage for argument in node.all_input_nodes for storage in self._storages(argument)}
         self.maker[node] = index

@@ -121,8 +121,8 @@ def _operator(graph: TrainGraph, memory: MemoryModel, node: fx.Node, works: bool
         names = {memory.storage_of(node, position).name: None for position, _ in tensors_of(node)}
         remarks = [f"view of {', '.join(names)}"] if names else []
     remarks += [f"writes {argument.name}" for argument in ops.mutated_arguments(node)]
-    if node.name in graph.donated:
-        remarks.append(f"over {node.args[graph.donated[node.name]]}")
+    if node.name in graph.reuse:
+        remarks.append(f"over {node.args[graph.reuse[node.name]]}")
     remarks += _codecs(graph, node)
     line = source_line(node)
     remarks += [f"# {line}"] if line else []

@@ -100,7 +100,7 @@ class TrainGraph:
         notes: sentences about the capture that the plan passes on to the user.
         eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
         eager_floor: what it holds at least at every step, of small graphs; see :func:`roamc.passes.layout.eager_floor`.
-        donated: operator to the position of the argument whose memory its result takes over; both have one storage.
+        reuse: operator to the position of the argument whose memory its result takes over; both have one storage.
         layout: where every tensor lies, once the layout pass has run.
         encodings: the storages that some readers read from a smaller form.
     """
@@ -117,7 +117,7 @@ class TrainGraph:
     notes: tuple[str, ...] = ()
     eager_bytes: Bytes | None = None
     eager_floor: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict, repr=False)
-    donated: Mapping[str, int] = field(default_factory=dict)
+    reuse: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
 

@@ -48,7 +48,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
     Raises:
         VerifyError: a view does not lie in what it is a view of, or elsewhere in it than its arguments say.
     """
-    walk = Walk(numbers, graph.encodings, graph.donated)
+    walk = Walk(numbers, graph.encodings, graph.reuse)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
     given = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -122,13 +122,13 @@ class Walk:
     """Runs operators on numbers."""
 
     def __init__(
-        self, numbers: Numbers, encodings: Sequence[Encoding] = (), donated: Mapping[str, int] | None = None
+        self, numbers: Numbers, encodings: Sequence[Encoding] = (), reuse: Mapping[str, int] | None = None
     ) -> None:
         self.numbers = numbers
         self.encodings: dict[str, list[Encoding]] = {}
         for encoding in encodings:
             self.encodings.setdefault(encoding.storage, []).append(encoding)
-        self.donated = donated or {}
+        self.reuse = reuse or {}
         self.state = numbers.of("generator")
         self.operators: dict[str, Number] = {}
         self.effects: list[tuple[Number, str]] = []
@@ -157,7 +157,7 @@ class Walk:
         places = self.numbers.places(node)
         fresh = [place for place in places if place.storage not in self._content]
         target = self.numbers.target(node.target)
-        if target.is_view and places and node.name not in self.donated and not self._makes_anew(node, target, fresh):
+        if target.is_view and places and node.name not in self.reuse and not self._makes_anew(node, target, fresh):
             return self._misplaced(node, target, places)
         if node.target is save_rng_state:
             self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
@@ -170,8 +170,8 @@ class Walk:
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
             for place in self.numbers.places(argument):
                 self._write(node, place, target, number, made.get(position), position)
-        self._make(node, places if node.name in self.donated else fresh, made)
-        if node.name in self.donated:
+        self._make(node, places if node.name in self.reuse else fresh, made)
+        if node.name in self.reuse:
             self._written.update(place.storage for place in places)
         return None
 

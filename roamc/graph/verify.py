@@ -74,7 +74,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     _check_finished(graph, after)
     _check_order(graph, after, kept or Constraints())
     _check_aliases(graph, after)
-    _check_donated(graph, after)
+    _check_reuse(graph, after)
     if deep:
         _check_metadata(graph, after)
 
@@ -171,12 +171,12 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
         if node.target is operator.getitem and not all(shared):
             _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
-        if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.donated):
+        if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.reuse):
             what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
             _fail(graph, after, node, what)
 
 
-def _check_donated(graph: TrainGraph, after: str) -> None:
+def _check_reuse(graph: TrainGraph, after: str) -> None:
     """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
     known: dict[int, list[fx.Node]] = {}
     stale: set[fx.Node] = set()
@@ -186,8 +186,8 @@ def _check_donated(graph: TrainGraph, after: str) -> None:
             stale.add(node)
         elif old:
             _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
-        if node.name in graph.donated:
-            argument = node.args[graph.donated[node.name]]
+        if node.name in graph.reuse:
+            argument = node.args[graph.reuse[node.name]]
             _check_overwriting(graph, after, node, argument)
             of_storage = known[identity(argument.meta["val"])]
             if of_storage[0].op != "call_function":
@@ -199,13 +199,15 @@ def _check_donated(graph: TrainGraph, after: str) -> None:
 
 
 def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node) -> None:
-    if graph.donated[node.name] not in ops.may_overwrite(node):
+    if graph.reuse[node.name] not in ops.may_overwrite(node):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
-    result, gift = node.meta["val"], argument.meta["val"]
-    if identity(result) != identity(gift) or _lies(result) != _lies(gift):
+    result, reused = node.meta["val"], argument.meta["val"]
+    if identity(result) != identity(reused) or _lies(result) != _lies(reused):
         _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
     for other in node.all_input_nodes:
-        if any(identity(tensor) == identity(gift) and _lies(tensor) != _lies(gift) for _, tensor in tensors_of(other)):
+        if any(
+            identity(tensor) == identity(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
+        ):
             what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
             _fail(graph, after, node, what)
 

@@ -4,7 +4,7 @@ The order is chosen for the least live bytes and the layout for that order. Most
 it. Where it is not, orders with no higher peak are laid out as well, on the memory model and without touching the
 graph, and the one that needs least is taken. All that is decided becomes part of the decision of pass reorder:
 
-    normalize → reorder → donate → layout      falls short?  orders of no higher peak → the best one
+    normalize → reorder → reuse → layout       falls short?  orders of no higher peak → the best one
                    ^                                                     |
                    |_____________________________________________________|
 
@@ -27,7 +27,7 @@ from roamc import progress
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
-from roamc.passes import donate, layout, reorder
+from roamc.passes import layout, reorder, reuse
 from roamc.solvers.order import OrderProblem
 from roamc.solvers.order.equal_peak import NamedOrder, equal_peaks
 from roamc.units import Bytes, format_bytes
@@ -63,7 +63,7 @@ def falls_short(placed: layout.Decision) -> bool:
 
 
 def values_of(graph: TrainGraph) -> Values:
-    """The fake tensors of every node, for :func:`put_back`: donation moves some to other storages."""
+    """The fake tensors of every node, for :func:`put_back`: pass reuse moves some to other storages."""
     return {node: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
 
 
@@ -74,10 +74,10 @@ def put_back(graph: TrainGraph, values: Values) -> None:
             node.meta["val"] = values[node]
 
 
-def without_donation(graph: TrainGraph, values: Values) -> TrainGraph:
-    """The graph as it was before pass donate, when ``values`` were taken, in its present order."""
+def without_reuse(graph: TrainGraph, values: Values) -> TrainGraph:
+    """The graph as it was before pass reuse, when ``values`` were taken, in its present order."""
     put_back(graph, values)
-    return graph.replace(donated={}, layout=None)
+    return graph.replace(reuse={}, layout=None)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
     none, the layout of the present order gets its long search after all.
 
     Args:
-        graph: in the order of ``first``, before donation.
+        graph: in the order of ``first``, before in-place reuse.
         first: that order and its layout, which falls short.
         options: what the user set.
     """
@@ -130,16 +130,16 @@ def _with_order(ordered: reorder.Decision, other: NamedOrder, order: tuple[str, 
 
 @dataclass(frozen=True)
 class _Scene:
-    """The graph in one order, before donation, from which layouts of other orders are foretold."""
+    """The graph in one order, before in-place reuse, from which layouts of other orders are foretold."""
 
     graph: TrainGraph
     memory: MemoryModel
     options: Options
 
     @cached_property
-    def gifts(self) -> list[donate.Gift]:
+    def reuses(self) -> list[reuse.Reuse]:
         """What may be written over what, in any order."""
-        return [] if donate.NAME in self.options.disable else donate.all_gifts(self.memory)
+        return [] if reuse.NAME in self.options.disable else reuse.all_reuses(self.memory)
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -148,31 +148,31 @@ class _Scene:
 
     def problem(self) -> tuple[OrderProblem, list[str]]:
         """As :func:`reorder.order_problem`."""
-        return reorder.order_problem(self.graph, self.memory, self.gifts)
+        return reorder.order_problem(self.graph, self.memory, self.reuses)
 
     def lay_out(self, names: Iterable[str], node_limit: int) -> layout.Decision:
-        """What pass layout would decide behind reorder and donate, for the operators in this order."""
+        """What pass layout would decide behind reorder and reuse, for the operators in this order."""
         order = [self.number[name] for name in names]
         limited = dataclasses.replace(self.options, layout_nodes=min(self.options.layout_nodes, node_limit))
-        return layout.lay_out(rearranged(self.memory, order, due(self.memory, order, self.gifts)), self.graph, limited)
+        return layout.lay_out(rearranged(self.memory, order, due(self.memory, order, self.reuses)), self.graph, limited)
 
 
-def due(memory: MemoryModel, order: Sequence[int], gifts: Iterable[donate.Gift]) -> dict[int, int]:
-    """What pass donate decides in ``order``: storage of a result to that of the argument that it is written over."""
+def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[reuse.Reuse]) -> dict[int, int]:
+    """What pass reuse decides in ``order``: storage of a result to that of the argument that it is written over."""
     position = {operator: step for step, operator in enumerate(order)}
     found: dict[int, int] = {}
-    for gift in gifts:
-        maker = memory.storages[gift.taker].producer
-        last = max(position[user] for user in memory.uses[gift.giver])
-        if gift.taker not in found and last == position[maker]:
-            found[gift.taker] = gift.giver
+    for possible in reuses:
+        maker = memory.storages[possible.result].producer
+        last = max(position[user] for user in memory.uses[possible.reused])
+        if possible.result not in found and last == position[maker]:
+            found[possible.result] = possible.reused
     return found
 
 
 def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
     """What eager holds at least at every moment, everything that may be written over an argument being so."""
     order = range(len(memory.operators))
-    in_place = rearranged(memory, order, due(memory, order, donate.all_gifts(memory)))
+    in_place = rearranged(memory, order, due(memory, order, reuse.all_reuses(memory)))
     return layout.eager_floor(in_place, boundary=graph.boundary)
 
 

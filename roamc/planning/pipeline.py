@@ -17,7 +17,7 @@ from roamc.graph import TrainGraph, value_flow, verify
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Flow
 from roamc.options import Options
-from roamc.passes import checkpoint, donate, layout, normalize, reorder, retain
+from roamc.passes import checkpoint, layout, normalize, reorder, retain, reuse
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
@@ -81,7 +81,7 @@ PIPELINE = checked(
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
     Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
-    Pass.of(donate, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
+    Pass.of(reuse, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
     Pass.of(layout, requires={ORDER, "in-place reuse"}, provides={"layout"}),
 )
 

@@ -16,7 +16,7 @@ from roamc import decode
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON form; raised when a reader of an older version could misread it."""
 
 

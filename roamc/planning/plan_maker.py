@@ -15,7 +15,7 @@ from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verif
 from roamc.graph.memory import build_memory, eager_lifetimes, eager_live_bytes, input_bytes, most_alive
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
-from roamc.passes import donate, layout, reorder, retain
+from roamc.passes import layout, reorder, retain, reuse
 from roamc.planning import layout_judge, other_orders, pipeline
 from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
@@ -146,12 +146,12 @@ class PlanMaker:
         """The layout falls short: take the best of the orders with no higher peak."""
         begun = time.perf_counter()
         first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
-        donated, bare = other_orders.values_of(end.graph), other_orders.without_donation(end.graph, values)
+        with_reuse, bare = other_orders.values_of(end.graph), other_orders.without_reuse(end.graph, values)
         best = other_orders.decide(bare, first, self.options)
         decisions = {reorder.NAME: best.ordered, layout.NAME: best.placed}
-        anew: tuple[str, ...] = (*decisions, donate.NAME)
+        anew: tuple[str, ...] = (*decisions, reuse.NAME)
         if best.ordered.order == first.ordered.order:
-            other_orders.put_back(end.graph, donated)
+            other_orders.put_back(end.graph, with_reuse)
             bare, anew = end.graph, (layout.NAME,)
         seconds = {**end.seconds, other_orders.NAME: time.perf_counter() - begun}
         state = State(bare, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)

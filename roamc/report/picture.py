@@ -153,13 +153,13 @@ def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
 
 
 def _tensors(graph: TrainGraph) -> Callable[[str], tuple[str, ...]]:
-    """Storage name to the tensors that lie in it one after another; more than one where results were donated."""
+    """Storage name to the tensors that lie in it one after another: more than one with in-place reuse."""
     memory = build_memory(graph)
-    takers: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for operator in memory.operators:
-        if operator.node.name in graph.donated:
-            takers.setdefault(memory.storage_of(operator.node).name, []).append(operator.node.name)
-    return lambda name: (name, *takers.get(name, ()))
+        if operator.node.name in graph.reuse:
+            results.setdefault(memory.storage_of(operator.node).name, []).append(operator.node.name)
+    return lambda name: (name, *results.get(name, ()))
 
 
 def _stacked(storages: Sequence[Live]) -> list[Bytes]:

@@ -28,7 +28,7 @@ STAGES = (
     "checkpoint",
     "retain",
     "reorder",
-    "donate",
+    "reuse",
     "other orders",
     "layout",
     "verify",
@@ -118,7 +118,7 @@ def stage_times(seconds: Mapping[str, Seconds]) -> str:
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """What lies in the arena and what does not: (label, size, remark)."""
-    layout, donate = plan.decisions.get("layout", {}), plan.decisions.get("donate", {})
+    layout, reuse = plan.decisions.get("layout", {}), plan.decisions.get("reuse", {})
     tried = plan.decisions.get("reorder", {}).get("laid_out", ())
     again = (
         (("orders tried", str(len(tried)), "of no higher peak, as the arena of the first fell short"),) if tried else ()
@@ -139,9 +139,9 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         ),
         ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
         (
-            "donated",
-            format_bytes(donate.get("nbytes", 0)),
-            f"{len(donate.get('overwrites', ()))} results written over an argument",
+            "reused",
+            format_bytes(reuse.get("nbytes", 0)),
+            f"{len(reuse.get('overwrites', ()))} results written over an argument",
         ),
         *again,
     )

@@ -232,7 +232,7 @@ class Pair:
         self.hooked = False
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
-        late = {names[name] for name in graph.donated if graph.phase[name] is not Phase.FORWARD}
+        late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
         self.parked = _closed_between(graph)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
 

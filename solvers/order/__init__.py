@@ -5,7 +5,7 @@ Read `problem.py` first (the question and the answer), then `portfolio.py` (the 
 
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.portfolio import ALGORITHMS, WORK_LIMIT, Pieces, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_donors
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_reuse
 from roamc.solvers.order.validate import OrderReport, OrderVerdict, validate
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "peak_bytes",
     "solve",
     "validate",
-    "without_donors",
+    "without_reuse",
 ]

@@ -40,23 +40,23 @@ def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArra
 
 def operator_bound(problem: OrderProblem) -> LongArray:
     """Bound (a): int64[n], bytes that are live whenever each operator runs."""
-    bound = problem.scratch - most_donated(problem)
+    bound = problem.scratch - most_reused(problem)
     np.add.at(bound, problem.producer, problem.size)
     per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     np.add.at(bound, problem.consumer, problem.size[per_reader])
     return bound
 
 
-def most_donated(problem: OrderProblem) -> LongArray:
+def most_reused(problem: OrderProblem) -> LongArray:
     """int64[n]: bytes of inputs that each operator's results can take over in any order, at most."""
-    takes = np.zeros(problem.num_ops, dtype=np.int64)
-    takers = np.flatnonzero(np.diff(problem.donor_start))
-    np.add.at(takes, problem.producer[takers], problem.size[takers])
-    taker_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.donor_start))
-    pairs = np.unique(np.stack([problem.producer[taker_of], problem.donor]), axis=1)
-    gives = np.zeros(problem.num_ops, dtype=np.int64)
-    np.add.at(gives, pairs[0], problem.size[pairs[1]])
-    return np.minimum(takes, gives)
+    wanted = np.zeros(problem.num_ops, dtype=np.int64)
+    results = np.flatnonzero(np.diff(problem.reusable_start))
+    np.add.at(wanted, problem.producer[results], problem.size[results])
+    result_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.reusable_start))
+    pairs = np.unique(np.stack([problem.producer[result_of], problem.reusable]), axis=1)
+    offered = np.zeros(problem.num_ops, dtype=np.int64)
+    np.add.at(offered, pairs[0], problem.size[pairs[1]])
+    return np.minimum(wanted, offered)
 
 
 def reachability_bound(problem: OrderProblem, chosen: IntArray) -> LongArray:
@@ -90,7 +90,7 @@ def _reachability_batch(
             needed |= not_before[op]
         masks += (not_after[producer] & needed).to_bytes(width, "little")
     packed = np.frombuffer(bytes(masks), dtype=np.uint8).reshape(problem.num_buffers, width)
-    bound = problem.scratch[chosen] - most_donated(problem)[chosen]
+    bound = problem.scratch[chosen] - most_reused(problem)[chosen]
     for lo in range(0, problem.num_buffers, 4096):
         live = np.unpackbits(packed[lo : lo + 4096], axis=1, count=len(chosen), bitorder="little")
         bound += problem.size[lo : lo + 4096] @ live.astype(np.int64)

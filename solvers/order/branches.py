@@ -13,9 +13,9 @@ so the best place follows from the greatest live bytes before and after each pla
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray, LongArray
-from roamc.solvers.order.donation import positions
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, Step, predecessors, successors
+from roamc.solvers.order.reuse import positions
 
 LARGEST = 16
 _AT_ONCE = 16
@@ -77,7 +77,7 @@ def _moved(problem: OrderProblem, order: IntArray, branch: IntArray, before: lis
 
 
 def _best_place(problem: OrderProblem, position: LongArray, inside: BoolArray, end: Step, first: Step) -> Step:
-    """Where in the rest, [first, end], to put the branch. Donation counts only in the caller's comparison.
+    """Where in the rest, [first, end], to put the branch. Only the caller's comparison counts in-place reuse.
 
     With t < place the inputs of the branch live on, with t >= place what it leaves behind lives already.
     """

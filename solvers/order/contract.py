@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, group_by, read_only
-from roamc.solvers.order.donation import positions
-from roamc.solvers.order.problem import OpIndex, OrderProblem, donors, predecessors, reads, successors
+from roamc.solvers.order.problem import OpIndex, OrderProblem, predecessors, reads, reusables, successors
+from roamc.solvers.order.reuse import positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,12 @@ def contract(problem: OrderProblem) -> Contracted:
 
 
 def _join_before(problem: OrderProblem, anchor: list[OpIndex]) -> None:
-    """Second rule, from the last operator to the first. What may give its bytes away stays where it is."""
+    """Second rule, from the last operator to the first. Producers of reusable buffers stay where they are."""
     after = successors(problem).lists()
-    gives = np.zeros(problem.num_buffers, dtype=np.bool_)
-    gives[problem.donor] = True
+    is_reusable = np.zeros(problem.num_buffers, dtype=np.bool_)
+    is_reusable[problem.reusable] = True
     stays = problem.scratch > 0
-    stays[problem.producer[gives]] = True
+    stays[problem.producer[is_reusable]] = True
     alone = np.flatnonzero((np.diff(problem.consumer_start) == 0) & ~problem.kept & (problem.size > 0))
     stays[problem.producer[alone]] = True
     reading = np.repeat(problem.size > 0, np.diff(problem.consumer_start))
@@ -74,21 +74,21 @@ def _join_after(problem: OrderProblem, anchor: list[OpIndex]) -> None:
     before, reads_of = predecessors(problem).lists(), reads(problem).lists()
     needs = problem.scratch.copy()
     np.add.at(needs, problem.producer, problem.size)
-    givers_to = _givers_to(problem)
+    reusable_by = _reusable_by(problem)
     for op in np.flatnonzero(needs == 0).tolist():
         groups = {anchor[other] for other in before[op]}
         if anchor[op] == op and len(groups) == 1:
             group = groups.pop()
-            if not givers_to.get(group, set()).intersection(reads_of[op]):
+            if not reusable_by.get(group, set()).intersection(reads_of[op]):
                 anchor[op] = group
 
 
-def _givers_to(problem: OrderProblem) -> dict[OpIndex, set[int]]:
+def _reusable_by(problem: OrderProblem) -> dict[OpIndex, set[int]]:
     """Buffers whose bytes the results of an operator may take over."""
     found: dict[OpIndex, set[int]] = {}
-    for taker, givers in enumerate(donors(problem).lists()):
-        if givers:
-            found.setdefault(int(problem.producer[taker]), set()).update(givers)
+    for result, row in enumerate(reusables(problem).lists()):
+        if row:
+            found.setdefault(int(problem.producer[result]), set()).update(row)
     return found
 
 
@@ -109,6 +109,6 @@ def _grouped(problem: OrderProblem, group: IntArray, anchors: IntArray) -> Order
         consumer=read_only(readers.index),
         kept=problem.kept,
         scratch=read_only(scratch),
-        donor_start=problem.donor_start,
-        donor=problem.donor,
+        reusable_start=problem.reusable_start,
+        reusable=problem.reusable,
     )

@@ -1,16 +1,16 @@
-"""Live bytes of an order, with donation, vectorised. The judge has its own count; a test compares the two."""
+"""Live bytes of an order, with in-place reuse, vectorised. The judge has its own count; a test compares the two."""
 
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.order.donation import givers, positions
 from roamc.solvers.order.problem import Bytes, OrderProblem
+from roamc.solvers.order.reuse import positions, reused_buffers
 
 
 def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
     """Live bytes while each step runs: int64[n], element t belongs to operator order[t].
 
-    `order` must be a permutation of the operators; O(n + b + reads + donors).
+    `order` must be a permutation of the operators; O(n + b + reads + reusable).
     """
     num_ops = problem.num_ops
     position = positions(order)
@@ -19,8 +19,8 @@ def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
     buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     np.maximum.at(last, buffer_of, position[problem.consumer])
     last[problem.kept] = num_ops - 1
-    giver = givers(problem, position)
-    last[giver[giver >= 0]] = born[giver >= 0] - 1
+    reused = reused_buffers(problem, position)
+    last[reused[reused >= 0]] = born[reused >= 0] - 1
     change = np.zeros(num_ops + 1, dtype=np.int64)
     np.add.at(change, born, problem.size)
     np.subtract.at(change, last + 1, problem.size)

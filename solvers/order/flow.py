@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import Csr, LongArray, group_by
-from roamc.solvers.order.problem import OrderProblem, consumers, donors, predecessors, successors, writes
+from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, reusables, successors, writes
 
 
 class Flow(NamedTuple):
@@ -28,7 +28,7 @@ class Flow(NamedTuple):
     starter, ender: operators of a buffer. It is born with the first of its starters to run (none: live from the
         beginning) and dies with the last of its enders (none: never).  starts, ends: the same, buffers of an
         operator.
-    written: buffers that an operator produces.  donor: buffers whose bytes a buffer may take over.
+    written: buffers that an operator produces.  reusable: buffers whose bytes a buffer may take over.
     waits: int64[n], how many operators one waits for.  size: int64[b] bytes.  scratch: int64[n] bytes.
     backward: whether time runs from the last operator to the first.
     """
@@ -45,8 +45,8 @@ class Flow(NamedTuple):
     ends: LongArray
     written_start: LongArray
     written: LongArray
-    donor_start: LongArray
-    donor: LongArray
+    reusable_start: LongArray
+    reusable: LongArray
     waits: LongArray
     size: LongArray
     scratch: LongArray
@@ -86,7 +86,7 @@ def _invert(table: Csr, rows: int) -> Csr:
 def _flow(problem: OrderProblem, after: Csr, starter: Csr, ender: Csr, backward: bool) -> Flow:
     starts, ends = _invert(starter, problem.num_ops), _invert(ender, problem.num_ops)
     written = writes(problem)
-    tables = (after, starter, ender, starts, ends, written, donors(problem))
+    tables = (after, starter, ender, starts, ends, written, reusables(problem))
     long = [array.astype(np.int64) for table in tables for array in (table.start, table.index)]
     waits = np.bincount(after.index, minlength=problem.num_ops).astype(np.int64)
     return Flow._make((*long, waits, problem.size.copy(), problem.scratch.copy(), backward))

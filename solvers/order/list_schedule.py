@@ -15,7 +15,7 @@ than it allocates runs as soon as it can. A user does this by hand who runs each
 gradient exists (LOMO, Lv et al. 2023). Backwards the same rule puts off an operator that allocates more than
 it frees until its result is about to be read.
 
-All count with donation: an operator needs less once it is the last reader of what it may write over.
+All count in-place reuse: an operator needs fewer bytes once it is the last reader of a buffer that it may write over.
 """
 
 from roamc.solvers.arrays import IntArray

@@ -10,9 +10,9 @@ with all that must run before v merged into the source, and v and all that must 
 bound of v is the least cut plus what comes into being with v. Every order runs v at some point, so the greatest
 over all v bounds the peak of every order. (Minimum closures as minimum cuts: Picard, Management Science 1976.)
 
-Donation: results of v save an input if all its other readers have run. For each choice of givers that the
-results could take over together the input counts in the cut only if one of its other readers is still to run;
-the bound of v is the least over the choices. Where there are too many, all possible givers count like this.
+In-place reuse: a result of v saves the bytes of an input whose other readers have all run. For each set of inputs that
+the results could take over together, an input of the set counts in the cut only if one of its other readers is still
+to run; the bound of v is the least over the sets. Where there are too many sets, all reusable inputs form one.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from roamc.solvers.arrays import BoolArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.bound import EXAMINED, hottest_ops, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
-from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, dependencies, donors
+from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, dependencies, reusables
 
 _SOURCE, _SINK = 0, 1
 _ENDLESS = 2**61
@@ -47,8 +47,8 @@ class Network:
     """What is the same for every operator.
 
     closure: int64[m, 2], (operator, one that must run before it).  need: int64[n] bytes.
-    buffer, reader: int64[r], who reads which of the buffers that count.  takers: the donors of each result of
-    each operator that has some.
+    buffer, reader: int64[r], who reads which of the buffers that count.  reusable: for each operator with a
+    result that may take over a buffer, one row of such buffers per result.
     """
 
     problem: OrderProblem
@@ -56,7 +56,7 @@ class Network:
     need: LongArray
     buffer: LongArray
     reader: LongArray
-    takers: dict[OpIndex, list[list[int]]]
+    reusable: dict[OpIndex, list[list[int]]]
 
 
 def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int) -> tuple[Bytes, int]:
@@ -96,12 +96,12 @@ def make_network(problem: OrderProblem) -> Network:
     buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     reader = problem.consumer.astype(np.int64)
     counts = (problem.size > 0)[buffer] & ~problem.kept[buffer]
-    takers: dict[OpIndex, list[list[int]]] = {}
-    rows = donors(problem).lists()
-    for taker in np.flatnonzero(np.diff(problem.donor_start)).tolist():
-        takers.setdefault(int(problem.producer[taker]), []).append(rows[taker])
+    reusable: dict[OpIndex, list[list[int]]] = {}
+    rows = reusables(problem).lists()
+    for result in np.flatnonzero(np.diff(problem.reusable_start)).tolist():
+        reusable.setdefault(int(problem.producer[result]), []).append(rows[result])
     closure = dependencies(problem)[:, ::-1].astype(np.int64)
-    return Network(problem, closure, need, buffer[counts], reader[counts], takers)
+    return Network(problem, closure, need, buffer[counts], reader[counts], reusable)
 
 
 def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> tuple[Bytes, int]:
@@ -121,17 +121,17 @@ def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
 
 
 def _cuts(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray) -> list[_Cut]:
-    """A least cut for each choice of givers."""
+    """A least cut for each set of inputs that the results of `op` could take over together."""
     node = contracted(network, op, later)
-    return [_least_cut(network, node, op, givers) for givers in _choices(network.takers.get(op, []))]
+    return [_least_cut(network, node, op, reused) for reused in _choices(network.reusable.get(op, []))]
 
 
-def _choices(takers: list[list[int]]) -> list[tuple[int, ...]]:
+def _choices(rows: list[list[int]]) -> list[tuple[int, ...]]:
     """Sets of inputs that the results of an operator could take over together, the largest such sets."""
-    everything = tuple(sorted({giver for row in takers for giver in row}))
-    if len(everything) <= len(takers) or len(takers) > 1 or len(everything) > _MOST_CHOICES:
+    everything = tuple(sorted({reused for row in rows for reused in row}))
+    if len(everything) <= len(rows) or len(rows) > 1 or len(everything) > _MOST_CHOICES:
         return [everything]
-    return [(giver,) for giver in everything]
+    return [(reused,) for reused in everything]
 
 
 def contracted(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> LongArray:
@@ -159,13 +159,13 @@ def _contract(node: LongArray, op: OpIndex, closure: LongArray) -> None:
             node[closure[row, 1]] = _SOURCE
 
 
-def _least_cut(network: Network, node: LongArray, op: OpIndex, givers: tuple[int, ...]) -> _Cut:
+def _least_cut(network: Network, node: LongArray, op: OpIndex, reused: tuple[int, ...]) -> _Cut:
     """The least bytes live just before `op` that stay while it runs.
 
-    givers: inputs of `op` that count only if another operator is still to read them.
+    reused: inputs of `op` that count only if another operator is still to read them.
     """
     problem = network.problem
-    without = np.isin(network.buffer, givers) & (network.reader == op)
+    without = np.isin(network.buffer, reused) & (network.reader == op)
     buffer, reader = network.buffer[~without], network.reader[~without]
     box = problem.num_ops + 2 + np.arange(problem.num_buffers)
     kept = np.flatnonzero(problem.kept & (problem.size > 0))

@@ -10,7 +10,6 @@ from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.contract import contract
 from roamc.solvers.order.cut_guided import cut_guided
 from roamc.solvers.order.disjunction import disjunctive_bound
-from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.exact import Bracket, narrow
 from roamc.solvers.order.improve import improve
@@ -26,6 +25,7 @@ from roamc.solvers.order.list_schedule import (
 from roamc.solvers.order.min_cut import min_cut_bound
 from roamc.solvers.order.problem import Bytes, OrderProblem, OrderSolution
 from roamc.solvers.order.program_order import program_order
+from roamc.solvers.order.reuse import reuses
 from roamc.solvers.order.segments import narrow_by_segment
 from roamc.solvers.order.stages import one_stage
 from roamc.solvers.order.subgraphs import improve_by_subgraphs
@@ -133,7 +133,7 @@ def _solved(
         algorithm=run.algorithm,
         work=run.work,
         candidates=tuple(run.candidates),
-        donations=donations(problem, order),
+        reuses=reuses(problem, order),
     )
 
 

@@ -11,14 +11,15 @@ A buffer is live on the half-open steps [position of producer, last position of 
 nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
 plus the scratch bytes of the operator that runs there; the peak is their maximum.
 
-Donation: an operator may write a result over an input that dies there. Which buffers may give their bytes to
-buffer k is part of the problem (`donor`); who gives follows from the order. Each buffer k, in the sequence of
-their numbers, takes the first of its donors whose last reader is the producer of k and which has not given
-its bytes to another. The life of the giver then ends where that of k begins, so that the two count once:
+In-place reuse: an operator may write a result over an input that dies there. The buffers whose bytes buffer k may
+take over are part of the problem (`reusable`); the one that it does take over follows from the order. Each buffer k,
+in the sequence of their numbers, takes over the first of its reusable buffers whose last reader is the producer of k
+and whose bytes no other buffer has taken over. The life of the reused buffer then ends where that of k begins, so that
+the two count once:
 
-    without   giver |=========|           with   giver |=======|
-              taker         |=====|              taker         |=====|
-                            ^ step of the producer of the taker
+    without   reused |=========|           with   reused |=======|
+              result         |=====|              result         |=====|
+                             ^ step of the producer of the result
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,8 +49,8 @@ class OrderProblem:
     consumer_start: int64[b + 1] and consumer: int32[...], sorted within a buffer, without duplicates and
         without the producer: buffer k is read by `consumer[consumer_start[k]:consumer_start[k + 1]]`.
     scratch: int64[n], further bytes while the operator runs.
-    donor_start: int64[b + 1] and donor: int32[...]: buffer k may take over the bytes of one of
-        `donor[donor_start[k]:donor_start[k + 1]]`, the best first. Each is as large as k, is read by the
+    reusable_start: int64[b + 1] and reusable: int32[...]: buffer k may take over the bytes of one of
+        `reusable[reusable_start[k]:reusable_start[k + 1]]`, the best first. Each is as large as k, is read by the
         producer of k, and is not kept.
     All arrays are read-only.
     """
@@ -62,8 +63,8 @@ class OrderProblem:
     consumer: IntArray
     kept: BoolArray
     scratch: LongArray
-    donor_start: LongArray
-    donor: IntArray
+    reusable_start: LongArray
+    reusable: IntArray
 
     @property
     def num_ops(self) -> int:
@@ -87,7 +88,7 @@ class OrderSolution:
     algorithm: the name of the algorithm that found it, with the pieces that changed the order after it.
     work: operators scheduled, and operators and arcs that searches and bounds looked at.
     candidates: (name, peak bytes) of every algorithm and piece that ran, in the order in which they ran.
-    donations: (giver, taker) for every buffer that takes over the bytes of another in that order, sorted by taker.
+    reuses: (reused, result) for every buffer that takes over the bytes of another in that order, sorted by result.
     """
 
     order: IntArray
@@ -97,7 +98,7 @@ class OrderSolution:
     algorithm: str
     work: int
     candidates: tuple[tuple[str, Bytes], ...]
-    donations: tuple[tuple[BufferIndex, BufferIndex], ...]
+    reuses: tuple[tuple[BufferIndex, BufferIndex], ...]
 
 
 def make_problem(
@@ -105,18 +106,18 @@ def make_problem(
     edges: Iterable[tuple[OpIndex, OpIndex]],
     buffers: Iterable[BufferSpec],
     scratch: Sequence[Bytes] | None = None,
-    donors: Sequence[Sequence[BufferIndex]] | None = None,
+    reusable: Sequence[Sequence[BufferIndex]] | None = None,
 ) -> OrderProblem:
     """Check the parts of an ordering problem and pack them into arrays.
 
     stage[v] is the stage of operator v; edges are (before, after); buffers are (size in bytes, producer,
     consumers, kept), where consumers may be unsorted, repeat, or name the producer; scratch[v] is bytes, all
-    zero if left out; donors[k] are the buffers whose bytes buffer k may take over, the best first, none if
+    zero if left out; reusable[k] are the buffers whose bytes buffer k may take over, the best first, none if
     left out.
 
     Raises ValueError, naming the item, for a negative size, an operator out of range, an edge or a read that
-    goes against program order, a stage that decreases, sizes that add up to more than 2**62 bytes, or a donor
-    that is kept, has another size than its taker, or is not read by the taker's producer.
+    goes against program order, a stage that decreases, sizes that add up to more than 2**62 bytes, or a reusable
+    buffer that is kept, has another size than the result, or is not read by the result's producer.
     """
     num_ops = len(stage)
     scratch_bytes = [0] * num_ops if scratch is None else list(scratch)
@@ -126,8 +127,8 @@ def make_problem(
     size, producer, consumers, kept = _check_buffers(buffers, num_ops)
     if sum(size) + sum(scratch_bytes) > _MOST_BYTES:
         raise ValueError(f"sizes add up to {sum(size) + sum(scratch_bytes)} bytes, more than 2**62")
-    givers = [[] for _ in size] if donors is None else [list(row) for row in donors]
-    _check_donors(givers, size, producer, consumers, kept)
+    rows = [[] for _ in size] if reusable is None else [list(row) for row in reusable]
+    _check_reusable(rows, size, producer, consumers, kept)
     return OrderProblem(
         stage=read_only(np.array(stage, dtype=np.int32)),
         edges=read_only(np.array(edge_list, dtype=np.int32).reshape(-1, 2)),
@@ -137,15 +138,15 @@ def make_problem(
         consumer=read_only(_flat(consumers)),
         kept=read_only(np.array(kept, dtype=np.bool_)),
         scratch=read_only(np.array(scratch_bytes, dtype=np.int64)),
-        donor_start=read_only(_starts(givers)),
-        donor=read_only(_flat(givers)),
+        reusable_start=read_only(_starts(rows)),
+        reusable=read_only(_flat(rows)),
     )
 
 
-def without_donors(problem: OrderProblem) -> OrderProblem:
+def without_reuse(problem: OrderProblem) -> OrderProblem:
     """The same problem in which no buffer takes over the bytes of another."""
     nobody = np.zeros(0, dtype=np.int32)
-    return replace(problem, donor_start=read_only(np.zeros_like(problem.donor_start)), donor=read_only(nobody))
+    return replace(problem, reusable_start=read_only(np.zeros_like(problem.reusable_start)), reusable=read_only(nobody))
 
 
 def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
@@ -163,8 +164,8 @@ def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
         consumer=read_only(consumer[np.lexsort((consumer, buffer_of))]),
         kept=problem.kept,
         scratch=read_only(problem.scratch[order]),
-        donor_start=problem.donor_start,
-        donor=problem.donor,
+        reusable_start=problem.reusable_start,
+        reusable=problem.reusable,
     )
 
 
@@ -206,9 +207,9 @@ def writes(problem: OrderProblem) -> Csr:
     return group_by(problem.producer, np.arange(problem.num_buffers, dtype=np.int32), problem.num_ops)
 
 
-def donors(problem: OrderProblem) -> Csr:
+def reusables(problem: OrderProblem) -> Csr:
     """Row k: the buffers whose bytes buffer k may take over, the best first."""
-    return Csr(start=problem.donor_start, index=problem.donor)
+    return Csr(start=problem.reusable_start, index=problem.reusable)
 
 
 def _starts(rows: Sequence[Sequence[int]]) -> LongArray:
@@ -262,22 +263,23 @@ def _check_buffers(
     return size, producer, consumers, kept
 
 
-def _check_donors(
-    donors: list[list[BufferIndex]],
+def _check_reusable(
+    reusable: list[list[BufferIndex]],
     size: list[Bytes],
     producer: list[OpIndex],
     consumers: list[list[OpIndex]],
     kept: list[bool],
 ) -> None:
-    if len(donors) != len(size):
-        raise ValueError(f"{len(size)} buffers but {len(donors)} rows of donors")
-    for taker, givers in enumerate(donors):
-        for giver in givers:
-            if not 0 <= giver < len(size):
-                raise ValueError(f"buffer {taker} names a donor out of range 0..{len(size) - 1}: {giver}")
-            if kept[giver]:
-                raise ValueError(f"donor {giver} of buffer {taker} is kept")
-            if size[giver] != size[taker]:
-                raise ValueError(f"donor {giver} of buffer {taker} has {size[giver]} bytes, not {size[taker]}")
-            if producer[taker] not in consumers[giver]:
-                raise ValueError(f"donor {giver} of buffer {taker} is not read by op {producer[taker]}")
+    if len(reusable) != len(size):
+        raise ValueError(f"{len(size)} buffers but {len(reusable)} rows of reusable buffers")
+    for result, row in enumerate(reusable):
+        for reused in row:
+            if not 0 <= reused < len(size):
+                raise ValueError(f"buffer {result} names a reusable buffer out of range 0..{len(size) - 1}: {reused}")
+            if kept[reused]:
+                raise ValueError(f"buffer {reused}, reusable for buffer {result}, is kept")
+            if size[reused] != size[result]:
+                sizes = f"{size[reused]} bytes, not {size[result]}"
+                raise ValueError(f"buffer {reused}, reusable for buffer {result}, has {sizes}")
+            if producer[result] not in consumers[reused]:
+                raise ValueError(f"buffer {reused}, reusable for buffer {result}, is not read by op {producer[result]}")

@@ -1,6 +1,6 @@
 """An order under construction: what has run, what may run next and what it would cost. Compiled, with undo.
 
-While operator v runs, live bytes are `live + need[v]` less what v takes over from dying inputs (`donated`);
+While operator v runs, live bytes are `live + need[v]` less what v takes over from dying inputs (`reused_bytes`);
 when it has run they are `live + net[v]`. Both numbers of an operator that has not run only ever fall as others
 run. That is what the searches over schedules rest on.
 """
@@ -24,9 +24,9 @@ class Schedule(NamedTuple):
 
     order[:count[DONE]]: what has run.  ready[:count[READY]]: what may run next, place[v] where v stands in it.
     waits: what an operator still waits for.  born_by: who gave birth to a buffer, -1 nobody yet, -2 live from the
-    beginning.  left, left_sum: how many of its enders have not run, and the sum of their numbers.  given: the
-    stamp of the last matching in which a buffer gave its bytes.  key: two sums (exclusive or) of random words of
-    what has run, which stand for the set.  word: uint64[n, 2], the random words.
+    beginning.  left, left_sum: how many of its enders have not run, and the sum of their numbers.  taken: the
+    stamp of the last matching in which a result took over a buffer's bytes.  key: two sums (exclusive or) of random
+    words of what has run, which stand for the set.  word: uint64[n, 2], the random words.
     """
 
     tally: LongArray
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     left_sum: LongArray
     need: LongArray
     net: LongArray
-    given: LongArray
+    taken: LongArray
     key: NDArray[np.uint64]
     word: NDArray[np.uint64]
 
@@ -58,7 +58,7 @@ def new_schedule(flow: Flow) -> Schedule:
         left_sum=np.zeros(num_buffers, dtype=np.int64),
         need=flow.scratch.copy(),
         net=np.zeros(num_ops, dtype=np.int64),
-        given=np.zeros(num_buffers, dtype=np.int64),
+        taken=np.zeros(num_buffers, dtype=np.int64),
         key=np.ones(2, dtype=np.uint64),
         word=np.random.default_rng(0).integers(0, 2**64, size=(num_ops, 2), dtype=np.uint64),
     )
@@ -173,7 +173,7 @@ def _charge_others(flow: Flow, schedule: Schedule, buffer: int, op: OpIndex, num
 
 
 @compiled
-def donated(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
+def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     """Bytes that the results of a ready operator take over if it runs now, by the rule in `problem.py`.
 
     Backwards, the operator is the last reader of exactly those of its inputs that are not yet live.
@@ -181,13 +181,13 @@ def donated(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     total = 0
     schedule.tally[STAMP] += 1
     for row in range(flow.written_start[op], flow.written_start[op + 1]):
-        taker = flow.written[row]
-        for place in range(flow.donor_start[taker], flow.donor_start[taker + 1]):
-            giver = flow.donor[place]
-            dies = schedule.born_by[giver] == -1 if flow.backward else schedule.left[giver] == 1
-            if dies and schedule.given[giver] != schedule.tally[STAMP]:
-                schedule.given[giver] = schedule.tally[STAMP]
-                total += flow.size[giver]
+        result = flow.written[row]
+        for place in range(flow.reusable_start[result], flow.reusable_start[result + 1]):
+            reused = flow.reusable[place]
+            dies = schedule.born_by[reused] == -1 if flow.backward else schedule.left[reused] == 1
+            if dies and schedule.taken[reused] != schedule.tally[STAMP]:
+                schedule.taken[reused] = schedule.tally[STAMP]
+                total += flow.size[reused]
                 break
     return total
 
@@ -196,5 +196,5 @@ def donated(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
 def cost(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     """Live bytes while a ready operator runs, if it runs now."""
     schedule.tally[WORK] += 1
-    live: Bytes = schedule.tally[LIVE] + schedule.need[op] - donated(flow, schedule, op)
+    live: Bytes = schedule.tally[LIVE] + schedule.need[op] - reused_bytes(flow, schedule, op)
     return live

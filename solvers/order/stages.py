@@ -48,8 +48,8 @@ def one_stage(problem: OrderProblem) -> OneStage:
         consumer=read_only(number[problem.consumer]),
         kept=problem.kept,
         scratch=read_only(scratch),
-        donor_start=problem.donor_start,
-        donor=problem.donor,
+        reusable_start=problem.reusable_start,
+        reusable=problem.reusable,
     )
     return OneStage(staged, number)
 

@@ -1,6 +1,6 @@
 """The judge of orders: counts everything again, in plain loops, and shares no code with any algorithm.
 
-O(n + m + reads + donors). It judges what can be judged from problem and solution alone; that `bound_bytes` is a true
+O(n + m + reads + reusable). It judges what can be judged from problem and solution alone; that `bound_bytes` is a true
 lower bound it cannot see, only that the bound does not contradict the peak.
 """
 
@@ -20,7 +20,7 @@ class OrderVerdict(Enum):
     EDGE_BROKEN = "edge broken"
     DATA_BROKEN = "buffer read before it is produced"
     STAGE_BROKEN = "stage broken"
-    WRONG_DONATION = "wrong donation"
+    WRONG_REUSE = "wrong reuse"
     WRONG_PEAK = "wrong peak"
     BOUND_ABOVE_PEAK = "bound above peak"
     CANDIDATE_BELOW_PEAK = "a candidate is better than the solution"
@@ -53,8 +53,8 @@ def validate(problem: OrderProblem, solution: OrderSolution) -> OrderReport:
     fault = _dependency_fault(problem, position) or _stage_fault(problem, order)
     if fault is not None:
         return fault
-    taken = _recount_donations(problem, position)
-    fault = _donation_fault(solution, taken)
+    taken = _recount_reuses(problem, position)
+    fault = _reuse_fault(solution, taken)
     if fault is not None:
         return fault
     return _claim_fault(solution, _recount_peak(problem, order, position, taken)) or OrderReport(OrderVerdict.GOOD)
@@ -97,40 +97,40 @@ def _stage_fault(problem: OrderProblem, order: Sequence[int]) -> OrderReport | N
     return None
 
 
-def _recount_donations(problem: OrderProblem, position: Sequence[int]) -> dict[int, int]:
-    """The giver of every buffer that takes over another's bytes, by the rule in `problem.py`."""
+def _recount_reuses(problem: OrderProblem, position: Sequence[int]) -> dict[int, int]:
+    """Result to reused buffer, for every result that takes over another's bytes by the rule in `problem.py`."""
     start = problem.consumer_start.tolist()
     consumer = problem.consumer.tolist()
-    donor_start = problem.donor_start.tolist()
-    donor = problem.donor.tolist()
+    reusable_start = problem.reusable_start.tolist()
+    reusable = problem.reusable.tolist()
     taken: dict[int, int] = {}
-    given: set[int] = set()
-    for taker, producer in enumerate(problem.producer.tolist()):
-        for giver in donor[donor_start[taker] : donor_start[taker + 1]]:
-            last = max(position[reader] for reader in consumer[start[giver] : start[giver + 1]])
-            if last == position[producer] and giver not in given:
-                taken[taker] = giver
-                given.add(giver)
+    gone: set[int] = set()
+    for result, producer in enumerate(problem.producer.tolist()):
+        for reused in reusable[reusable_start[result] : reusable_start[result + 1]]:
+            last = max(position[reader] for reader in consumer[start[reused] : start[reused + 1]])
+            if last == position[producer] and reused not in gone:
+                taken[result] = reused
+                gone.add(reused)
                 break
     return taken
 
 
-def _donation_fault(solution: OrderSolution, taken: dict[int, int]) -> OrderReport | None:
-    for giver, taker in solution.donations:
-        if taken.get(taker) != giver:
-            detail = f"buffer {taker} cannot take the bytes of buffer {giver} in this order"
-            return OrderReport(OrderVerdict.WRONG_DONATION, (giver, taker), detail)
-    claimed = [taker for _, taker in solution.donations]
+def _reuse_fault(solution: OrderSolution, taken: dict[int, int]) -> OrderReport | None:
+    for reused, result in solution.reuses:
+        if taken.get(result) != reused:
+            detail = f"buffer {result} cannot take the bytes of buffer {reused} in this order"
+            return OrderReport(OrderVerdict.WRONG_REUSE, (reused, result), detail)
+    claimed = [result for _, result in solution.reuses]
     if claimed != sorted(taken):
-        odd = next((taker for taker in taken if claimed.count(taker) != 1), -1)
-        detail = f"donations are not listed once each, sorted by taker; see buffer {odd}"
-        return OrderReport(OrderVerdict.WRONG_DONATION, (odd,), detail)
+        odd = next((result for result in taken if claimed.count(result) != 1), -1)
+        detail = f"reuses are not listed once each, sorted by result; see buffer {odd}"
+        return OrderReport(OrderVerdict.WRONG_REUSE, (odd,), detail)
     return None
 
 
 def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequence[int], taken: dict[int, int]) -> Bytes:
-    """Run the order step by step: give birth, look, bury. What gives its bytes away is buried a step early."""
-    giving = set(taken.values())
+    """Allocate results, sample live bytes, free dead buffers; a reused buffer is freed one step earlier."""
+    reused = set(taken.values())
     start = problem.consumer_start.tolist()
     consumer = problem.consumer.tolist()
     kept = problem.kept.tolist()
@@ -142,7 +142,7 @@ def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequenc
             last = position[producer]
             for reader in consumer[start[buffer] : start[buffer + 1]]:
                 last = max(last, position[reader])
-            dying_bytes[last - 1 if buffer in giving else last] += size
+            dying_bytes[last - 1 if buffer in reused else last] += size
     scratch = problem.scratch.tolist()
     live = 0
     peak = 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, Csr, IntArray, LongArray, group_by, read_only
-from roamc.solvers.order.donation import positions
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step
+from roamc.solvers.order.reuse import positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window
     throughout = (born == 0) & (last == sink)
     chosen = (born < sink) & (last > 0) & ~throughout
     readers = _readers(problem, number, sink, buffer_of, chosen)
-    givers = _donors(problem, chosen)
+    reusable = _reusables(problem, chosen)
     inner = OrderProblem(
         stage=read_only(np.zeros(sink + 1, dtype=np.int32)),
         edges=read_only(_edges(problem, number, sink)),
@@ -54,8 +54,8 @@ def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window
         consumer=read_only(readers.index),
         kept=read_only(np.zeros(int(chosen.sum()), dtype=np.bool_)),
         scratch=read_only(np.concatenate([[0], problem.scratch[order[lo:hi]], [0]]).astype(np.int64)),
-        donor_start=read_only(givers.start),
-        donor=read_only(givers.index),
+        reusable_start=read_only(reusable.start),
+        reusable=read_only(reusable.index),
     )
     return Window(inner, order[lo:hi], int(problem.size[throughout].sum()))
 
@@ -82,9 +82,9 @@ def _readers(problem: OrderProblem, number: IntArray, sink: int, buffer_of: Long
     return group_by(pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), int(chosen.sum()))
 
 
-def _donors(problem: OrderProblem, chosen: BoolArray) -> Csr:
-    """The donors of results of the window; who is live throughout gives to nobody here."""
-    taker = np.repeat(np.arange(problem.num_buffers), np.diff(problem.donor_start))
-    useful = chosen[taker] & chosen[problem.donor]
+def _reusables(problem: OrderProblem, chosen: BoolArray) -> Csr:
+    """The reusable buffers of the window's results; a buffer that is live throughout is not among them."""
+    result = np.repeat(np.arange(problem.num_buffers), np.diff(problem.reusable_start))
+    useful = chosen[result] & chosen[problem.reusable]
     renamed = (np.cumsum(chosen) - 1).astype(np.int32)
-    return group_by(renamed[taker[useful]], renamed[problem.donor[useful]], int(chosen.sum()))
+    return group_by(renamed[result[useful]], renamed[problem.reusable[useful]], int(chosen.sum()))

@@ -38,7 +38,7 @@ from ortools.graph.python import max_flow
 
 from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
-from roamc.solvers.order.bound import most_donated, operator_bound, reachability_bound
+from roamc.solvers.order.bound import most_reused, operator_bound, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies, renumber
 from roamc.solvers.retain.problem import RetainProblem, Seconds
@@ -215,7 +215,7 @@ class Bounds:
         read_later[buffer[place[order.consumer] == 1]] = True
         free = before & (read_here | order.kept)
         here = free | (order.producer == step)
-        fixed = int(order.size[here].sum() + order.scratch[step] - most_donated(order)[step])
+        fixed = int(order.size[here].sum() + order.scratch[step] - most_reused(order)[step])
         fixed -= int(self._read_smaller()[step])
         again = problem.repeatable[problem.sequence] & (place == -1)
         node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)

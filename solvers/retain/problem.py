@@ -17,9 +17,9 @@ makes a version of its results, and each read of a buffer reads its newest versi
 - A version is live from its run to its last read before the next version of the same buffer: one step if nobody
   reads it, to the end if it is the last version of a kept buffer.
 - A rerun renews some of its results; the others are live during that step only, and nobody reads them.
-- Donation as in `solvers/order/problem.py`, for versions: those of a run, in the sequence of their buffers' numbers,
-  take over the bytes of the version of the first of their donors that this run reads last and that has not given
-  yet. Results that are not renewed take nothing over.
+- In-place reuse as in `solvers/order/problem.py`, for versions: those of a run, in the sequence of their buffers'
+  numbers, take over the bytes of the first of their reusable buffers whose version this run reads last and whose bytes
+  no other version has taken over. Results that are not renewed take nothing over.
 - Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's scratch.
 """
 
@@ -39,7 +39,7 @@ Seconds = float
 class RetainProblem:
     """A schedule of n operators over b buffers; build it with `make_problem`, which checks it.
 
-    order: the operators, buffers, edges and donors; its stages play no role, `sequence` is legal already.
+    order: the operators, buffers, edges and reusable buffers; its stages play no role, `sequence` is legal already.
     sequence: int32[n], the reference order: sequence[t] is the operator at step t.
     seconds: float64[n], what one more run of operator v takes, at least 0.
     repeatable: bool[n], whether operator v may run again.
@@ -85,7 +85,7 @@ class RetainSolution:
     """Reruns and what is known about them.
 
     reruns: sorted by `before`; those with the same `before` in the sequence in which they run.
-    peak_bytes: peak of live bytes of the schedule with the reruns, donation included.
+    peak_bytes: peak of live bytes of the schedule with the reruns, in-place reuse included.
     seconds: what the reruns add.
     bound_seconds: no reruns within the budget, in any order of the operators, add less; infinite if there are none.
     least_peak_bytes: the lowest peak that the search has seen.

@@ -1,7 +1,7 @@
 """What every algorithm here works on: a state, moves on one gap, and a count of the work.
 
 A move sets `release` and `hold` of a gap, sometimes of others with it. Many are tried in one compiled loop, each by a
-whole walk: a walk sees chains, donation and ties, which estimates do not, and takes about twenty nanoseconds per run.
+whole walk: a walk sees chains, in-place reuse and ties, which estimates do not, and takes twenty nanoseconds per run.
 """
 
 import copy

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, Csr, FloatArray, IntArray, LongArray, read_only
-from roamc.solvers.order.problem import OrderProblem, donors, reads, renumber, writes
+from roamc.solvers.order.problem import OrderProblem, reads, renumber, reusables, writes
 from roamc.solvers.retain.problem import RetainProblem
 
 
@@ -18,9 +18,9 @@ class Tables(NamedTuple):
     """What the compiled loops read, a tuple because numba takes those as they are.
 
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
-    sorted.  slot: for each donor of each buffer, its place among the reads of the buffer's producer, in rows that begin
-    at donor_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes, producer (a step),
-    droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
+    sorted.  slot: for each buffer that buffer k may take over, its place among the reads of the producer of k, in rows
+    that begin at reusable_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes,
+    producer (a step), droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
     gap_buffer.  widest_read, widest_made: the most buffers that a step reads, makes.
     """
 
@@ -28,7 +28,7 @@ class Tables(NamedTuple):
     read: IntArray
     made_start: LongArray
     made: IntArray
-    donor_start: LongArray
+    reusable_start: LongArray
     slot: IntArray
     scratch: LongArray
     seconds: FloatArray
@@ -73,8 +73,8 @@ def make_tables(problem: RetainProblem) -> Tables:
         read=read.index,
         made_start=made.start,
         made=made.index,
-        donor_start=order.donor_start,
-        slot=_slots(read, donors(order), order.producer),
+        reusable_start=order.reusable_start,
+        slot=_slots(read, reusables(order), order.producer),
         scratch=order.scratch,
         seconds=read_only(problem.seconds[problem.sequence]),
         repeatable=read_only(problem.repeatable[problem.sequence]),
@@ -121,7 +121,7 @@ def _last_reads(order: OrderProblem) -> IntArray:
     return read_only(last)
 
 
-def _slots(read: Csr, donor: Csr, producer: IntArray) -> IntArray:
+def _slots(read: Csr, reusable: Csr, producer: IntArray) -> IntArray:
     rows = read.lists()
-    slots = [rows[producer[taker]].index(giver) for taker, givers in enumerate(donor.lists()) for giver in givers]
+    slots = [rows[producer[result]].index(reused) for result, row in enumerate(reusable.lists()) for reused in row]
     return np.array(slots, dtype=np.int32)

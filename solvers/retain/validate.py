@@ -1,6 +1,6 @@
 """The judge of reruns: runs the schedule again, in plain loops, and shares no code with any algorithm.
 
-O(n + b + reads + donors), of the schedule with its reruns. Everything follows from the list of reruns by the rules in
+O(n + b + reads + reusable), of the schedule with its reruns. Everything follows from the list of reruns by the rules in
 `problem.py`. That `bound_seconds` is a true lower bound it cannot see, only that the bound does not contradict.
 """
 
@@ -122,7 +122,7 @@ class _Version:
     buffer: int
     born: int
     last: int
-    given: bool = False
+    reused: bool = False
 
 
 def _all_runs(problem: RetainProblem, solution: RetainSolution, makes: list[list[int]]) -> list[_Run]:
@@ -155,12 +155,12 @@ def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int
     for buffer, version in newest.items():
         if problem.order.kept[buffer]:
             version.last = len(runs)
-    _give(runs, made, problem)
+    _mark_reused(runs, made, problem)
     born = [0] * (len(runs) + 2)
     for version in versions:
         size = int(problem.order.size[version.buffer])
         born[version.born] += size
-        born[version.last if version.given else version.last + 1] -= size
+        born[version.last if version.reused else version.last + 1] -= size
     live, found = 0, []
     for now, run in enumerate(runs):
         live += born[now]
@@ -169,15 +169,15 @@ def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int
     return found
 
 
-def _give(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:
-    """Mark the versions that give their bytes to a result of the run that reads them last."""
-    start, donor = problem.order.donor_start.tolist(), problem.order.donor.tolist()
+def _mark_reused(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:
+    """Mark the versions whose bytes a result of the run that reads them last takes over."""
+    start, reusable = problem.order.reusable_start.tolist(), problem.order.reusable.tolist()
     for now, run in enumerate(runs):
-        for taker in made[now]:
-            for giver in donor[start[taker.buffer] : start[taker.buffer + 1]]:
-                version = next((version for version in run.reads if version.buffer == giver), None)
-                if version is not None and version.last == now and not version.given:
-                    version.given = True
+        for result in made[now]:
+            for reused in reusable[start[result.buffer] : start[result.buffer + 1]]:
+                version = next((version for version in run.reads if version.buffer == reused), None)
+                if version is not None and version.last == now and not version.reused:
+                    version.reused = True
                     break
 
 

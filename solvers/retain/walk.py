@@ -118,7 +118,7 @@ def walk_and_measure(
     runs, seconds = walk(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
-    donate(tables, runs, room)
+    mark_reuse(tables, runs, room)
     peak = count_live(tables, runs, room)
     area = 0.0
     if peak > budget:
@@ -300,19 +300,19 @@ def _sort(row: LongArray, count: int) -> None:
 
 
 @compiled_uncounted
-def donate(tables: Tables, runs: int, room: Room) -> None:
-    """Fill `dead`: the run at which the bytes of each version are free, or go to another."""
-    donor_start, slot, maker, last, dead = tables.donor_start, tables.slot, room.buffer, room.last, room.dead
+def mark_reuse(tables: Tables, runs: int, room: Room) -> None:
+    """Fill `dead`: the run at which the bytes of each version are free, or taken over by another version."""
+    reusable_start, slot, maker, last, dead = tables.reusable_start, tables.slot, room.buffer, room.last, room.dead
     for version in range(room.first_made[runs]):
         dead[version] = last[version] + 1
     for version in range(room.first_made[runs]):
         buffer, run = maker[version], room.born[version]
-        if donor_start[buffer] == donor_start[buffer + 1] or (room.again[version] and last[version] == run):
+        if reusable_start[buffer] == reusable_start[buffer + 1] or (room.again[version] and last[version] == run):
             continue
-        for row in range(donor_start[buffer], donor_start[buffer + 1]):
-            giver = room.seen[room.first_read[run] + slot[row]]
-            if last[giver] == run and dead[giver] > run:
-                dead[giver] = run
+        for row in range(reusable_start[buffer], reusable_start[buffer + 1]):
+            reused = room.seen[room.first_read[run] + slot[row]]
+            if last[reused] == run and dead[reused] > run:
+                dead[reused] = run
                 break
 
 

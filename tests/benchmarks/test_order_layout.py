@@ -49,7 +49,7 @@ def test_lives_of_a_layout_problem_follow_the_order() -> None:
     assert (lives.born.tolist(), lives.dead.tolist()) == ([1, 0, 0], [3, 1, 3])
 
 
-def test_a_chain_of_donations_is_one_storage_from_its_first_birth() -> None:
+def test_a_chain_of_in_place_reuses_is_one_storage_from_its_first_birth() -> None:
     problem = make_problem([0] * 4, [], [(64, 0, [1], False), (64, 1, [2], False), (64, 2, [3], False)])
     lives = order_layout.layout_problem(problem, np.arange(4), ((1, 2), (0, 1)))
     assert lives.size.tolist() == [0, 0, 64]
@@ -61,7 +61,7 @@ def made_up(model: str, batch: int) -> dict[str, Any]:
     return {
         "model": model, "batch": batch, "kind": "sgd", "fixed": 100, "plan": {"peak": share + 40},
         "pytorch": {"reserved": 400, "expandable": 300}, "ours": {"arena": share},
-        "donated": {"arena": share - 40} if model != "bert" else None,
+        "reuse": {"arena": share - 40} if model != "bert" else None,
     }  # fmt: skip
 
 
@@ -71,6 +71,6 @@ def test_mean_is_over_the_papers_models_and_counts_what_is_fixed() -> None:
     assert order_layout.mean_saved(rows, "sgd") == pytest.approx(0.4)
     assert order_layout.mean_saved(rows, "sgd", allocator="expandable") == pytest.approx(0.25)
     assert order_layout.mean_saved(rows, "sgd", ours="plan") == pytest.approx(0.32)
-    assert order_layout.mean_saved(rows, "sgd", ours="donated") == pytest.approx(0.4 + 0.08 * 6 / 7)
+    assert order_layout.mean_saved(rows, "sgd", ours="reuse") == pytest.approx(0.4 + 0.08 * 6 / 7)
     assert order_layout.mean_saved(rows[1:], "sgd") is None
     assert order_layout.mean_saved(rows, "adam") is None

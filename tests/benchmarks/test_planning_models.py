@@ -13,7 +13,7 @@ from benchmarks.planning_models import KINDS, MODELS
 from roamc.graph import Phase
 from roamc.graph.memory import input_bytes
 from roamc.graph.verify import check_graph
-from roamc.passes import donate, reorder
+from roamc.passes import reorder, reuse
 
 PARAMETERS = {
     "alexnet": 61_100_840,
@@ -52,8 +52,8 @@ def test_a_written_problem_reads_back(tmp_path: Path) -> None:
     planning_models.dump(tmp_path, "alexnet", 1, "sgd")
     stored = planning_models.load(path)
     clean, memory = planning_models.normalized(planning_models.graph("alexnet", 1, "sgd"))
-    problem, _ = reorder.order_problem(clean, memory, donate.all_gifts(memory))
-    assert len(problem.donor) > 0
+    problem, _ = reorder.order_problem(clean, memory, reuse.all_reuses(memory))
+    assert len(problem.reusable) > 0
     assert list(tmp_path.iterdir()) == [path]
     for field in planning_models.fields(problem):
         left, right = getattr(problem, field.name), getattr(stored, field.name)

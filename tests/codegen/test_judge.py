@@ -83,9 +83,8 @@ def test_no_line_with_a_call_may_stand_elsewhere(number: int) -> None:
         assert is_refused(graph, with_lines(program, moved)), (lines[at], lines[other])
 
 
-def changes(line: str, donated: bool) -> Iterator[str]:
-    """The line with two arguments exchanged, another number, or another place for the result, unless it is ``donated``,
-    and an argument's place is its own."""
+def changes(line: str, in_place: bool) -> Iterator[str]:
+    """The line with two arguments exchanged, or another number, or another place for a result not written in place."""
     call = re.match(r"(\s*(?:\w+ = )?\w+\()(.*?)(\).*)", line)
     if call:
         parts = call[2].split(", ")
@@ -93,7 +92,7 @@ def changes(line: str, donated: bool) -> Iterator[str]:
             if re.fullmatch(r"\w+", one) and re.fullmatch(r"\w+", other) and one != other:
                 yield call[1] + ", ".join([*parts[:at], other, one, *parts[at + 2 :]]) + call[3]
         outs = re.search(r"out=(\w+)", line)
-        if outs and not donated and parts[0] != outs[1] and parts[0].isidentifier():
+        if outs and not in_place and parts[0] != outs[1] and parts[0].isidentifier():
             yield line.replace(f"out={outs[1]}", f"out={parts[0]}")
     code = line.partition("  #")[0]
     for number in re.finditer(r"(?<![\w.])\d+(?![\w.])", code):
@@ -109,7 +108,7 @@ def test_no_argument_number_or_place_may_be_another(number: int) -> None:
     passed, count = [], 0
     for at, line in enumerate(lines):
         node, _ = program.statements.get(at + 1, ("", 0))
-        for changed in list(changes(line, node in graph.donated))[at % 3 :: 3]:
+        for changed in list(changes(line, node in graph.reuse))[at % 3 :: 3]:
             count += 1
             if not is_refused(graph, with_lines(program, [*lines[:at], changed, *lines[at + 1 :]])):
                 passed.append(changed)

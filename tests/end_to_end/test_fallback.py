@@ -56,7 +56,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "retain apply": break_pass("retain", "apply"),
     "reorder decide": break_pass("reorder", "decide"),
     "reorder apply": break_pass("reorder", "apply"),
-    "donate apply": break_pass("donate", "apply"),
+    "reuse apply": break_pass("reuse", "apply"),
     "layout decide": break_pass("layout", "decide"),
     "layout apply": break_pass("layout", "apply"),
     "emit": break_name("roamc.runtime.program.emit"),

@@ -26,7 +26,7 @@ from roamc.graph.memory import (
 )
 from roamc.graph.verify import constraints
 from roamc.options import Options
-from roamc.passes import donate, reorder
+from roamc.passes import reorder, reuse
 from roamc.planning import search
 from tests.graphs import assert_same, captured_step, clones, graph_and_inputs, model_graph, run_real, traced
 from tests.models import MODELS
@@ -88,15 +88,15 @@ def test_random_graph_live_bytes_are_real_in_program_order_and_any_other(seed: i
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_live_bytes_are_real_in_program_order_reordered_and_donated(name: str, route: str) -> None:
+def test_model_live_bytes_are_real_in_program_order_reordered_and_with_in_place_reuse(name: str, route: str) -> None:
     graph, inputs = model_graph(name, route)
     assert_real_bytes_are_predicted(graph, clones(inputs), f"{name}, {route}, program order")
     before = int(live_bytes(build_memory(graph)).max())
     decision = reorder.decide(graph, Options())
     moved = reorder.apply(graph, decision)
     assert_real_bytes_are_predicted(moved, clones(inputs), f"{name}, {route}, reordered by {decision.algorithm}")
-    given = donate.apply(moved, donate.decide(moved, Options()))
-    assert_real_bytes_are_predicted(given, inputs, f"{name}, {route}, donated")
+    given = reuse.apply(moved, reuse.decide(moved, Options()))
+    assert_real_bytes_are_predicted(given, inputs, f"{name}, {route}, in-place reuse")
     assert int(live_bytes(build_memory(given)).max()) == decision.peak_bytes <= before
 
 

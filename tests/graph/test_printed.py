@@ -67,7 +67,7 @@ def test_places_of_a_planned_graph_are_named() -> None:
         assert any(line.startswith(f"{storage}: ") and line.endswith(f"arena at {offset:,}") for line in lines)
     held = [line.partition(":")[0] for line in lines if line.endswith("with the allocator")]
     assert set(held) == planned.layout.held
-    assert printed(planned).count("  over ") == len(planned.donated) > 0
+    assert printed(planned).count("  over ") == len(planned.reuse) > 0
 
 
 def test_encodings_are_named() -> None:

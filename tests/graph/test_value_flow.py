@@ -20,7 +20,7 @@ from roamc.graph.value_flow import check, read
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.operators.random import replay, save_rng_state
 from roamc.options import parse_options
-from roamc.passes import donate, normalize
+from roamc.passes import normalize, reuse
 from roamc.passes.retain import Rerun, rerun
 from roamc.passes.retain.compress import Code, compress
 from roamc.planning import search
@@ -204,7 +204,7 @@ def with_reruns(plan: Plan, order: Sequence[str], *reruns: tuple[str, str, tuple
 
 
 def test_plan_from_a_file_with_a_stale_rerun_is_refused() -> None:
-    first = search.run(scaled(), Options(disable=("reorder", "donate")))
+    first = search.run(scaled(), Options(disable=("reorder", "reuse")))
     names = [node.name for node in operators(first.graph.graph)]
     clone = next(node for node in operators(first.graph.graph) if node.target is aten.clone.default)
     reader = [user.name for user in clone.users][-1]
@@ -254,7 +254,7 @@ def test_result_written_over_a_value_that_is_read_later() -> None:
     cos = node_of(graph, "cos")
     with cos.meta["val"].fake_mode:
         cos.meta["val"] = aten.detach(node_of(graph, "sin").meta["val"])
-    refused(graph.replace(donated={"cos": 0}), before, "exp would read the result of cos and not the result of sin")
+    refused(graph.replace(reuse={"cos": 0}), before, "exp would read the result of cos and not the result of sin")
 
 
 def test_result_written_over_an_output() -> None:
@@ -263,13 +263,13 @@ def test_result_written_over_an_output() -> None:
     cos = node_of(graph, "cos")
     with cos.meta["val"].fake_mode:
         cos.meta["val"] = aten.detach(node_of(graph, "sin").meta["val"])
-    refused(graph.replace(donated={"cos": 0}), before, "output 0 .* would read the result of cos and not .* of sin")
+    refused(graph.replace(reuse={"cos": 0}), before, "output 0 .* would read the result of cos and not .* of sin")
 
 
 def test_result_written_over_its_argument_at_the_last_use_is_accepted() -> None:
     graph = traced(lambda x: x.sin().cos(), X)
     before = values(graph)
-    check(donate.apply(graph, donate.Decision((("cos", 0),), 256)), before, "donate")
+    check(reuse.apply(graph, reuse.Decision((("cos", 0),), 256)), before, "reuse")
 
 
 def test_dropped_copy_to_a_tensor_of_the_caller() -> None:

@@ -193,8 +193,8 @@ def test_boundary_is_crossed(name: str, route: str, how: str) -> None:
 @pytest.mark.parametrize("change", ["shape", "dtype", "strides"])
 def test_noted_geometry_is_wrong(name: str, route: str, change: str) -> None:
     graph = planned(name, route)
-    involved = [n for n in operators(graph.graph) if n.name in graph.donated]
-    kept = {*graph.donated, *(argument.name for n in involved for argument in n.all_input_nodes)}
+    involved = [n for n in operators(graph.graph) if n.name in graph.reuse]
+    kept = {*graph.reuse, *(argument.name for n in involved for argument in n.all_input_nodes)}
     candidates = (n for n in operators(graph.graph)[9:] if is_matrix(n) and not ops.rule(n.target).view_of)
     node = next(n for n in candidates if n.name not in kept)
     right = node.meta["val"]

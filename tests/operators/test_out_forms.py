@@ -127,7 +127,7 @@ class Checked:
 
     def __init__(self) -> None:
         self.forms: dict[FormKind, Counter[Any]] = {kind: Counter() for kind in FormKind}
-        self.donated: Counter[Any] = Counter()
+        self.reuse: Counter[Any] = Counter()
         self.faults: dict[str, str] = {}
 
     def check(self, target: Any, call: Call) -> None:
@@ -149,14 +149,14 @@ class Checked:
         node = node_of(target, call, tuple(expected) if len(expected) != 1 else expected[0])
         form = form_of(node, len(births))
         positions = ops.may_overwrite(node) if form.kind is not FormKind.ALLOCATE and len(births) == 1 else ()
-        over = [at for at in positions if is_gift(call, at, expected[0])]
+        over = [at for at in positions if is_reusable(call, at, expected[0])]
         for position in (None, *over):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 fault = in_block(target, form, call, expected, (args, kwargs), position)
                 fault = fault or (grown(target, form, call, expected) if position is None else "")
             resized = [str(warning.message) for warning in said if "resized" in str(warning.message)]
-            (self.forms[form.kind] if position is None else self.donated)[target] += 1
+            (self.forms[form.kind] if position is None else self.reuse)[target] += 1
             if fault or resized:
                 where = f" over argument {position}" if position is not None else ""
                 self.faults.setdefault(f"{target}{where}, {form.kind.value}", f"{fault or resized[0]} {shown(call)}")
@@ -242,7 +242,7 @@ def same_place(tensor: Tensor) -> Tensor:
     return plain.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def is_gift(call: Call, position: int, result: Tensor) -> bool:
+def is_reusable(call: Call, position: int, result: Tensor) -> bool:
     """Whether the result may lie in the argument's memory: it, and all else read of its storage, has that geometry."""
     args, kwargs = call
     argument = args[position] if position < len(args) else None
@@ -298,7 +298,7 @@ def test_operators_give_the_same_bits_in_one_storage() -> None:
     found = checked(recorded((torch.float32, torch.complex64), 6, QUICK.__contains__))
     assert found.faults == {}
     assert len(found.forms[FormKind.OUT]) > 30
-    assert len(found.donated) > 20
+    assert len(found.reuse) > 20
 
 
 @pytest.mark.sweep
@@ -306,7 +306,7 @@ def test_operators_give_the_same_bits_in_one_storage() -> None:
 def test_every_form_of_every_operator_gives_the_same_bits_in_one_storage() -> None:
     found = checked(recorded(DTYPES, 30), of_kernels(DTYPES), by_hand(), broadcast(DTYPES))
     reached = {*found.forms[FormKind.OUT], *found.forms[FormKind.KERNEL]}
-    print({kind.value: (len(made), made.total()) for kind, made in found.forms.items()}, found.donated.total())
+    print({kind.value: (len(made), made.total()) for kind, made in found.forms.items()}, found.reuse.total())
     assert found.faults == {}
     assert sorted(map(str, with_forms() - reached - UNREACHED)) == []
 

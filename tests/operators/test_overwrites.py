@@ -135,8 +135,8 @@ def duplicate(value: Any, device: str = "cpu") -> Any:
 def overwritten(target: Any, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Tensor:
     """The result, written over one argument as the program does: through another tensor on the same memory."""
     mine = [duplicate(value, args[position].device.type) for value in args]
-    gift = mine[position]
-    place = at(gift, gift.untyped_storage())
+    reused = mine[position]
+    place = at(reused, reused.untyped_storage())
     torch.manual_seed(7)
     if target in KERNELS:
         KERNELS[target].function(*mine, **kwargs, out=place)

@@ -88,7 +88,7 @@ def of_reorder() -> Example:
     return traced(step, X), CPU
 
 
-def of_donate() -> Example:
+def of_reuse() -> Example:
     """A chain of pointwise operators, of which one is read again."""
 
     def step(x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "checkpoint": of_checkpoint,
     "retain": of_retain,
     "reorder": of_reorder,
-    "donate": of_donate,
+    "reuse": of_reuse,
     "layout": of_layout,
 }
 

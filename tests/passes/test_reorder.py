@@ -14,7 +14,7 @@ from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
-from roamc.passes import donate, reorder
+from roamc.passes import reorder, reuse
 from roamc.solvers.order import ALGORITHMS
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
@@ -131,7 +131,7 @@ def test_order_that_reads_before_it_makes_is_refused() -> None:
         reorder.apply(graph, dataclasses.replace(decision, order=tuple(reversed(decision.order))))
 
 
-@pytest.mark.parametrize("disable", [(), ("donate",)], ids=["donated", "alone"])
+@pytest.mark.parametrize("disable", [(), ("reuse",)], ids=["reuse", "alone"])
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", range(20, 30))
 def test_random_graph_gives_the_same_bits_at_no_higher_peak(seed: int, route: str, disable: tuple[str, ...]) -> None:
@@ -144,7 +144,7 @@ def test_random_graph_gives_the_same_bits_at_no_higher_peak(seed: int, route: st
     after = reorder.apply(graph, decision)
     check_graph(after, "reorder", kept, deep=True)
     if not disable:
-        after = donate.apply(after, donate.decide(after, options))
+        after = reuse.apply(after, reuse.decide(after, options))
     assert peak(after) == decision.peak_bytes <= before, f"seed {seed}, {route}"
     torch.manual_seed(seed)
     got, _ = run_real(after, inputs)

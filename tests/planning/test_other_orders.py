@@ -14,7 +14,7 @@ import pytest
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearranged
 from roamc.options import Options
-from roamc.passes import donate, layout, normalize, reorder
+from roamc.passes import layout, normalize, reorder, reuse
 from roamc.planning import other_orders, search
 from roamc.planning.plan import Plan
 from tests.end_to_end.helpers import TORCH
@@ -130,10 +130,10 @@ def test_an_order_that_the_user_names_stays(options: Options) -> None:
     assert other_orders.NAME not in plan.seconds
 
 
-def test_works_without_donation() -> None:
+def test_works_without_in_place_reuse() -> None:
     for seed, route in CASES:
-        plan = planned(seed, route, Options(layout_nodes=0, disable=("donate",)))
-        assert "donate" not in plan.decisions
+        plan = planned(seed, route, Options(layout_nodes=0, disable=("reuse",)))
+        assert "reuse" not in plan.decisions
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
@@ -142,18 +142,18 @@ def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: st
     graph = graph_of(seed, route)
     graph = normalize.apply(graph, normalize.decide(graph, NO_SEARCH))
     memory = build_memory(graph)
-    gifts = donate.all_gifts(memory)
+    reuses = reuse.all_reuses(memory)
     ordered = reorder.decide(graph, NO_SEARCH)
     number = {operator.node.name: index for index, operator in enumerate(memory.operators)}
     order = [number[name] for name in ordered.order]
-    foretold = rearranged(memory, order, other_orders.due(memory, order, gifts))
+    foretold = rearranged(memory, order, other_orders.due(memory, order, reuses))
     graph = reorder.apply(graph, ordered)
     values = other_orders.values_of(graph)
     before = build_memory(graph)
-    graph = donate.apply(graph, donate.decide(graph, NO_SEARCH))
+    graph = reuse.apply(graph, reuse.decide(graph, NO_SEARCH))
     assert facts(build_memory(graph)) == facts(foretold)
     assert layout.lay_out(foretold, graph, NO_SEARCH) == layout.decide(graph, NO_SEARCH)
-    assert facts(build_memory(other_orders.without_donation(graph, values))) == facts(before)
+    assert facts(build_memory(other_orders.without_reuse(graph, values))) == facts(before)
 
 
 def facts(memory: MemoryModel) -> Any:

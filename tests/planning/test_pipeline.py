@@ -66,9 +66,7 @@ def test_every_subset_of_passes_gives_the_same_bits(name: str, route: str) -> No
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, without {subset}")
 
 
-@pytest.mark.parametrize(
-    "left_out", [(), ("normalize",), ("reorder",), ("donate",), ("checkpoint", "donate", "reorder")]
-)
+@pytest.mark.parametrize("left_out", [(), ("normalize",), ("reorder",), ("reuse",), ("checkpoint", "reuse", "reorder")])
 def test_budget_is_kept_without_other_passes(left_out: tuple[str, ...]) -> None:
     graph, inputs = graph_of("nanogpt-dropout", "step")
     used, again = clones(inputs), clones(inputs)
@@ -206,7 +204,7 @@ def test_a_pass_is_added_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"requires": {"kernels"}}, 3, "pass nothing requires kernels, which no pass in front of it leaves valid"),
         ({"requires": {"order"}}, 3, "pass nothing requires order"),
-        ({"invalidates": {"order"}}, 4, "pass donate requires order"),
+        ({"invalidates": {"order"}}, 4, "pass reuse requires order"),
         ({"invalidates": {"normal form"}}, 2, "pass retain requires normal form"),
     ],
 )

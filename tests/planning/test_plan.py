@@ -74,7 +74,7 @@ def test_seconds_are_left_out_unless_asked_for() -> None:
         "{}",
         "\x00",
         "NaN",
-        '{"format": 4}',
+        '{"format": 5}',
         "[" * 100_000,
         '{"a":' * 50_000,
     ],
@@ -94,6 +94,14 @@ def test_a_key_that_stands_twice_is_refused() -> None:
 def test_other_format_says_to_plan_again(version: object) -> None:
     with pytest.raises(PlanError, match=rf"plan format .*this roamc reads format {FORMAT}: plan again"):
         Plan.from_json(changed(format=version))
+
+
+def test_plan_with_pass_reuse_under_its_former_name_says_to_plan_again() -> None:
+    data = json.loads(text())
+    data["decisions"]["donate"] = data["decisions"].pop("reuse", {"overwrites": [], "nbytes": 0})
+    with pytest.raises(PlanError) as refused:
+        Plan.from_json(json.dumps(data | {"format": 4}))
+    assert str(refused.value) == f"plan format 4; this roamc reads format {FORMAT}: plan again"
 
 
 FIELDS = [field.name for field in dataclasses.fields(Plan) if field.name != "seconds"]

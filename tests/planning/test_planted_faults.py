@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def function(x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads a buffer before and after it is written, draws twice, and has chains that can be donated."""
+    """Reads a buffer before and after it is written, draws twice, and has chains that can be written in place."""
     a = x.sin() - buffer
     buffer.mul_(2)
     b = (a.cos() - buffer) * torch.rand_like(x)
@@ -95,13 +95,13 @@ def written_over(target: object, graph: TrainGraph) -> TrainGraph:
     """The operator's result lies in its first argument."""
     node = node_of(graph, target)
     node.meta["val"] = node.all_input_nodes[0].meta["val"]
-    return graph.replace(donated={**graph.donated, node.name: 0})
+    return graph.replace(reuse={**graph.reuse, node.name: 0})
 
 
-def donated_and_not_moved(graph: TrainGraph) -> TrainGraph:
+def reused_and_not_moved(graph: TrainGraph) -> TrainGraph:
     node = node_of(graph, aten.neg.default)
     node.meta["val"] = node.meta["val"].clone()
-    return graph.replace(donated={**graph.donated, node.name: 0})
+    return graph.replace(reuse={**graph.reuse, node.name: 0})
 
 
 def moved(by: int, graph: TrainGraph) -> TrainGraph:
@@ -136,21 +136,21 @@ FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph], str]] = {
     "outputs are exchanged": ("reorder", outputs_exchanged, "output 0"),
     "noted as another tensor": ("reorder", noted_as_another_tensor, "would read|shares storage"),
     "written over what lives": (
-        "donate",
+        "reuse",
         functools.partial(written_over, aten.cos.default),
         "which was written over|lies elsewhere",
     ),
     "written over an input": (
-        "donate",
+        "reuse",
         functools.partial(written_over, aten.sin.default),
         "the caller gives|would read|written",
     ),
     "written over by an operator that may not": (
-        "donate",
+        "reuse",
         functools.partial(written_over, aten.mm.default),
         "may not write",
     ),
-    "donated and not moved": ("donate", donated_and_not_moved, "which lies elsewhere"),
+    "reused and not moved": ("reuse", reused_and_not_moved, "which lies elsewhere"),
     "one byte before its place": ("layout", functools.partial(moved, -1), "misaligned"),
     "one line before its place": ("layout", functools.partial(moved, -64), "overlap"),
     "beyond the arena": ("layout", functools.partial(moved, 64), "outside the arena"),
@@ -200,7 +200,7 @@ def test_fault_of_a_pass_that_hands_its_own_graph_back(fault: str, monkeypatch: 
 @pytest.mark.usefixtures("arenas_of_any_size")
 def test_there_is_what_faults_are_planted_in() -> None:
     graph = search.run(traced(function, X, X.clone()), Options()).graph
-    assert graph.donated
+    assert graph.reuse
     assert graph.layout is not None
     assert len(graph.layout.offset) > 1
     assert all(dict(tensors_of(node)) for node in graph.graph.nodes if node.op == "call_function")

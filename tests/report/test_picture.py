@@ -95,10 +95,10 @@ def test_no_two_boxes_overlap(drawn: tuple[Picture, Planned]) -> None:
 def test_tensors_that_share_a_box_are_named_in_their_order(drawn: tuple[Picture, Planned]) -> None:
     picture, planned = drawn
     memory, step = build_memory(planned.graph), {work.name: i for i, work in enumerate(picture.after.work)}
-    takers = {name: box for box in (*picture.arena, *picture.outside) for name in box.tensors[1:]}
-    assert set(takers) == set(planned.graph.donated)
-    assert takers
-    for name, box in takers.items():
+    results = {name: box for box in (*picture.arena, *picture.outside) for name in box.tensors[1:]}
+    assert set(results) == set(planned.graph.reuse)
+    assert results
+    for name, box in results.items():
         assert memory.storages[memory.owner[name, 0]].name == box.storage.name == box.tensors[0]
         assert [step[other] for other in box.tensors[1:]] == sorted(step[other] for other in box.tensors[1:])
 

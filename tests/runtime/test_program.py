@@ -148,12 +148,12 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
         halves, outputs, static = compat_aot.forward_backward(model, (x,))
         return joint.stitch(*halves, outputs, static, "tanh")
 
-    first = search.run(graph(), Options(disable=("donate",)))
+    first = search.run(graph(), Options(disable=("reuse",)))
     own = [s.name for s in build_memory(first.graph).counted if s.place is Place.TEMPORARY]
     held = tuple(name for name in own if name != "tanh_backward")
     layout = first.plan.decisions["layout"] | {"held": held, "offset": {}, "arena_bytes": 0, "peak_bytes": 1 << 20}
     over = {"overwrites": (("tanh_backward", 1),), "nbytes": 128}
-    decisions = first.plan.decisions | {"donate": over, "layout": layout}
+    decisions = first.plan.decisions | {"reuse": over, "layout": layout}
     pair = Pair(search.run(graph(), Options(), dataclasses.replace(first.plan, decisions=decisions)))
     results = pair.forward([*(p.detach() for p in model.parameters()), x])
     before = [t.clone() for t in results]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def answers() -> str:
     lines: list[object] = []
-    for problem in (operators(4), operators(3, seed=1, donate=True), random_layers(6, 5)):
+    for problem in (operators(4), operators(3, seed=1, reuse=True), random_layers(6, 5)):
         ordered = order.solve(problem, work_limit=2_000)
         lines.append((ordered.order.tolist(), ordered.candidates, ordered.bound_bytes, ordered.status, ordered.work))
         lines += [(other.name, other.order.tolist()) for other in equal_peaks(problem, ordered.order)]

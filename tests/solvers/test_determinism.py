@@ -12,9 +12,9 @@ from tests.solvers.layout.cases import hard_problem as searched
 from tests.solvers.layout.cases import training_problem as storages
 from tests.solvers.order.cases import random_layers, training_problem as operators
 from tests.solvers.retain.cases import chain, layered
-for problem in (operators(30), operators(5, seed=1, donate=True), random_layers(60, 30), random_layers(150, 60)):
+for problem in (operators(30), operators(5, seed=1, reuse=True), random_layers(60, 30), random_layers(150, 60)):
     first = order.solve(problem, work_limit=100_000)
-    print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work, first.donations)
+    print(first.order.tolist(), first.candidates, first.bound_bytes, first.status, first.work, first.reuses)
 for problem, capacity in ((storages(40, seed=1), None), (storages(20, seed=4), 1), (searched(), None)):
     second = layout.solve(problem, node_limit=3000, capacity=capacity)
     print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)

@@ -17,11 +17,11 @@ from tests.solvers.retain.cases import chain
 with event.install_recorder("numba:compile") as warming:
     warm_up()
 with event.install_recorder("numba:compile") as solving:
-    for problem in (operators(30), operators(5, seed=1, donate=True), random_layers(60, 30)):
+    for problem in (operators(30), operators(5, seed=1, reuse=True), random_layers(60, 30)):
         order.solve(problem, work_limit=100_000)
     for problem in (storages(40, seed=1), hard_problem()):
         layout.solve(problem, node_limit=3000)
-    for problem in (chain(1), chain(6, donate=True)):
+    for problem in (chain(1), chain(6, reuse=True)):
         retain.frontier(problem, [300, 250, 1], work_limit=200_000)
 print(len(warming.buffer) > 0, [event.data["dispatcher"] for _, event in solving.buffer])
 """

@@ -35,4 +35,4 @@ def test_valid_plans_have_what_is_changed() -> None:
     assert any(one["retain"]["reruns"] for one in kept)
     assert any(one["layout"]["holes"] for one in kept)
     assert any(one["normalize"]["dropouts"] for one in kept)
-    assert all(one["donate"]["overwrites"] for one in kept)
+    assert all(one["reuse"]["overwrites"] for one in kept)

@@ -88,7 +88,7 @@ def test_the_graph_has_no_more_live_bytes_than_the_solver_counted(seed: int, rou
     graph, _ = graph_and_inputs(*random_model(seed), route)
     graph = cleaned(graph)
     given = [op.node.name for op in build_memory(graph).operators]
-    asked = question(graph, Options(disable=("donate",)), given, dict.fromkeys(given, 0.0))
+    asked = question(graph, Options(disable=("reuse",)), given, dict.fromkeys(given, 0.0))
     names = [asked.operators[op] for op in asked.problem.sequence.tolist()]
     graph = reorder.arrange(graph, [name for name in names if name])
     reruns = some_reruns(graph, seed, 0.3, ahead=True)

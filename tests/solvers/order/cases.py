@@ -6,14 +6,14 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from roamc.solvers.order.problem import OrderProblem, consumers, donors, make_problem
+from roamc.solvers.order.problem import OrderProblem, consumers, make_problem, reusables
 
 PROPERTY = settings(derandomize=True, max_examples=100, deadline=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn, most_ops: int = 14, stages: int = 3) -> OrderProblem:
-    """Small random problems: stages, edges, kept buffers, buffers nobody reads, scratch, sizes of zero, donors."""
+    """Small random problems: stages, edges, kept buffers, buffers nobody reads, scratch, sizes of zero, reuse."""
     num_ops = draw(st.integers(1, most_ops))
     stage = sorted(draw(st.lists(st.integers(0, stages - 1), min_size=num_ops, max_size=num_ops)))
     size = st.sampled_from([0, 1, 2, 3, 5, 8, 100])
@@ -25,29 +25,29 @@ def problems(draw: st.DrawFn, most_ops: int = 14, stages: int = 3) -> OrderProbl
         buffers.append((draw(size), producer, readers, draw(st.integers(0, 9)) == 0))
     pairs = draw(st.lists(st.tuples(st.integers(0, num_ops - 1), st.integers(0, num_ops - 1)), max_size=4))
     edges = [(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]]
-    givers = possible_donors(buffers)
+    reusable = possible_reuses(buffers)
     if draw(st.booleans()):
-        givers = [draw(st.permutations(row))[: draw(st.integers(0, 3))] for row in givers]
-    return make_problem(stage, edges, buffers, scratch, givers)
+        reusable = [draw(st.permutations(row))[: draw(st.integers(0, 3))] for row in reusable]
+    return make_problem(stage, edges, buffers, scratch, reusable)
 
 
-def possible_donors(buffers: list[tuple[int, int, list[int], bool]]) -> list[list[int]]:
-    """For each buffer all that could give it their bytes: as large, read by its producer, not kept."""
+def possible_reuses(buffers: list[tuple[int, int, list[int], bool]]) -> list[list[int]]:
+    """For each buffer all whose bytes it could take over: as large, read by its producer, not kept."""
     return [
         [
-            giver
-            for giver, (other_size, source, readers, kept) in enumerate(buffers)
+            reused
+            for reused, (other_size, source, readers, kept) in enumerate(buffers)
             if other_size == size and producer in readers and source != producer and not kept
         ]
         for size, producer, _, _ in buffers
     ]
 
 
-def training_problem(layers: int, seed: int = 0, donate: bool = False) -> OrderProblem:
+def training_problem(layers: int, seed: int = 0, reuse: bool = False) -> OrderProblem:
     """Forward with saved activations, backward with weight gradients, and at the end the updates that free them.
 
     Seven operators a layer: three forward, two backward, two of the update. Any operator may write over its
-    input if `donate`.
+    input if `reuse`.
     """
     dice = random.Random(seed)
     stage: list[int] = []
@@ -77,27 +77,27 @@ def training_problem(layers: int, seed: int = 0, donate: bool = False) -> OrderP
     for weight in weights:
         step = run(1, [weight], buffers[weight][0])
         run(1, [weight, step], 0)
-    return make_problem(stage, [], buffers, donors=possible_donors(buffers) if donate else None)
+    return make_problem(stage, [], buffers, reusable=possible_reuses(buffers) if reuse else None)
 
 
-def simulated_donations(problem: OrderProblem, order: list[int]) -> dict[int, int]:
-    """Giver to taker, straight from the definition: walk the operators in order, then their results."""
+def simulated_reuses(problem: OrderProblem, order: list[int]) -> dict[int, int]:
+    """Reused buffer to result, straight from the definition: walk the operators in order, then their results."""
     position = {op: step for step, op in enumerate(order)}
-    taker_of: dict[int, int] = {}
+    result_of: dict[int, int] = {}
     readers = consumers(problem).lists()
     for op in order:
-        for taker in [k for k in range(problem.num_buffers) if problem.producer[k] == op]:
-            for giver in donors(problem).lists()[taker]:
-                others_done = all(position[reader] <= position[op] for reader in readers[giver])
-                if others_done and giver not in taker_of and taker not in taker_of.values():
-                    taker_of[giver] = taker
-    return taker_of
+        for result in [k for k in range(problem.num_buffers) if problem.producer[k] == op]:
+            for reused in reusables(problem).lists()[result]:
+                others_done = all(position[reader] <= position[op] for reader in readers[reused])
+                if others_done and reused not in result_of and result not in result_of.values():
+                    result_of[reused] = result
+    return result_of
 
 
 def simulated_live(problem: OrderProblem, order: list[int]) -> list[int]:
     """Live bytes at each step, straight from the definition: for every step, for every buffer, is it live?"""
     position = {op: step for step, op in enumerate(order)}
-    taker_of = simulated_donations(problem, order) if sorted(order) == list(range(problem.num_ops)) else {}
+    result_of = simulated_reuses(problem, order) if sorted(order) == list(range(problem.num_ops)) else {}
     live = []
     for step, op in enumerate(order):
         total = int(problem.scratch[op])
@@ -106,8 +106,8 @@ def simulated_live(problem: OrderProblem, order: list[int]) -> list[int]:
             dead = max([position[reader] for reader in readers], default=born) + 1
             if problem.kept[buffer]:
                 dead = len(order)
-            if buffer in taker_of:
-                dead = position[int(problem.producer[taker_of[buffer]])]
+            if buffer in result_of:
+                dead = position[int(problem.producer[result_of[buffer]])]
             total += int(problem.size[buffer]) if born <= step < dead else 0
         live.append(total)
     return live
@@ -142,15 +142,15 @@ def best_peak(problem: OrderProblem) -> int:
             before[reader] |= 1 << producer
         mask = sum(1 << reader for reader in readers)
         rows.append((int(problem.size[buffer]), 1 << producer, mask, bool(problem.kept[buffer])))
-    givers = donors(problem).lists()
+    reusable = reusables(problem).lists()
 
-    def donated(done: int, op: int) -> int:
-        given: list[int] = []
-        for taker in range(problem.num_buffers):
-            if rows[taker][1] == 1 << op:
-                free = [giver for giver in givers[taker] if not rows[giver][2] & ~(done | 1 << op)]
-                given += [giver for giver in free if giver not in given][:1]
-        return sum(rows[giver][0] for giver in given)
+    def taken_over(done: int, op: int) -> int:
+        gone: list[int] = []
+        for result in range(problem.num_buffers):
+            if rows[result][1] == 1 << op:
+                free = [reused for reused in reusable[result] if not rows[reused][2] & ~(done | 1 << op)]
+                gone += [reused for reused in free if reused not in gone][:1]
+        return sum(rows[reused][0] for reused in gone)
 
     def live(done: int, op: int) -> int:
         born = done | 1 << op
@@ -159,7 +159,7 @@ def best_peak(problem: OrderProblem) -> int:
             for size, producer, readers, kept in rows
             if producer & born and (kept or producer == 1 << op or readers & ~done)
         )
-        return int(problem.scratch[op]) + occupied - donated(done, op)
+        return int(problem.scratch[op]) + occupied - taken_over(done, op)
 
     @cache
     def rest(done: int) -> int:

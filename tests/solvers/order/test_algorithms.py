@@ -16,7 +16,7 @@ from roamc.solvers.order.list_schedule import (
     release_first,
 )
 from roamc.solvers.order.portfolio import ALGORITHMS
-from roamc.solvers.order.problem import OrderProblem, consumers, donors, make_problem, predecessors
+from roamc.solvers.order.problem import OrderProblem, consumers, make_problem, predecessors, reusables
 from roamc.solvers.order.stages import one_stage
 from roamc.solvers.order.torch_orders import breadth_first, depth_first
 from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live
@@ -66,15 +66,15 @@ def buffer_rows(problem: OrderProblem) -> list[tuple[int, int, list[int], bool]]
     return list(zip(*columns, strict=True))
 
 
-def slow_donated(problem: OrderProblem, op: int, done: set[int]) -> int:
+def slow_reused(problem: OrderProblem, op: int, done: set[int]) -> int:
     """Bytes that the results of `op` take over if the operators of `done` have run before."""
     rows = buffer_rows(problem)
-    given_away: list[int] = []
-    for taker, row in enumerate(donors(problem).lists()):
-        if rows[taker][1] == op:
-            free = [giver for giver in row if set(rows[giver][2]) <= {*done, op} and giver not in given_away]
-            given_away += free[:1]
-    return sum(rows[giver][0] for giver in given_away)
+    gone: list[int] = []
+    for result, row in enumerate(reusables(problem).lists()):
+        if rows[result][1] == op:
+            free = [reused for reused in row if set(rows[reused][2]) <= {*done, op} and reused not in gone]
+            gone += free[:1]
+    return sum(rows[reused][0] for reused in gone)
 
 
 def slow_list_schedule(problem: OrderProblem, peak: int) -> list[int]:
@@ -89,7 +89,7 @@ def slow_list_schedule(problem: OrderProblem, peak: int) -> list[int]:
             born += size if producer == op else 0
             dies = not kept and op in (readers or [producer]) and set(readers) <= done
             freed += size if dies else 0
-        return born + int(problem.scratch[op]) - slow_donated(problem, op, set(order)), born - freed
+        return born + int(problem.scratch[op]) - slow_reused(problem, op, set(order)), born - freed
 
     while len(order) < problem.num_ops:
         waiting = [op for op in range(problem.num_ops) if op not in order]
@@ -119,7 +119,7 @@ def slow_backward(problem: OrderProblem, peak: int) -> list[int]:
             born += size if not kept and not read_later and op in (readers or [producer]) else 0
             buried += size if producer == op else 0
         earlier = set(range(problem.num_ops)) - {*later, op}
-        return born + int(problem.scratch[op]) - slow_donated(problem, op, earlier), born - buried
+        return born + int(problem.scratch[op]) - slow_reused(problem, op, earlier), born - buried
 
     while len(later) < problem.num_ops:
         waiting = [op for op in range(problem.num_ops) if op not in later]

@@ -62,11 +62,11 @@ def test_min_cut_sees_what_reachability_does_not() -> None:
     assert operator_min_cut(problem, 3) == 12
 
 
-def test_min_cut_takes_the_giver_that_costs_least() -> None:
+def test_min_cut_reuses_the_input_that_costs_least() -> None:
     # 2 writes over 0 or 1; 3 reads 0 and may run before or after it
     buffers = [(8, 0, [2, 3], False), (8, 1, [2], False), (8, 2, [], False)]
     apart = make_problem([0] * 4, [], buffers)
-    problem = make_problem([0] * 4, [], buffers, donors=[[], [], [0, 1]])
+    problem = make_problem([0] * 4, [], buffers, reusable=[[], [], [0, 1]])
     assert (operator_min_cut(apart, 2), operator_min_cut(problem, 2)) == (24, 16)
 
 
@@ -90,8 +90,8 @@ def test_reachability_does_not_depend_on_what_else_is_chosen(problem: OrderProbl
 def test_operator_bound_counts_reads_results_and_scratch_less_what_can_be_taken_over() -> None:
     buffers = [(1, 0, [2], False), (10, 1, [2], True), (100, 2, [], False), (1, 2, [], True)]
     assert operator_bound(make_problem([0] * 3, [], buffers, [0, 0, 5])).tolist() == [1, 10, 1 + 10 + 100 + 1 + 5]
-    donating = make_problem([0] * 3, [], buffers, [0, 0, 5], [[], [], [], [0]])
-    assert operator_bound(donating).tolist() == [1, 10, 1 + 10 + 100 + 5]
+    reusing = make_problem([0] * 3, [], buffers, [0, 0, 5], [[], [], [], [0]])
+    assert operator_bound(reusing).tolist() == [1, 10, 1 + 10 + 100 + 5]
 
 
 def test_what_is_kept_is_live_at_the_end_together() -> None:

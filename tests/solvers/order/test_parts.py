@@ -63,8 +63,8 @@ def test_an_operator_that_reads_what_the_group_may_take_over_stays_apart() -> No
     buffers = [(8, 0, [1, 2], False), (8, 1, [], False)]
     edges = [(0, 2), (0, 1)]
     assert contract(make_problem([0] * 3, edges, buffers)).members == ((0, 2), (1,))
-    donating = make_problem([0] * 3, [*edges, (1, 2)], buffers, donors=[[], [0]])
-    assert contract(donating).members == ((0,), (1,), (2,))
+    reusing = make_problem([0] * 3, [*edges, (1, 2)], buffers, reusable=[[], [0]])
+    assert contract(reusing).members == ((0,), (1,), (2,))
 
 
 @PROPERTY

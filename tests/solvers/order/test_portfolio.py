@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.solvers import Status
-from roamc.solvers.order import Pieces, make_problem, solve, validate, without_donors
+from roamc.solvers.order import Pieces, make_problem, solve, validate, without_reuse
 from roamc.solvers.order.portfolio import ALGORITHMS, NO_PIECES
-from roamc.solvers.order.problem import OrderProblem, consumers, donors, predecessors, renumber
+from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, renumber, reusables
 from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem
 
 
@@ -36,7 +36,7 @@ def test_scaled_sizes_scale_the_peak_and_leave_the_order(problem: OrderProblem, 
             strict=True,
         ),
         (problem.scratch * factor).tolist(),
-        donors(problem).lists(),
+        reusables(problem).lists(),
     )
     before, after = solve(problem), solve(scaled)
     assert after.order.tolist() == before.order.tolist()
@@ -101,7 +101,7 @@ SWITCHES = [field.name for field in fields(Pieces)]
 
 @pytest.mark.parametrize(("one", "other"), list(combinations(SWITCHES, 2)))
 def test_every_pair_of_switches(one: str, other: str) -> None:
-    cases = [training_problem(4, seed=1), training_problem(4, seed=1, donate=True), random_layers(40, 12)]
+    cases = [training_problem(4, seed=1), training_problem(4, seed=1, reuse=True), random_layers(40, 12)]
     for problem in cases:
         best = solve(problem).peak_bytes
         for on, also in product((False, True), repeat=2):
@@ -145,18 +145,18 @@ def test_unknown_algorithm_is_refused(names: tuple[str, ...]) -> None:
         solve(training_problem(1), names)
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_training_graph_is_solved(donate: bool) -> None:
-    solution = solve(training_problem(60, donate=donate))
+@pytest.mark.parametrize("reuse", [False, True])
+def test_training_graph_is_solved(reuse: bool) -> None:
+    solution = solve(training_problem(60, reuse=reuse))
     assert solution.peak_bytes < dict(solution.candidates)["program"]
     assert solution.status is Status.OPTIMAL
 
 
-def test_donation_lowers_the_peak() -> None:
-    problem = training_problem(60, seed=1, donate=True)
-    donating = solve(problem)
-    assert donating.donations
-    assert donating.peak_bytes < solve(without_donors(problem)).peak_bytes
+def test_in_place_reuse_lowers_the_peak() -> None:
+    problem = training_problem(60, seed=1, reuse=True)
+    reusing = solve(problem)
+    assert reusing.reuses
+    assert reusing.peak_bytes < solve(without_reuse(problem)).peak_bytes
 
 
 def test_twenty_thousand_operators() -> None:

@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from roamc.solvers.order.donation import donations
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.portfolio import solve
 from roamc.solvers.order.problem import (
     OrderProblem,
     consumers,
-    donors,
     make_problem,
     predecessors,
     reads,
     renumber,
+    reusables,
     successors,
-    without_donors,
+    without_reuse,
     writes,
 )
+from roamc.solvers.order.reuse import reuses
 from tests.solvers.order.cases import PROPERTY, problems, simulated_live
 
 
@@ -50,34 +50,34 @@ CHAIN = [(4, 0, [1], False), (4, 1, [2], True), (8, 1, [2], False), (4, 2, [], F
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[], [0]], "4 buffers but 2 rows of donors"),
-        ([[], [4], [], []], r"buffer 1 names a donor out of range 0..3: 4"),
-        ([[], [-1], [], []], r"buffer 1 names a donor out of range 0..3: -1"),
-        ([[], [], [], [1]], "donor 1 of buffer 3 is kept"),
-        ([[], [], [], [2]], "donor 2 of buffer 3 has 8 bytes, not 4"),
-        ([[], [], [], [0]], "donor 0 of buffer 3 is not read by op 2"),
-        ([[0], [], [], []], "donor 0 of buffer 0 is not read by op 0"),
+        ([[], [0]], "4 buffers but 2 rows of reusable buffers"),
+        ([[], [4], [], []], r"buffer 1 names a reusable buffer out of range 0..3: 4"),
+        ([[], [-1], [], []], r"buffer 1 names a reusable buffer out of range 0..3: -1"),
+        ([[], [], [], [1]], "buffer 1, reusable for buffer 3, is kept"),
+        ([[], [], [], [2]], "buffer 2, reusable for buffer 3, has 8 bytes, not 4"),
+        ([[], [], [], [0]], "buffer 0, reusable for buffer 3, is not read by op 2"),
+        ([[0], [], [], []], "buffer 0, reusable for buffer 0, is not read by op 0"),
     ],
 )
-def test_builder_refuses_donors(rows: list[list[int]], message: str) -> None:
+def test_builder_refuses_reusable_buffers(rows: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_problem([0] * 3, [], CHAIN, donors=rows)
+        make_problem([0] * 3, [], CHAIN, reusable=rows)
 
 
-def test_donation_ends_the_life_of_the_giver_where_that_of_the_taker_begins() -> None:
-    problem = make_problem([0] * 3, [], CHAIN, donors=[[], [0], [], []])
+def test_in_place_reuse_ends_the_life_of_the_reused_where_that_of_the_result_begins() -> None:
+    problem = make_problem([0] * 3, [], CHAIN, reusable=[[], [0], [], []])
     program = np.arange(3, dtype=np.int32)
-    assert donations(problem, program) == ((0, 1),)
+    assert reuses(problem, program) == ((0, 1),)
     assert live_bytes(problem, program).tolist() == [4, 12, 16]
-    assert live_bytes(without_donors(problem), program).tolist() == [4, 16, 16]
+    assert live_bytes(without_reuse(problem), program).tolist() == [4, 16, 16]
 
 
-def test_first_donor_that_dies_gives_and_only_once() -> None:
+def test_first_reusable_buffer_that_dies_is_taken_over_and_only_once() -> None:
     # op 2 makes buffers 2 and 3 from 0 and 1; op 3 may still have to read 0
     buffers = [(4, 0, [2, 3], False), (4, 1, [2], False), (4, 2, [], True), (4, 2, [], True)]
-    problem = make_problem([0] * 4, [], buffers, donors=[[], [], [0, 1], [0, 1]])
-    assert donations(problem, np.array([0, 1, 2, 3], dtype=np.int32)) == ((1, 2),)
-    assert donations(problem, np.array([0, 1, 3, 2], dtype=np.int32)) == ((0, 2), (1, 3))
+    problem = make_problem([0] * 4, [], buffers, reusable=[[], [], [0, 1], [0, 1]])
+    assert reuses(problem, np.array([0, 1, 2, 3], dtype=np.int32)) == ((1, 2),)
+    assert reuses(problem, np.array([0, 1, 3, 2], dtype=np.int32)) == ((0, 2), (1, 3))
 
 
 def test_readers_are_sorted_unique_and_without_the_producer() -> None:
@@ -126,6 +126,6 @@ def test_renumbered_problem_is_the_same_problem(problem: OrderProblem) -> None:
             )
         ],
         renumbered.scratch.tolist(),
-        donors(renumbered).lists(),
+        reusables(renumbered).lists(),
     )
     assert rebuilt.consumer.tolist() == renumbered.consumer.tolist()

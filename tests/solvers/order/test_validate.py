@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.order.portfolio import ALGORITHMS, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, consumers, donors, make_problem, without_donors
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, consumers, make_problem, reusables, without_reuse
 from roamc.solvers.order.validate import OrderVerdict, validate
-from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_donations, simulated_live
+from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live, simulated_reuses
 
 # 0 → 1 by a buffer, 1 → 2 by an edge, 3 free, 4 in the next stage. Peak 17 at step 1: 10 + 7.
 PROBLEM = make_problem([0, 0, 0, 0, 1], [(1, 2)], [(10, 0, [1], False), (7, 1, [], True), (5, 4, [], False)])
@@ -37,7 +37,7 @@ def test_any_permutation_is_judged_as_the_definition_says(problem: OrderProblem,
     dice.shuffle(order)
     peak = max(simulated_live(problem, order))
     status = Status.OPTIMAL if peak == 0 else Status.GAP
-    pairs = sorted(simulated_donations(problem, order).items(), key=lambda pair: pair[1])
+    pairs = sorted(simulated_reuses(problem, order).items(), key=lambda pair: pair[1])
     claim = OrderSolution(np.array(order, dtype=np.int32), peak, 0, status, "shuffle", 0, (), tuple(pairs))
     assert validate(problem, claim).good == is_legal(problem, order)
 
@@ -91,16 +91,16 @@ def test_a_mutated_order_is_never_good_by_mistake(problem: OrderProblem, data: s
     order[one], order[other] = order[other], order[one]
     report = validate(problem, replace(solution, order=np.array(order, dtype=np.int32)))
     same_peak = max(simulated_live(problem, order)) == solution.peak_bytes
-    same_pairs = simulated_donations(problem, order) == dict(solution.donations)
+    same_pairs = simulated_reuses(problem, order) == dict(solution.reuses)
     assert report.good == (is_legal(problem, order) and same_peak and same_pairs)
 
 
 # 0 makes 0 and 1; 1 makes 2 over 0 or 1; 2 makes 3 over 1, which 1 has not taken; 3 reads what is left.
-DONATION = make_problem(
+REUSE = make_problem(
     [0] * 4,
     [],
     [(8, 0, [1], False), (8, 0, [1, 2], False), (8, 1, [3], False), (8, 2, [3], False)],
-    donors=[[], [], [1, 0], [1]],
+    reusable=[[], [], [1, 0], [1]],
 )
 
 
@@ -108,28 +108,28 @@ DONATION = make_problem(
     ("claimed", "items"),
     [
         (((1, 2), (1, 3)), (1, 2)),  # buffer 1 is still read by op 2
-        (((0, 2), (0, 3)), (0, 3)),  # not a donor of buffer 3
+        (((0, 2), (0, 3)), (0, 3)),  # not reusable for buffer 3
         (((0, 2),), (3,)),  # one left out
         ((), (2,)),  # all left out
-        (((1, 3), (0, 2)), (-1,)),  # not sorted by taker
+        (((1, 3), (0, 2)), (-1,)),  # not sorted by result
         (((0, 2), (0, 2), (1, 3)), (2,)),  # twice
         (((0, 2), (1, 3), (0, 9)), (0, 9)),  # no such buffer
     ],
 )
-def test_wrong_donations_are_named(claimed: tuple[tuple[int, int], ...], items: tuple[int, ...]) -> None:
-    good = solve(DONATION)
+def test_wrong_in_place_reuses_are_named(claimed: tuple[tuple[int, int], ...], items: tuple[int, ...]) -> None:
+    good = solve(REUSE)
     assert good.order.tolist() == [0, 1, 2, 3]
-    assert good.donations == ((0, 2), (1, 3))
+    assert good.reuses == ((0, 2), (1, 3))
     assert good.peak_bytes == 16
-    assert validate(DONATION, good).good
-    report = validate(DONATION, replace(good, donations=claimed))
-    assert (report.verdict, report.items) == (OrderVerdict.WRONG_DONATION, items)
+    assert validate(REUSE, good).good
+    report = validate(REUSE, replace(good, reuses=claimed))
+    assert (report.verdict, report.items) == (OrderVerdict.WRONG_REUSE, items)
 
 
-def test_an_undone_donation_counts_twice() -> None:
-    good = solve(DONATION)
-    apart = replace(good, donations=())
-    report = validate(without_donors(DONATION), apart)
+def test_an_undone_in_place_reuse_counts_twice() -> None:
+    good = solve(REUSE)
+    apart = replace(good, reuses=())
+    report = validate(without_reuse(REUSE), apart)
     assert (report.verdict, report.items) == (OrderVerdict.WRONG_PEAK, (16, 24))
 
 
@@ -151,7 +151,7 @@ def planted_faults(solution: OrderSolution) -> dict[OrderVerdict, OrderSolution]
         OrderVerdict.EDGE_BROKEN: replace(solution, order=swapped(order, 0, 1)),
         OrderVerdict.DATA_BROKEN: replace(solution, order=swapped(order, 2, 3)),
         OrderVerdict.STAGE_BROKEN: replace(solution, order=swapped(order, 4, 5)),
-        OrderVerdict.WRONG_DONATION: replace(solution, donations=()),
+        OrderVerdict.WRONG_REUSE: replace(solution, reuses=()),
         OrderVerdict.WRONG_PEAK: replace(solution, peak_bytes=solution.peak_bytes - 1),
         OrderVerdict.BOUND_ABOVE_PEAK: replace(solution, bound_bytes=solution.peak_bytes + 1),
     }
@@ -170,10 +170,10 @@ def with_everything(problem: OrderProblem) -> OrderProblem:
         )
     ]
     buffers = [(8, 2, [3], False), (8, 3, [], False), *shifted]
-    givers = [[], [0], *([giver + 2 for giver in row] for row in donors(problem).lists())]
+    reusable = [[], [0], *([reused + 2 for reused in row] for row in reusables(problem).lists())]
     edges = [(0, 1), *((before + 6, after + 6) for before, after in problem.edges.tolist())]
     stage = [0, 0, 0, 0, 0, 1, *(problem.stage + 1).tolist()]
-    return make_problem(stage, edges, buffers, [0] * 6 + problem.scratch.tolist(), givers)
+    return make_problem(stage, edges, buffers, [0] * 6 + problem.scratch.tolist(), reusable)
 
 
 @PROPERTY

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from roamc.solvers.order import OrderProblem, make_problem
 from roamc.solvers.retain import RetainProblem
 from roamc.solvers.retain import make_problem as make_retain
-from tests.solvers.order.cases import possible_donors
+from tests.solvers.order.cases import possible_reuses
 from tests.solvers.order.cases import problems as order_problems
 
 
@@ -47,7 +47,7 @@ def legal_sequence(order: OrderProblem, dice: random.Random) -> list[int]:
     return sequence
 
 
-def chain(blocks: int, inner: int = 3, large: int = 100, small: int = 10, donate: bool = False) -> RetainProblem:
+def chain(blocks: int, inner: int = 3, large: int = 100, small: int = 10, reuse: bool = False) -> RetainProblem:
     """Training of equal blocks, in order: each reads a small input and keeps `inner` large results for its backward.
 
     Forward of a block: small → large → … → large → small.  Backward mirrors it, reads every large result and the
@@ -76,12 +76,12 @@ def chain(blocks: int, inner: int = 3, large: int = 100, small: int = 10, donate
     for row in reversed(saved):
         for buffer in reversed(row):
             gradient = run([gradient, buffer], large if buffer != row[0] else small)
-    donors = possible_donors(buffers) if donate else None
-    order = make_problem([0] * ops, [], buffers, donors=donors)
+    reusable = possible_reuses(buffers) if reuse else None
+    order = make_problem([0] * ops, [], buffers, reusable=reusable)
     return make_retain(order, range(ops), [1.0] * ops, [True] * ops, [True] * len(buffers))
 
 
-def layered(layers: int, seed: int, donate: bool = True) -> RetainProblem:
+def layered(layers: int, seed: int, reuse: bool = True) -> RetainProblem:
     """Random training graphs: blocks with branches and skips, backward that reads saved buffers, uneven seconds."""
     dice = random.Random(seed)
     buffers: list[tuple[int, int, list[int], bool]] = []
@@ -110,7 +110,7 @@ def layered(layers: int, seed: int, donate: bool = True) -> RetainProblem:
         if dice.random() < 0.3:
             run([gradient], 16, 0.5)
     once = [dice.random() < 0.05 for _ in seconds]
-    donors = possible_donors(buffers) if donate else None
-    order = make_problem([0] * len(seconds), [], buffers, donors=donors)
+    reusable = possible_reuses(buffers) if reuse else None
+    order = make_problem([0] * len(seconds), [], buffers, reusable=reusable)
     droppable = [not once[producer] for producer in order.producer.tolist()]
     return make_retain(order, range(len(seconds)), seconds, [not one for one in once], droppable)

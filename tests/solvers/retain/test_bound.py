@@ -103,7 +103,7 @@ def test_no_choice_of_smaller_forms_is_below_the_bound(problem: RetainProblem, s
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_of_smaller_forms_is_below_the_bound_in_training(seed: int) -> None:
     for share in (0.8, 0.6, 0.45):
-        check_with_codes(layered(4, seed, donate=False), share, random.Random(seed))
+        check_with_codes(layered(4, seed, reuse=False), share, random.Random(seed))
 
 
 def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) -> None:

@@ -1,7 +1,7 @@
 """Beside Checkmate's integer program (arXiv 1910.02653, eq. 1-9) for the same fixed order, solved by CP-SAT.
 
-One buffer per operator, no donation. Stage t ends with operator t; R[t][i]: i runs in stage t, S[t][i]: the result of
-i is there when stage t begins. What is freed when follows from R and S.
+One buffer per operator, no in-place reuse. Stage t ends with operator t; R[t][i]: i runs in stage t, S[t][i]: the
+result of i is there when stage t begins. What is freed when follows from R and S.
 """
 
 import pytest
@@ -76,7 +76,7 @@ def compare(problem: RetainProblem, percent: int) -> tuple[float, float]:
 @pytest.mark.parametrize("percent", [80, 65, 55])
 @pytest.mark.parametrize("seed", range(4))
 def test_as_few_seconds_as_the_integer_program(seed: int, percent: int) -> None:
-    best, ours = compare(layered(2, seed, donate=False), percent)
+    best, ours = compare(layered(2, seed, reuse=False), percent)
     assert ours == pytest.approx(best)
 
 

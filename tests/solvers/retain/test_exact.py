@@ -10,7 +10,7 @@ from roamc.solvers.retain import RetainProblem, solve, validate
 from roamc.solvers.retain.exact import exact
 from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
-from tests.solvers.order.cases import possible_donors
+from tests.solvers.order.cases import possible_reuses
 from tests.solvers.retain.cases import random_retain
 
 MOST_COMBINATIONS = 300
@@ -114,11 +114,11 @@ def count_peak(
     gone: set[int] = set()
     for now, (_, renewed) in enumerate(runs):
         for v in fresh[now]:
-            taker = versions[v][0]
+            result = versions[v][0]
             if renewed != [-1] and versions[v][2] == now:
                 continue
-            for giver in order.donor[order.donor_start[taker] : order.donor_start[taker + 1]].tolist():
-                found = [w for w, row in enumerate(versions) if row[0] == giver and row[2] == now and row[1] < now]
+            for reused in order.reusable[order.reusable_start[result] : order.reusable_start[result + 1]].tolist():
+                found = [w for w, row in enumerate(versions) if row[0] == reused and row[2] == now and row[1] < now]
                 if found and found[0] not in gone:
                     gone.add(found[0])
                     break
@@ -153,7 +153,7 @@ def mirrored_graph(dice: random.Random) -> OrderProblem:
             readers.append(n - 1 - op)
         buffers.append((dice.choice([4, 8]) if op in large else 0, op, readers, False))
     scratch = [dice.choice([0, 1, 8]) if abs(op - half) < 2 else 0 for op in range(n)]
-    return make_problem([0] * n, [], buffers, scratch, possible_donors(buffers) if dice.random() < 0.5 else None)
+    return make_problem([0] * n, [], buffers, scratch, possible_reuses(buffers) if dice.random() < 0.5 else None)
 
 
 def small_graph(dice: random.Random) -> OrderProblem:
@@ -163,8 +163,8 @@ def small_graph(dice: random.Random) -> OrderProblem:
         for _ in range(dice.choice([1, 1, 1, 2])):
             readers = [reader for reader in range(producer + 1, n) if dice.random() < 0.3]
             buffers.append((dice.choice([0, 1, 2, 4, 8]), producer, readers, dice.random() < 0.05))
-    donors = possible_donors(buffers) if dice.random() < 0.5 else None
-    return make_problem([0] * n, [], buffers, [dice.choice([0, 0, 1]) for _ in range(n)], donors)
+    reusable = possible_reuses(buffers) if dice.random() < 0.5 else None
+    return make_problem([0] * n, [], buffers, [dice.choice([0, 0, 1]) for _ in range(n)], reusable)
 
 
 def test_small_graphs_are_solved_as_brute_force_does() -> None:

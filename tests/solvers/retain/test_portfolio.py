@@ -48,7 +48,7 @@ def test_judge_accepts_every_answer(problem: RetainProblem, share: float) -> Non
 
 @pytest.mark.parametrize("seed", range(12))
 def test_judge_accepts_answers_for_training_graphs(seed: int) -> None:
-    problem = layered(6, seed, donate=seed % 2 == 0)
+    problem = layered(6, seed, reuse=seed % 2 == 0)
     for percent in (90, 70, 50, 40, 30):
         budget = full_peak(problem) * percent // 100
         check(problem, budget, solve(problem, budget, work_limit=2_000_000))

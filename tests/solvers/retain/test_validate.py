@@ -22,7 +22,7 @@ def example(expires: list[int] | None = None) -> RetainProblem:
         (4, 4, [5], False),
         (1, 5, [], True),  # e
     ]
-    order = make_order([0] * 6, [], buffers, donors=[[], [], [], [], [], [], []])
+    order = make_order([0] * 6, [], buffers, reusable=[[], [], [], [], [], [], []])
     repeatable = [True, True, True, False, True, True]
     droppable = [True, True, False, True, False, True, False]
     return make_problem(order, range(6), [1.0, 2.0, 4.0, 1.0, 1.0, 1.0], repeatable, droppable, expires)

@@ -1,4 +1,4 @@
-"""donate: write results over an input whose last use this is (in-place reuse), instead of into memory of their own.
+"""reuse: write results over an input whose last use this is, instead of into memory of their own (in-place reuse).
 
     rewrite:  y = t * 2   -->  mul(t, 2, out=t), if nothing reads t afterwards
 
@@ -30,7 +30,7 @@ from roamc.operators.out_variants import FormKind, form_of
 from roamc.options import Options
 from roamc.units import Bytes
 
-NAME = "donate"
+NAME = "reuse"
 
 
 @dataclass(frozen=True)
@@ -47,65 +47,68 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Gift:
+class Reuse:
     """A result that may take over the bytes of an argument, in an order in which that is the argument's last use.
 
     Attributes:
         position: of the argument.
-        giver: index of the argument's storage.
-        taker: index of the result's storage.
+        reused: index of the argument's storage, whose bytes the result takes over.
+        result: index of the result's storage.
     """
 
     position: int
-    giver: int
-    taker: int
+    reused: int
+    result: int
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """In the graph's present order, every result that can take over an argument's bytes does."""
     memory = build_memory(graph)
-    found: dict[fx.Node, Gift] = {}
-    for node, gift in _due(memory):
-        found.setdefault(node, gift)
+    chosen: dict[fx.Node, Reuse] = {}
+    for node, reuse in _due(memory):
+        chosen.setdefault(node, reuse)
     return Decision(
-        overwrites=tuple((node.name, gift.position) for node, gift in found.items()),
-        nbytes=sum(memory.storages[gift.taker].nbytes for gift in found.values()),
+        overwrites=tuple((node.name, reuse.position) for node, reuse in chosen.items()),
+        nbytes=sum(memory.storages[reuse.result].nbytes for reuse in chosen.values()),
     )
 
 
-def _due(memory: MemoryModel) -> Iterator[tuple[fx.Node, Gift]]:
-    """The gifts that can be made in the graph's present order: the argument's last use is here."""
+def _due(memory: MemoryModel) -> Iterator[tuple[fx.Node, Reuse]]:
+    """The reuses that are possible in the graph's present order: the operator is the argument's last use."""
     for index, operator in enumerate(memory.operators):
-        for gift in gifts(memory, operator):
-            if memory.uses[gift.giver][-1] == index:
-                yield operator.node, gift
+        for reuse in reuses(memory, operator):
+            if memory.uses[reuse.reused][-1] == index:
+                yield operator.node, reuse
 
 
-def all_gifts(memory: MemoryModel) -> list[Gift]:
-    """What every operator may take, in the graph's order."""
-    return [gift for operator in memory.operators for gift in gifts(memory, operator)]
+def all_reuses(memory: MemoryModel) -> list[Reuse]:
+    """The possible reuses of every operator, in the graph's order."""
+    return [reuse for operator in memory.operators for reuse in reuses(memory, operator)]
 
 
-def gifts(memory: MemoryModel, operator: Operator) -> Iterator[Gift]:
+def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
     """The arguments that ``operator`` may write its result over once nobody else needs them, best first."""
     node = operator.node
     tensors = [tensor for _, tensor in tensors_of(node)]
     if len(operator.births) != 1 or len(tensors) != 1 or form_of(node, 1).kind is FormKind.ALLOCATE:
         return
-    taker = memory.storages[operator.births[0]]
+    result = memory.storages[operator.births[0]]
     for position in ops.may_overwrite(node):
         argument = node.args[position] if position < len(node.args) else None
         if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
-            giver = memory.storage_of(argument)
-            if _may_give(giver, taker, argument) and _is_read_as(node, argument, tensors[0]):
-                yield Gift(position, giver.index, taker.index)
+            reused = memory.storage_of(argument)
+            if _may_reuse(reused, result, argument) and _is_read_as(node, argument, tensors[0]):
+                yield Reuse(position, reused.index, result.index)
 
 
-def _may_give(giver: Storage, taker: Storage, argument: fx.Node) -> bool:
-    """Both are the step's own. What is handed out lies in a storage that no view of the graph has carved up."""
-    if giver.place is not Place.TEMPORARY or giver.nbytes != taker.nbytes or not giver.nbytes:
+def _may_reuse(reused: Storage, result: Storage, argument: fx.Node) -> bool:
+    """Whether ``result`` may take over the bytes of ``reused``: as many bytes, and both storages are the step's own.
+
+    A result that is handed out takes over the storage of an argument that made it, not of a view of it.
+    """
+    if reused.place is not Place.TEMPORARY or reused.nbytes != result.nbytes or not reused.nbytes:
         return False
-    return taker.place is Place.TEMPORARY or (taker.place is Place.OUTPUT and giver.name == argument.name)
+    return result.place is Place.TEMPORARY or (result.place is Place.OUTPUT and reused.name == argument.name)
 
 
 def _is_read_as(node: fx.Node, argument: fx.Node, result: torch.Tensor) -> bool:
@@ -126,18 +129,18 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     Raises:
         PlanError: the graph has no such operators, or they cannot write over these arguments.
     """
-    allowed = {(node.name, gift.position): node for node, gift in _due(build_memory(graph))}
+    allowed = {(node.name, reuse.position): node for node, reuse in _due(build_memory(graph))}
     sharing = _sharing(graph)
     mode = mode_of(graph.graph)
     for name, position in decision.overwrites:
         if (name, position) not in allowed or mode is None:
-            raise PlanError(f"donate: {name} cannot write over its argument {position} in this graph")
+            raise PlanError(f"reuse: {name} cannot write over its argument {position} in this graph")
         node = allowed[name, position]
         storage = node.args[position].meta["val"].untyped_storage()  # type: ignore[union-attr]
         with mode:
             for other, at in sharing[node]:
                 move(other, at, storage)
-    return graph.replace(donated=dict(decision.overwrites))
+    return graph.replace(reuse=dict(decision.overwrites))
 
 
 def _sharing(graph: TrainGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:

@@ -1,4 +1,4 @@
-"""donate: what may be written over what, that the values stay, and that the judge sees every wrong gift."""
+"""reuse: what may be written over what, that the values stay, and that the judge sees every wrong reuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import Place, build_memory, live_bytes
 from roamc.graph.verify import check_graph
 from roamc.options import Options
-from roamc.passes import donate
+from roamc.passes import reuse
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 
@@ -24,18 +24,18 @@ FLAGS = [(seed, route) for seed in range(20) for route in ("step", "joint")]
 
 
 def decided(function: Callable[..., Any], *inputs: Tensor, **fields: Any) -> tuple[tuple[str, int], ...]:
-    return donate.decide(traced(function, *(inputs or (X,)), **fields), Options()).overwrites
+    return reuse.decide(traced(function, *(inputs or (X,)), **fields), Options()).overwrites
 
 
-def given_away(graph: TrainGraph) -> set[str]:
+def written_over(graph: TrainGraph) -> set[str]:
     """Names of the storages that results are written over."""
     memory, by_name = build_memory(graph), {node.name: node for node in graph.graph.nodes}
-    pairs = donate.decide(graph, Options()).overwrites
+    pairs = reuse.decide(graph, Options()).overwrites
     return {memory.storage_of(by_name[name].args[position]).name for name, position in pairs}  # type: ignore[arg-type]
 
 
-def donated(graph: TrainGraph) -> TrainGraph:
-    return donate.apply(graph, donate.decide(graph, Options()))
+def with_reuse(graph: TrainGraph) -> TrainGraph:
+    return reuse.apply(graph, reuse.decide(graph, Options()))
 
 
 def peak(graph: TrainGraph) -> int:
@@ -44,9 +44,9 @@ def peak(graph: TrainGraph) -> int:
 
 def test_chain_of_pointwise_operators_lies_in_one_place() -> None:
     graph = traced(lambda x: x.sin().cos().exp().sum(), X)
-    assert donate.decide(graph, Options()).overwrites == (("cos", 0), ("exp", 0))
-    assert donate.decide(graph, Options()).nbytes == 2 * X.nbytes
-    after = donated(graph)
+    assert reuse.decide(graph, Options()).overwrites == (("cos", 0), ("exp", 0))
+    assert reuse.decide(graph, Options()).nbytes == 2 * X.nbytes
+    after = with_reuse(graph)
     assert [s.name for s in build_memory(after).counted] == ["sin", "sum_1"]
     assert peak(after) == X.nbytes + 4
 
@@ -80,14 +80,14 @@ def test_view_of_the_whole_is_written_over_but_not_handed_out() -> None:
     ],
 )
 def test_not_written_over(function: Callable[..., Any]) -> None:
-    assert given_away(traced(function, X)).isdisjoint({"sin", "x_1", "arg0_1"})
+    assert written_over(traced(function, X)).isdisjoint({"sin", "x_1", "arg0_1"})
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_only_the_steps_own_tensors_are_written_over(seed: int) -> None:
     graph, _ = graph_and_inputs(*random_model(seed), "joint")
     own = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
-    assert given_away(graph) <= own
+    assert written_over(graph) <= own
 
 
 @pytest.mark.parametrize(("seed", "route"), FLAGS)
@@ -96,8 +96,8 @@ def test_random_graphs_keep_their_values_and_the_model_counts_right(seed: int, r
     torch.manual_seed(seed)
     expected, _ = run_real(graph, first := clones(inputs))
     before = live_bytes(build_memory(graph))
-    after = donated(graph)
-    check_graph(after, "donate", deep=True)
+    after = with_reuse(graph)
+    check_graph(after, "reuse", deep=True)
     torch.manual_seed(seed)
     found, measured = run_real(after, second := clones(inputs))
     assert_same(found, expected, "outputs")
@@ -108,7 +108,7 @@ def test_random_graphs_keep_their_values_and_the_model_counts_right(seed: int, r
 
 def test_something_is_written_over_in_most_random_graphs() -> None:
     some = [
-        bool(donate.decide(graph_and_inputs(*random_model(seed), "step")[0], Options()).overwrites) for seed in range(8)
+        bool(reuse.decide(graph_and_inputs(*random_model(seed), "step")[0], Options()).overwrites) for seed in range(8)
     ]
     assert sum(some) >= 6
 
@@ -120,17 +120,17 @@ def tampered(position: int = 0, node: str = "cos", *, share: bool = True) -> Tra
     if share:
         with torch.no_grad():
             by_name[node].meta["val"] = by_name["sin"].meta["val"].view(4, 4)
-    return graph.replace(donated={node: position})
+    return graph.replace(reuse={node: position})
 
 
 def test_judge_sees_who_reads_what_was_written_over() -> None:
     with pytest.raises(VerifyError, match="exp reads sin, which was written over"):
-        check_graph(tampered(), "donate")
+        check_graph(tampered(), "reuse")
 
 
 def test_judge_sees_a_result_that_lies_elsewhere() -> None:
     with pytest.raises(VerifyError, match="which lies elsewhere"):
-        check_graph(tampered(share=False, node="exp"), "donate")
+        check_graph(tampered(share=False, node="exp"), "reuse")
 
 
 def test_judge_sees_an_operator_that_reads_another_part_of_what_it_writes() -> None:
@@ -142,7 +142,7 @@ def test_judge_sees_an_operator_that_reads_another_part_of_what_it_writes() -> N
     by_name = {n.name: n for n in graph.graph.nodes}
     by_name["slice_scatter"].meta["val"] = by_name["sin"].meta["val"]
     with pytest.raises(VerifyError, match="slice_scatter is to be written over sin, and reads it as slice_1 as well"):
-        check_graph(graph.replace(donated={"slice_scatter": 0}), "donate")
+        check_graph(graph.replace(reuse={"slice_scatter": 0}), "reuse")
 
 
 def test_judge_sees_an_operator_that_must_not() -> None:
@@ -150,20 +150,20 @@ def test_judge_sees_an_operator_that_must_not() -> None:
     by_name = {n.name: n for n in graph.graph.nodes}
     by_name["cumsum"].meta["val"] = by_name["sin"].meta["val"].view(4, 4)
     with pytest.raises(VerifyError, match="may not write over sin"):
-        check_graph(graph.replace(donated={"cumsum": 0}), "donate")
+        check_graph(graph.replace(reuse={"cumsum": 0}), "reuse")
 
 
 def test_plan_of_another_graph_is_refused() -> None:
     graph = traced(lambda x: x.sin().cos().sum(), X)
     for overwrites in ((("tan", 0),), (("cos", 1),), (("sum_1", 0),), (("sin", 0),)):
         with pytest.raises(PlanError, match="cannot write over its argument"):
-            donate.apply(graph, donate.Decision(overwrites, 0))
+            reuse.apply(graph, reuse.Decision(overwrites, 0))
 
 
 def test_update_is_written_over_its_gradient_only_behind_all_who_read_it() -> None:
     graph, _ = graph_and_inputs(*random_model(3), "step")
     memory = build_memory(graph)
-    for name, position in donate.decide(graph, Options()).overwrites:
+    for name, position in reuse.decide(graph, Options()).overwrites:
         index = next(i for i, op in enumerate(memory.operators) if op.node.name == name)
         argument = memory.operators[index].node.args[position]
         assert max(memory.uses[memory.storage_of(argument).index]) == index
