@@ -4,9 +4,9 @@
     checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
               same step overlap; the peak is what offsets and lives say (:mod:`roamc.graph.verify`)
 
-:mod:`roamc.passes.layout.held` says which storages may stay with the allocator, :mod:`roamc.passes.layout.holes` which
-pages of the arena go back to the system while nothing lies there. :mod:`roamc.passes.layout.choose` lays several of
-these choices out with :mod:`roamc.solvers.layout` and takes the one with the lowest peak.
+:mod:`roamc.passes.layout.held` says which storages may stay with the allocator, :mod:`roamc.passes.layout.trim` which
+pages of the arena are trimmed: given back to the system while nothing lies there. :mod:`roamc.passes.layout.choose`
+lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one with the lowest peak.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, tensors_of
-from roamc.graph.layout import Hole, Layout
+from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
 from roamc.passes.layout.held import Table, excess, make_table, outside_live, peak
-from roamc.passes.layout.holes import Gap
+from roamc.passes.layout.trim import Gap
 from roamc.units import Bytes
 
 __all__ = [
@@ -61,10 +61,10 @@ class Decision:
             before their copy.
         copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
         held_bytes: most bytes of held results at one step.
-        peak_bytes: most bytes at one step, of the arena without its holes and of what lies outside it.
+        peak_bytes: most bytes at one step, of the arena without what is trimmed and of what lies outside it.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects, as estimated.
-        holes: (low, high, after, before) of every :class:`roamc.graph.layout.Hole`.
-        opened_bytes: bytes of the arena that come again, after having been given back, per step.
+        trims: (low, high, after, before) of every :class:`roamc.graph.layout.Trim`.
+        trimmed_bytes: bytes of the arena that are trimmed and come again, per step.
         status: ``"optimal"`` if the arena is its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: the member of the portfolio that found it.
     """
@@ -79,14 +79,14 @@ class Decision:
     held_bytes: Bytes
     peak_bytes: Bytes
     needed_bytes: Bytes
-    holes: tuple[tuple[Bytes, Bytes, str, str], ...]
-    opened_bytes: Bytes
+    trims: tuple[tuple[Bytes, Bytes, str, str], ...]
+    trimmed_bytes: Bytes
     status: str
     algorithm: str
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose held results, then offsets for the rest, and the arena's holes."""
+    """Choose held results, then offsets for the rest, and the arena's trims."""
     return lay_out(build_memory(graph), graph, options)
 
 
@@ -110,8 +110,8 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         held_bytes=peak(timeline(table.size * split.held, table.born, table.dead, table.steps)),
         peak_bytes=found.peak_bytes,
         needed_bytes=found.needed_bytes,
-        holes=tuple(hole for gap in found.punched.gaps for hole in _holes(gap, names)),
-        opened_bytes=found.punched.opened,
+        trims=tuple(trim for gap in found.trimming.gaps for trim in _trims(gap, names)),
+        trimmed_bytes=found.trimming.trimmed_bytes,
         status=str(solution.status.value),
         algorithm=solution.algorithm,
     )
@@ -162,13 +162,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             held=frozenset(decision.held),
             peak_bytes=decision.peak_bytes,
             needed_bytes=decision.needed_bytes,
-            holes=tuple(Hole(*hole) for hole in decision.holes),
+            trims=tuple(Trim(*trim) for trim in decision.trims),
         )
     )
 
 
-def _holes(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
-    """One hole; two, to the end of the step and from its start, where it lasts into the next."""
+def _trims(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
+    """The trim of ``gap``; two trims, to the end of the step and from its start, where the gap lasts into the next."""
     end = gap.first + gap.length
     after = names[gap.first - 1] if gap.first else ""
     if end <= len(names):

@@ -32,37 +32,37 @@ from roamc.passes.layout.held import (
     peak,
     splits,
 )
-from roamc.passes.layout.holes import LARGE, LEAST, Punched, Room, away, punch
+from roamc.passes.layout.trim import LARGE, LEAST, Room, Trimming, trimmed, trimmings
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
 PRICE, SMALL_PRICE = 256, 32
-"""A lower peak is worth so many bytes, for each byte less, that are given back and come again at every step, in large
-and in small pages. Small ones cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
+"""Bytes that may be trimmed and come again at every step, in large and in small pages, for each byte of a lower peak.
+Small pages cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
 
 LAYOUTS = 4
-"""How many splits are laid out at most, beside the one to take without holes and the lowest."""
+"""How many splits are laid out at most, beside the one to take without trims and the lowest."""
 
 WORTH = 64
-"""Holes that lower the peak by less than this part are left out: a few cost a hundredth of a small step's time."""
+"""Trims that lower the peak by less than this part are left out: a few cost a hundredth of a small step's time."""
 
 WORSE = 256
-"""A choice with less effort may be above the one without holes by this part."""
+"""A choice with less effort may be above the one without trims by this part."""
 
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
 """Above the budget; within it but above eager's peak; bytes by which operators' own memory may bring it above that;
-higher than without holes; price, or bytes above the budget."""
+higher than without trims; price, or bytes above the budget."""
 
 
 @dataclass(frozen=True)
 class Laid:
-    """One split with its layout and its holes.
+    """One split with its layout and its trims.
 
     Attributes:
         split: what the allocator holds.
         solution: offsets of the rest.
-        punched: what the arena gives back.
+        trimming: what is trimmed of the arena.
         peak_bytes: most bytes of tensors at one step, inside and outside.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects.
         cost: what decides, in bytes.
@@ -70,27 +70,27 @@ class Laid:
 
     split: Split
     solution: LayoutSolution
-    punched: Punched
+    trimming: Trimming
     peak_bytes: Bytes
     needed_bytes: Bytes
     cost: Bytes
 
 
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
-    """The cheapest that fits the budget, and is no higher than without holes; the lowest where none fits.
+    """The cheapest that fits the budget, and is no higher than without trims; the lowest where none fits.
 
     Args:
         table: the graph's storages.
         eager_bytes: what eager holds at its worst step, which none is to be above; None if that is no limit.
         alignment: bytes.
         options: what the user set.
-        shrinks: the arena can give memory back during a step.
+        shrinks: the arena can be trimmed during a step.
     """
     limit = options.limit_bytes
     plain = splits(table, eager_bytes)
     estimate = {id(split): least for least, split in _estimated(table, plain, shrinks=shrinks)}
     cheapest = sorted(plain, key=lambda split: estimate[id(split)])[:LAYOUTS]
-    # Holes may bring any of these under the budget; these need none.
+    # Trims may bring any of these under the budget; these need none.
     within = [split for split in plain if limit is not None and split.peak_bytes <= limit][:LAYOUTS]
     lowest = min(plain, key=lambda split: split.peak_bytes)
     without_arena = next(split for split in plain if (split.held | table.foreign).all())
@@ -99,7 +99,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
         if found and min(rank for rank, _ in found) <= (False, False, 0, False, estimate[id(split)]):
             continue
         for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
-            # The first of all is what we would take if there were no holes: no other is to be much above it.
+            # The first of all is what we would take if there were no trims: no other is to be much above it.
             highest = found[0][1].peak_bytes if found else laid.peak_bytes
             higher = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = limit is None or laid.needed_bytes <= limit
@@ -110,7 +110,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
 
 
 def _estimated(table: Table, ranked: Sequence[Split], *, shrinks: bool) -> Iterator[tuple[Bytes, Split]]:
-    """A lower bound on the cost of every split: no fragmentation, and as many holes as the arena has room for."""
+    """A lower bound on the cost of every split: no fragmentation, and all that is idle is trimmed."""
     for split in ranked:
         arena = arena_live(table, split.held)
         if not shrinks or peak(arena) < LEAST:
@@ -126,7 +126,7 @@ def _moments(table: Table, split: Split) -> tuple[Int64s, ...]:
     """Bytes outside the arena at every step, and between this step and the next.
 
     With ``torch.compile`` the optimizer runs there; it is taken to need as much again as the caller's gradients, but
-    not more than the step does anyway. Arenas without room for holes have no use for the guess.
+    not more than the step does anyway. Arenas below the size that is trimmed have no use for the guess.
     """
     arena = arena_live(table, split.held)
     if peak(arena) < LEAST:
@@ -140,7 +140,7 @@ def _moments(table: Table, split: Split) -> tuple[Int64s, ...]:
 
 
 def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *, shrinks: bool) -> Iterator[Laid]:
-    """Its layout without and with holes."""
+    """Its layout without and with trims."""
     inside = ~table.foreign & ~split.held
     solution = _solve(table, split, alignment, options)
     room = Room(
@@ -153,17 +153,18 @@ def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *,
     )
     outside = outside_live(table, split.held)
     alive = most_alive(table.born, table.dead, table.steps)
-    for punched in punch(room) if shrinks else itertools.islice(punch(room), 1):
-        tensors = room.arena_bytes - away(punched.gaps, table.steps)[:-1] + outside
+    for trimming in trimmings(room) if shrinks else itertools.islice(trimmings(room), 1):
+        tensors = room.arena_bytes - trimmed(trimming.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
-        if punched.gaps:
+        if trimming.gaps:
             needed = max(needed, _taken(table, split, room.arena_bytes, outside, options))
-        yield Laid(split, solution, punched, peak(tensors), needed, cost(punched.total // 2, split) + _effort(punched))
+        price = cost(trimming.total // 2, split) + _effort(trimming)
+        yield Laid(split, solution, trimming, peak(tensors), needed, price)
 
 
 def _taken(table: Table, split: Split, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
-    """Bytes while an arena with holes is taken: as a whole, from a large page on, before parts of it go back.
+    """Bytes while an arena with trims is taken: as a whole, from a large page on, before parts of it are trimmed.
 
     One that lies idle between forward and backward, nothing saved in it, is taken again if idle arenas are freed.
     """
@@ -172,11 +173,12 @@ def _taken(table: Table, split: Split, arena_bytes: Bytes, outside: Int64s, opti
     return beside + arena_bytes + LARGE
 
 
-def _effort(punched: Punched) -> Bytes:
-    """What holes cost, in bytes of a lower peak."""
-    if not punched.gaps:
+def _effort(trimming: Trimming) -> Bytes:
+    """What trims cost, in bytes of a lower peak."""
+    if not trimming.gaps:
         return 0
-    return punched.total // 2 // WORTH + punched.large // PRICE + (punched.opened - punched.large) // SMALL_PRICE
+    small = trimming.trimmed_bytes - trimming.large
+    return trimming.total // 2 // WORTH + trimming.large // PRICE + small // SMALL_PRICE
 
 
 def _solve(table: Table, split: Split, alignment: Bytes, options: Options) -> LayoutSolution:

@@ -10,7 +10,7 @@ eager's tensors alone are at their worst step.
     relu    20 kB    25 kB + at most 16 B   below it: good, though more than eager has here
     addmm   30 kB    28 kB + anything       good
 
-Only for small graphs. In large ones the arena gives back what is idle, see :mod:`roamc.passes.layout.holes`.
+Only for small graphs. In large ones the arena is trimmed where it is idle, see :mod:`roamc.passes.layout.trim`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roamc.units import Bytes
 Bools = npt.NDArray[np.bool_]
 
 SMALL: Bytes = 8 << 20
-"""Graphs of which eager holds less are compared moment by moment: their arenas have no holes."""
+"""Graphs of which eager holds less are compared moment by moment: their arenas are not trimmed."""
 
 NUMBERS: Bytes = 32
 """What any operator may take for the Python numbers among its arguments: tensors of one element."""

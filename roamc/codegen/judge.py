@@ -6,7 +6,7 @@ The source runs once with stand-ins in the place of tensors and operators, which
                                         are x and sin the values that it reads, and do they lie where they should?
                                         is mul the place of its result, in shape, strides and dtype?
     del x                               is everything gone whose last reader has run, and nothing before?
-    arena.close(4096, 8192)             are exactly the holes of the layout closed while an operator runs?
+    arena.close(4096, 8192)             are exactly the trims of the layout closed while an operator runs?
 
 Shares no code with emission but its contract with whoever calls the program: :class:`Entry`, and the names in
 :class:`Program`.
@@ -150,7 +150,7 @@ class _Judge:
         self._others: dict[tuple[fx.Node, int], object] = {}
         self._views: dict[str, _Stand] = {}
         self._uncopied: list[tuple[weakref.ref[_Stand], fx.Node, int]] = []
-        self._closed = set(layout.away)
+        self._closed = set(layout.trimmed)
         self._due: Iterator[fx.Node] = iter(())
         self._handed: set[str] = set()
 
@@ -209,8 +209,8 @@ class _Judge:
         fed = [node for entry in self.program.entries.values() for node in entry.parameters if node.op == "placeholder"]
         if lost or set(fed) != set(placeholders(self.graph.graph)):
             raise _Fault("the functions are not the whole graph")
-        if self._closed != {(hole.low, hole.high) for hole in self.layout.holes if not hole.before}:
-            raise _Fault(f"ends with {sorted(self._closed)} given back")
+        if self._closed != {(trim.low, trim.high) for trim in self.layout.trims if not trim.before}:
+            raise _Fault(f"ends with {sorted(self._closed)} trimmed")
 
     # -- what the program calls -------------------------------------------------------------------
 
@@ -229,15 +229,15 @@ class _Judge:
         return made
 
     def close(self, low: Bytes, high: Bytes) -> None:
-        """A range of the arena goes."""
+        """A range of the arena is trimmed."""
         if (low, high) in self._closed:
-            raise _Fault(f"gives [{low}, {high}) back twice")
+            raise _Fault(f"trims [{low}, {high}) twice")
         self._closed.add((low, high))
 
     def open(self, low: Bytes, high: Bytes) -> None:
         """A range of the arena comes again."""
         if (low, high) not in self._closed:
-            raise _Fault(f"takes [{low}, {high}) again, which it has not given back")
+            raise _Fault(f"takes [{low}, {high}) again, which is not trimmed")
         self._closed.remove((low, high))
 
     def copy(self, place: _Stand, source: Any) -> None:
@@ -306,21 +306,21 @@ class _Judge:
     # -- memory -----------------------------------------------------------------------------------
 
     def _check_memory(self, position: int) -> None:
-        """While the operator at ``position`` runs, what is dead is gone, and the layout's holes are closed."""
+        """While the operator at ``position`` runs, what is dead is gone, and the layout's trims are closed."""
         while self._deaths and self._deaths[-1][0] <= position:
             _, name = self._deaths.pop()
             cell = self._cells.get(name)
             if cell is not None and cell() not in (None, *self._constants.values()) and name not in self._handed:
                 raise _Fault(f"{name} is still there, which nobody reads any more")
-        if not self.layout.holes and not self._closed:
+        if not self.layout.trims and not self._closed:
             return
         wanted = set()
-        for hole in self.layout.holes:
-            first = self._position[hole.after] + 1 if hole.after else 0
-            if first <= position < (self._position[hole.before] if hole.before else len(self._position)):
-                wanted.add((hole.low, hole.high))
+        for trim in self.layout.trims:
+            first = self._position[trim.after] + 1 if trim.after else 0
+            if first <= position < (self._position[trim.before] if trim.before else len(self._position)):
+                wanted.add((trim.low, trim.high))
         if wanted != self._closed:
-            raise _Fault(f"runs while {sorted(self._closed)} are given back, and not {sorted(wanted)}")
+            raise _Fault(f"runs while {sorted(self._closed)} are trimmed, and not {sorted(wanted)}")
 
     def _bind(self, tensor: torch.Tensor, cell: _Cell) -> _Cell:
         """The storage of ``tensor`` is ``cell``, unless it has one."""

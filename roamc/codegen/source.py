@@ -31,7 +31,7 @@ from torch import fx
 from roamc.compat import OpOverload
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
-from roamc.graph.layout import Hole, Layout
+from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
 from roamc.operators import ops
 from roamc.operators.kernels import KERNELS
@@ -125,8 +125,8 @@ class _Emitter:
         self.planned: dict[tuple[str, int], str] = {}
         self.views: list[str] = []
         self.statements: dict[int, tuple[str, int]] = {}
-        self.closes = _by_operator((hole.after, hole) for hole in layout.holes)
-        self.opens = _by_operator((hole.before, hole) for hole in layout.holes)
+        self.closes = _by_operator((trim.after, trim) for trim in layout.trims)
+        self.opens = _by_operator((trim.before, trim) for trim in layout.trims)
 
     def emit(self) -> Program:
         entries = entries_of(self.graph)
@@ -397,11 +397,11 @@ def _empty(tensor: torch.Tensor) -> str:
     )
 
 
-def _by_operator(holes: Iterable[tuple[str, Hole]]) -> dict[str, list[tuple[Bytes, Bytes]]]:
+def _by_operator(trims: Iterable[tuple[str, Trim]]) -> dict[str, list[tuple[Bytes, Bytes]]]:
     """Operator to the ranges that go, or come back, at it, from the lowest on."""
     found: dict[str, list[tuple[Bytes, Bytes]]] = {}
-    for name, hole in sorted(holes, key=lambda item: item[1].low):
-        found.setdefault(name, []).append((hole.low, hole.high))
+    for name, trim in sorted(trims, key=lambda item: item[1].low):
+        found.setdefault(name, []).append((trim.low, trim.high))
     return found
 
 

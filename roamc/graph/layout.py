@@ -9,14 +9,14 @@ from roamc.units import Bytes
 
 
 @dataclass(frozen=True)
-class Hole:
-    """Bytes ``[low, high)`` of the arena that go back to the system while nothing lies in them.
+class Trim:
+    """Bytes ``[low, high)`` of the arena that are trimmed: given back to the system while nothing lies in them.
 
     Attributes:
         low: first byte, from the arena's start.
         high: behind the last.
-        after: the operator behind which they go; empty where they are away when the step starts.
-        before: the operator in front of which they come back; empty where they stay away when the step has ended.
+        after: the operator behind which they are given back; empty where they are trimmed when the step starts.
+        before: the operator in front of which they come back; empty where they stay trimmed when the step has ended.
     """
 
     low: Bytes
@@ -40,9 +40,9 @@ class Layout:
         offset: storage name to offset in the arena, in bytes.
         held: storages that the allocator keeps: results of operators without an ``out=`` form that
             are not worth a copy.
-        peak_bytes: most bytes at one step, of the arena without its holes and of all that lies outside it.
+        peak_bytes: most bytes at one step, of the arena without what is trimmed and of all that lies outside it.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects.
-        holes: what the arena gives back for a while.
+        trims: the ranges of the arena that are trimmed for a while.
     """
 
     arena_bytes: Bytes
@@ -51,9 +51,9 @@ class Layout:
     held: frozenset[str]
     peak_bytes: Bytes
     needed_bytes: Bytes
-    holes: tuple[Hole, ...] = ()
+    trims: tuple[Trim, ...] = ()
 
     @property
-    def away(self) -> tuple[tuple[Bytes, Bytes], ...]:
-        """The ranges that are away when a step starts."""
-        return tuple((hole.low, hole.high) for hole in self.holes if not hole.after)
+    def trimmed(self) -> tuple[tuple[Bytes, Bytes], ...]:
+        """The ranges that are trimmed when a step starts."""
+        return tuple((trim.low, trim.high) for trim in self.trims if not trim.after)

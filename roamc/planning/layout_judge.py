@@ -21,13 +21,13 @@ from roamc.operators.out_variants import FormKind, form_of
 
 
 def check_layout(graph: TrainGraph) -> None:
-    """Check places, holes and peak: no two storages that are alive together share bytes of the arena, nothing is alive
-    in bytes that are given back, and no step needs more than the layout says.
+    """Check places, trims and peak: no two storages that are alive together share bytes of the arena, nothing is alive
+    in bytes that are trimmed, and no step needs more than the layout says.
 
     Lifetimes are derived here anew, from the graph as it will run, by walking it once.
 
     Raises:
-        VerifyError: names the two storages, their bytes and lives; or the hole; or the step.
+        VerifyError: names the two storages, their bytes and lives; or the trim; or the step.
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
@@ -35,9 +35,9 @@ def check_layout(graph: TrainGraph) -> None:
     _check_owners(graph, graph.layout, lives)
     _check_places(graph.layout, lives)
     _check_elements(graph, graph.layout)
-    closed = _closed(graph, graph.layout)
-    _check_holes(graph.layout, lives, closed)
-    _check_peak(graph, graph.layout, lives, closed)
+    trimmed = _trimmed(graph, graph.layout)
+    _check_trims(graph.layout, lives, trimmed)
+    _check_peak(graph, graph.layout, lives, trimmed)
 
 
 def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
@@ -99,40 +99,40 @@ def _check_elements(graph: TrainGraph, layout: Layout) -> None:
                 )
 
 
-def _closed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
-    """Of every hole the positions ``[first, end)`` in the graph's node list at which its bytes are away."""
+def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
+    """Of every trim the positions ``[first, end)`` in the graph's node list at which its bytes are trimmed."""
     nodes = [node.name for node in graph.graph.nodes]
     runs = {op.name: index for index, op in enumerate(graph.graph.nodes) if op.op == "call_function"}
     found = []
-    for hole in layout.holes:
-        unknown = [name for name in (hole.after, hole.before) if name and name not in runs]
-        if unknown or not 0 <= hole.low < hole.high <= layout.arena_bytes:
-            raise VerifyError(f"after pass 'layout': {hole} is outside the arena or names no operator")
-        first = runs[hole.after] + 1 if hole.after else 0
-        end = runs[hole.before] if hole.before else len(nodes)
+    for trim in layout.trims:
+        unknown = [name for name in (trim.after, trim.before) if name and name not in runs]
+        if unknown or not 0 <= trim.low < trim.high <= layout.arena_bytes:
+            raise VerifyError(f"after pass 'layout': {trim} is outside the arena or names no operator")
+        first = runs[trim.after] + 1 if trim.after else 0
+        end = runs[trim.before] if trim.before else len(nodes)
         if end < first:
-            raise VerifyError(f"after pass 'layout': {hole} ends before it begins")
+            raise VerifyError(f"after pass 'layout': {trim} ends before it begins")
         found.append((first, end))
     return found
 
 
-def _check_holes(layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
-    """Nothing is alive in a hole, and no byte is given back twice."""
-    for number, (hole, (first, end)) in enumerate(zip(layout.holes, closed, strict=True)):
+def _check_trims(layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int, int]]) -> None:
+    """Nothing is alive in a trim, and no byte is trimmed twice."""
+    for number, (trim, (first, end)) in enumerate(zip(layout.trims, trimmed, strict=True)):
         for name, low in layout.offset.items():
             born, dead, nbytes = lives[name]
-            if low < hole.high and hole.low < low + nbytes and born < end and first < dead:
+            if low < trim.high and trim.low < low + nbytes and born < end and first < dead:
                 raise VerifyError(
                     f"after pass 'layout': {name} at bytes [{low}, {low + nbytes}), alive in steps [{born}, {dead}), "
-                    f"lies in [{hole.low}, {hole.high}), which is given back in steps [{first}, {end})"
+                    f"lies in [{trim.low}, {trim.high}), which is trimmed in steps [{first}, {end})"
                 )
-        for other, (other_first, other_end) in zip(layout.holes[:number], closed, strict=False):
-            if other.low < hole.high and hole.low < other.high and other_first < end and first < other_end:
-                raise VerifyError(f"after pass 'layout': {other} and {hole} give the same bytes back")
+        for other, (other_first, other_end) in zip(layout.trims[:number], trimmed, strict=False):
+            if other.low < trim.high and trim.low < other.high and other_first < end and first < other_end:
+                raise VerifyError(f"after pass 'layout': {other} and {trim} trim the same bytes")
 
 
-def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], closed: list[tuple[int, int]]) -> None:
-    """Count every step: the arena without its holes, what lies outside it, and results about to be copied into it."""
+def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int, int]]) -> None:
+    """Count every step: the arena less its trims, what lies outside it, and results about to be copied into it."""
     nodes = list(graph.graph.nodes)
     births = Counter(born for born, _, _ in lives.values())
     change = [0] * (len(nodes) + 1)
@@ -141,8 +141,8 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], close
         change[first] += nbytes
         change[max(first, end)] -= nbytes
 
-    for hole, (first, end) in zip(layout.holes, closed, strict=True):
-        count(first, end, -hole.nbytes)
+    for trim, (first, end) in zip(layout.trims, trimmed, strict=True):
+        count(first, end, -trim.nbytes)
     for name, (born, dead) in _outside_lives(graph, layout, lives).items():
         count(born, dead, lives[name][2])
     for born, _, nbytes in (lives[name] for name in layout.offset):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from roamc.graph import Phase
 from roamc.graph.memory import Int64s, Step
 from roamc.report.explain import KINDS
-from roamc.report.picture import Box, Course, Void
+from roamc.report.picture import Box, Course, Trimmed
 from roamc.units import Bytes, format_bytes
 
 COLUMNS = 1600
@@ -158,9 +158,9 @@ def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Ma
 
 
 def box_chart(
-    name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, holes: Sequence[Void] = ()
+    name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, trims: Sequence[Trimmed] = ()
 ) -> Chart:
-    """Storages as rectangles, and ``holes`` among them; ``course`` is the order that they live in."""
+    """Storages as rectangles, and ``trims`` among them; ``course`` is the order that they live in."""
     kinds = {box.storage.kind for box in boxes}
     return Chart(
         name=name,
@@ -169,7 +169,7 @@ def box_chart(
         height=height,
         top=top,
         shapes=(
-            *_holes(holes, top, height),
+            *_trims(trims, top, height),
             *(Shape(kind, _boxes(boxes, kind, top, height)) for kind in KINDS if kind in kinds),
         ),
         x_ticks=step_ticks(len(course.live)),
@@ -275,10 +275,10 @@ def _names(boxes: Sequence[Box], steps: Step, top: Bytes, height: int) -> Iterat
             yield Name(round(WIDTH * box.storage.born / steps + LETTER / 2, 1), round((upper + lower) / 2, 1), text)
 
 
-def _holes(holes: Sequence[Void], top: Bytes, height: int) -> Iterator[Shape]:
-    """All holes as one path; none where there are none."""
-    if holes:
-        yield Shape("hole", "".join(_rectangle(h.low, h.high, h.first, h.end, top, height) for h in holes))
+def _trims(trims: Sequence[Trimmed], top: Bytes, height: int) -> Iterator[Shape]:
+    """All trims as one path; none where there are none."""
+    if trims:
+        yield Shape("trim", "".join(_rectangle(t.low, t.high, t.first, t.end, top, height) for t in trims))
 
 
 def _box(box: Box, top: Bytes, height: int) -> str:

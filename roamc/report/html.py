@@ -87,10 +87,10 @@ def charts(picture: Picture) -> dict[str, Chart]:
         timeline_chart("after", picture.after, top, TIMELINE, after),
     ]
     outside = OUTSIDE if picture.arena else ARENA  # the only drawing of storages gets the room
-    places = (("arena", picture.arena, ARENA, picture.holes), ("outside", picture.outside, outside, ()))
-    for name, boxes, height, holes in places:
+    places = (("arena", picture.arena, ARENA, picture.trims), ("outside", picture.outside, outside, ()))
+    for name, boxes, height, trims in places:
         if boxes:
-            plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height, holes))
+            plots.append(box_chart(name, "after", boxes, picture.after, max(box.high for box in boxes), height, trims))
     return {plot.name: plot for plot in plots}
 
 

@@ -77,8 +77,8 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Void:
-    """Bytes ``[low, high)`` of the arena that are given back in the steps ``[first, end)``."""
+class Trimmed:
+    """Bytes ``[low, high)`` of the arena that are trimmed in the steps ``[first, end)``."""
 
     low: Bytes
     high: Bytes
@@ -96,7 +96,7 @@ class Picture:
         after: the planned order.
         arena: the storages of the arena, at their addresses.
         outside: those that live with the allocator or the caller; their addresses are not known beforehand.
-        holes: what the arena gives back.
+        trims: what is trimmed of the arena.
     """
 
     found: Explanation
@@ -104,7 +104,7 @@ class Picture:
     after: Course
     arena: tuple[Box, ...]
     outside: tuple[Box, ...]
-    holes: tuple[Void, ...] = ()
+    trims: tuple[Trimmed, ...] = ()
 
 
 def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
@@ -131,15 +131,15 @@ def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | N
         after=after,
         arena=tuple(Box(s, offset[s.name], tensors(s.name)) for s in after.storages if s.name in offset),
         outside=tuple(Box(s, low, tensors(s.name)) for s, low in zip(outside, lows, strict=True)),
-        holes=_voids(graph, after),
+        trims=_trims(graph, after),
     )
 
 
-def _voids(graph: TrainGraph, course: Course) -> tuple[Void, ...]:
+def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
     step = {work.name: number for number, work in enumerate(course.work)}
     found = [
-        Void(hole.low, hole.high, step[hole.after] + 1 if hole.after else 0, step.get(hole.before, len(step)))
-        for hole in (graph.layout.holes if graph.layout is not None else ())
+        Trimmed(trim.low, trim.high, step[trim.after] + 1 if trim.after else 0, step.get(trim.before, len(step)))
+        for trim in (graph.layout.trims if graph.layout is not None else ())
     ]
     return tuple(void for void in found if void.first < void.end)
 

@@ -133,9 +133,9 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         ),
         ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
         (
-            "given back",
-            format_bytes(layout.get("opened_bytes", 0)),
-            f"{len(layout.get('holes', ()))} holes of the arena, while nothing lies there; per step",
+            "trimmed",
+            format_bytes(layout.get("trimmed_bytes", 0)),
+            f"{len(layout.get('trims', ()))} ranges of the arena, while nothing lies there; per step",
         ),
         ("copied", format_bytes(layout.get("copied_bytes", 0)), "into the arena, per step"),
         (

@@ -29,12 +29,12 @@ class Arena:
         entry: the functions of the program, bound to these tensors.
     """
 
-    def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder, away: Sequence[blocks.Range] = ()) -> None:
+    def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder, trimmed: Sequence[blocks.Range] = ()) -> None:
         self.nbytes = nbytes
         self._device = device
-        self._away = tuple(away)
-        self._block = blocks.take(nbytes, device, None, parts=bool(self._away)) if nbytes else None
-        self.have_closed(self._away)
+        self._trimmed = tuple(trimmed)
+        self._block = blocks.take(nbytes, device, None, parts=bool(self._trimmed)) if nbytes else None
+        self.have_closed(self._trimmed)
         self._views: list[_View] = []
         self.entry = bind(self)
 
@@ -60,8 +60,8 @@ class Arena:
         if not self._block:
             return
         before = self._block, self._start
-        self._block = blocks.take(self.nbytes, self._device, self._block, parts=bool(self._away))
-        self.have_closed(self._away)
+        self._block = blocks.take(self.nbytes, self._device, self._block, parts=bool(self._trimmed))
+        self.have_closed(self._trimmed)
         if (self._block, self._start) != before:
             for view in self._views:
                 view.move_to(self.storage, self._start)
@@ -76,18 +76,18 @@ class Arena:
         if self._block:
             self._block.take_again(low, high)
 
-    def have_closed(self, away: Iterable[blocks.Range]) -> None:
+    def have_closed(self, trimmed: Iterable[blocks.Range]) -> None:
         """Have exactly these ranges closed, as they are in the middle of a step, say."""
         if self._block:
-            self._block.reset(away)
+            self._block.reset(trimmed)
 
     def copy_from(self, other: Arena) -> None:
         """Have the same bytes as ``other``, an arena of the same program, and the same ranges closed."""
         if not self._block or not other._block:
             return
-        self._block.reset(other._block.away)
+        self._block.reset(other._block.trimmed)
         mine, its, end = self.base, other.base, 0
-        for low, high in (*sorted(other._block.away), (self.nbytes, self.nbytes)):
+        for low, high in (*sorted(other._block.trimmed), (self.nbytes, self.nbytes)):
             mine[end:low].copy_(its[end:low])
             end = high
 
@@ -155,14 +155,15 @@ class ArenaPool:
     """Arenas of one program. A forward takes one; it comes back when its backward has run or can no longer run.
 
     Arenas are never shared between steps in flight. A free arena waits for the next step; its memory is there for
-    other programs meanwhile, or, unless ``keep`` is set, for all. ``away`` are the ranges that a step starts without.
+    other programs meanwhile, or, unless ``keep`` is set, for all. The ranges ``trimmed`` are given back when a step
+    starts.
     """
 
     nbytes: Bytes
     device: torch.device
     bind: Binder
     keep: bool = True
-    away: Sequence[blocks.Range] = ()
+    trimmed: Sequence[blocks.Range] = ()
     free: list[Arena] = field(default_factory=list)
     waiting: dict[int, Arena] = field(default_factory=dict)
 
@@ -175,7 +176,7 @@ class ArenaPool:
         with self._lock.now:
             arena = self.free.pop() if self.free else None
         if arena is None:
-            return Arena(self.nbytes, self.device, self.bind, self.away)
+            return Arena(self.nbytes, self.device, self.bind, self.trimmed)
         arena.enter()
         return arena
 

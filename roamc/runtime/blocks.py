@@ -35,7 +35,7 @@ class Block:
         self.start = self.nbytes = 0
         self.busy = True
         self.stream = stream
-        self._away: set[Range] = set()
+        self._trimmed: set[Range] = set()
         self._gone = 0
         _BLOCKS.append(weakref.ref(self))
 
@@ -55,12 +55,12 @@ class Block:
         """Give all memory back."""
         self.storage.resize_(0)
         self.start = self.nbytes = self._gone = 0
-        self._away.clear()
+        self._trimmed.clear()
 
     @property
-    def away(self) -> frozenset[Range]:
-        """The ranges whose memory is given back, in bytes from the block's beginning."""
-        return frozenset(self._away)
+    def trimmed(self) -> frozenset[Range]:
+        """The ranges that are trimmed, their memory given back, in bytes from the block's beginning."""
+        return frozenset(self._trimmed)
 
     @property
     def held(self) -> Bytes:
@@ -69,24 +69,24 @@ class Block:
 
     def give_back(self, low: Bytes, high: Bytes) -> None:
         """Give the memory of ``[low, high)`` back, where the device's memory has pages."""
-        if huge_pages.usable(self.storage.device) and (low, high) not in self._away:
+        if huge_pages.usable(self.storage.device) and (low, high) not in self._trimmed:
             huge_pages.give_back(self.storage.data_ptr() + self.start + low, high - low)
-            self._away.add((low, high))
+            self._trimmed.add((low, high))
             self._gone += high - low
 
     def take_again(self, low: Bytes, high: Bytes) -> None:
         """Say that ``[low, high)``, given back before as one range, is in use again."""
-        if (low, high) in self._away:
-            self._away.remove((low, high))
+        if (low, high) in self._trimmed:
+            self._trimmed.remove((low, high))
             self._gone -= high - low
             huge_pages.take_again(self.storage.data_ptr() + self.start + low, high - low)
 
-    def reset(self, away: Iterable[Range]) -> None:
-        """Have exactly the ranges ``away`` given back, whatever was before."""
-        wanted = set(away)
-        for low, high in sorted(self._away - wanted):
+    def reset(self, trimmed: Iterable[Range]) -> None:
+        """Have exactly the ranges ``trimmed`` given back, whatever was before."""
+        wanted = set(trimmed)
+        for low, high in sorted(self._trimmed - wanted):
             self.take_again(low, high)
-        for low, high in sorted(wanted - self._away):
+        for low, high in sorted(wanted - self._trimmed):
             self.give_back(low, high)
 
 
@@ -147,7 +147,7 @@ def holds(tensor: torch.Tensor) -> bool:
 
 
 def held() -> Bytes:
-    """Bytes of all blocks of this process, idle ones included; ranges that are given back are not."""
+    """Bytes of all blocks of this process, idle ones included; trimmed ranges are not."""
     with _LOCK.now:
         return sum(block.held for block in _blocks())
 

@@ -56,7 +56,7 @@ class Executable:
         weakref.finalize(self, linecache.cache.pop, self._filename, None).atexit = False
         check_program(planned.graph, self.program, code)
         bind = load(self.program, code)
-        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.away)
+        self.pool = ArenaPool(layout.arena_bytes, main_device(planned.graph), bind, keep, layout.trimmed)
         self.broken = False
         self._on_failure = on_failure
         self._dtypes = {name: _dtypes(entry) for name, entry in self.program.entries.items()}
@@ -233,7 +233,7 @@ class Pair:
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
-        self.parked = _closed_between(graph)
+        self.parked = _trimmed_between(graph)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
@@ -330,12 +330,12 @@ def _kind(argument: object) -> str:
     return str(argument.dtype) if isinstance(argument, torch.Tensor) else type(argument).__name__
 
 
-def _closed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
-    """The ranges of the arena that are closed when forward has ended and backward has not begun."""
+def _trimmed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
+    """The ranges of the arena that are trimmed when forward has ended and backward has not begun."""
     early = {"", *(name for name, phase in graph.phase.items() if phase is Phase.FORWARD)}
-    holes = graph.layout.holes if graph.layout is not None else ()
+    trims = graph.layout.trims if graph.layout is not None else ()
     return tuple(
-        (hole.low, hole.high) for hole in holes if hole.after in early and (not hole.before or hole.before not in early)
+        (trim.low, trim.high) for trim in trims if trim.after in early and (not trim.before or trim.before not in early)
     )
 
 

@@ -24,7 +24,7 @@ from roamc.runtime.program import Pair, Whole
 from tests.sweeps.plan_mutants import small_graphs_have_arenas_with_holes, valid_plan
 
 STEP, JOINT = 0, 1
-"""Valid plans of one model, with holes and results over arguments: a whole step; forward and backward."""
+"""Valid plans of one model, with trims and results over arguments: a whole step; forward and backward."""
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from roamc import compat
 from roamc.codegen.source import Program, emit, entries_of
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators
-from roamc.graph.layout import Hole, Layout
+from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import Place, build_memory
 from roamc.graph.rewrite import Writer
 from roamc.options import Options
@@ -348,9 +348,9 @@ def test_constant_that_the_model_writes_is_fresh_every_step(route: str) -> None:
 
 def test_ranges_of_the_arena_go_and_come_between_statements() -> None:
     graph = traced(lambda x: x.sin().cos().tan().exp().sum(), X)
-    holes = (Hole(64, 128, "sin", "tan"), Hole(0, 64, "exp", ""), Hole(0, 64, "", "sin"))
+    trims = (Trim(64, 128, "sin", "tan"), Trim(0, 64, "exp", ""), Trim(0, 64, "", "sin"))
     offset = {name: 128 * number for number, name in enumerate(("sin", "cos", "tan", "exp"))}
-    layout = Layout(1024, 64, offset, frozenset(), peak_bytes=0, needed_bytes=0, holes=holes)
+    layout = Layout(1024, 64, offset, frozenset(), peak_bytes=0, needed_bytes=0, trims=trims)
     check = FileCheck().check("arena.open(0, 64)").check_next("sin_out(").check_next("arena.close(64, 128)")
     check = check.check("cos_out(").check_next("arena.open(64, 128)").check_next("tan_out(").check_next("exp_out(")
     check.check_next("arena.close(0, 64)").run(emit(graph.replace(layout=layout)).source)

@@ -11,7 +11,7 @@ from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes
 from roamc.options import Options
 from roamc.passes.layout import choose
 from roamc.passes.layout.held import LITTLE, PRICE, Split, Table, cost, make_table, outside_live, peak, splits
-from roamc.passes.layout.holes import LARGE
+from roamc.passes.layout.trim import LARGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 

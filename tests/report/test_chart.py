@@ -26,7 +26,7 @@ from roamc.report.chart import (
     timeline_chart,
 )
 from roamc.report.explain import KINDS, explain, find_peak
-from roamc.report.picture import Picture, Void, draw, follow
+from roamc.report.picture import Picture, Trimmed, draw, follow
 from tests.graphs import model_graph
 
 HEIGHT = 200
@@ -116,10 +116,10 @@ def test_boxes_are_at_their_steps_and_addresses(picture: Picture) -> None:
             assert float(upper) + float(size) == pytest.approx(HEIGHT * (1 - box.low / top), abs=0.051)
 
 
-def test_holes_lie_below_the_boxes(picture: Picture) -> None:
+def test_trims_lie_below_the_boxes(picture: Picture) -> None:
     top = picture.found.plan.arena_bytes
-    chart = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT, (Void(0, top // 2, 1, 3),))
-    assert chart.shapes[0] == Shape("hole", f"M1 {HEIGHT // 2}h2v{HEIGHT // 2}h-2z")
+    chart = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT, (Trimmed(0, top // 2, 1, 3),))
+    assert chart.shapes[0] == Shape("trim", f"M1 {HEIGHT // 2}h2v{HEIGHT // 2}h-2z")
 
 
 def test_every_step_is_in_the_row_of_its_phase(picture: Picture) -> None:

@@ -58,9 +58,9 @@ PAGE = 1 << 21
 pages = pytest.mark.skipif(not huge_pages.usable(CPU), reason="no pages are given back on this system")
 
 
-def paged(*away: tuple[int, int]) -> ArenaPool:
-    """Arenas of four pages, of which the ranges ``away`` are closed at the beginning of a step."""
-    return ArenaPool(4 * PAGE, CPU, lambda arena: {}, away=away)
+def paged(*trimmed: tuple[int, int]) -> ArenaPool:
+    """Arenas of four pages, of which the ranges ``trimmed`` are given back at the beginning of a step."""
+    return ArenaPool(4 * PAGE, CPU, lambda arena: {}, trimmed=trimmed)
 
 
 @pages
@@ -72,7 +72,7 @@ def test_a_step_begins_with_the_closed_ranges_of_its_program() -> None:
     arena.close(2 * PAGE, 3 * PAGE)
     of.release(arena)
     assert of.acquire() is arena
-    assert arena._block.away == {(PAGE, 2 * PAGE)}
+    assert arena._block.trimmed == {(PAGE, 2 * PAGE)}
 
 
 @pages
@@ -85,7 +85,7 @@ def test_a_copy_has_the_bytes_and_the_closed_ranges() -> None:
     other.close(2 * PAGE, 3 * PAGE)
     other.copy_from(one)
     assert other._block is not None
-    assert other._block.away == {(PAGE, 2 * PAGE)}
+    assert other._block.trimmed == {(PAGE, 2 * PAGE)}
     for low, high in ((0, PAGE), (2 * PAGE, 4 * PAGE)):
         assert torch.equal(one.base[low:high], other.base[low:high])
 

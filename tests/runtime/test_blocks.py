@@ -90,13 +90,13 @@ def test_ranges_that_are_given_back_do_not_count() -> None:
     block = take(100, CPU, None)
     block.give_back(0, 64)
     block.give_back(0, 64)
-    assert (held(), block.away) == (36, frozenset({(0, 64)}))
+    assert (held(), block.trimmed) == (36, frozenset({(0, 64)}))
     block.reset([(64, 80)])
-    assert (held(), block.away) == (84, frozenset({(64, 80)}))
+    assert (held(), block.trimmed) == (84, frozenset({(64, 80)}))
     block.take_again(0, 10)
-    assert held() == 84, "no such range is away"
+    assert held() == 84, "no such range is trimmed"
     give(block, keep=False)
-    assert (held(), block.away) == (0, frozenset())
+    assert (held(), block.trimmed) == (0, frozenset())
 
 
 def resident(block: Block) -> int:

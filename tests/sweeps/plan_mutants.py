@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.passes.layout import holes
+from roamc.passes.layout import trim
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.conftest import allow_arenas_of_any_size
@@ -106,8 +106,8 @@ def small_graphs_have_arenas_with_holes() -> Iterator[None]:
     """Else only those of megabytes have any."""
     with pytest.MonkeyPatch.context() as patch:
         allow_arenas_of_any_size(patch)
-        patch.setattr(holes, "LEAST", 1)
-        patch.setattr(holes, "PIECES", (4096,))
+        patch.setattr(trim, "LEAST", 1)
+        patch.setattr(trim, "PIECES", (4096,))
         yield
 
 
@@ -143,7 +143,7 @@ ODD: tuple[Any, ...] = (
 """Values of every type, negative, huge and not a number."""
 
 
-OFTEN = ("reruns", "codes", "order", "overwrites", "offset", "holes", "held", "aliases", "dead", "dropouts")
+OFTEN = ("reruns", "codes", "order", "overwrites", "offset", "trims", "held", "aliases", "dead", "dropouts")
 """Fields that are changed four times as often as others."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.sweeps.plan_mutants import mutate, outcome, valid_plan
 
 PLANS = (0, 1, 10, 17)
-"""With holes, by both routes; with reruns; of a random model with an arena of nothing."""
+"""With trims, by both routes; with reruns; of a random model with an arena of nothing."""
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -33,6 +33,6 @@ def test_both_ends_are_met() -> None:
 def test_valid_plans_have_what_is_changed() -> None:
     kept = [valid_plan(number).data["decisions"] for number in PLANS]
     assert any(one["retain"]["reruns"] for one in kept)
-    assert any(one["layout"]["holes"] for one in kept)
+    assert any(one["layout"]["trims"] for one in kept)
     assert any(one["normalize"]["dropouts"] for one in kept)
     assert all(one["reuse"]["overwrites"] for one in kept)

@@ -1,15 +1,15 @@
-"""Holes: what the arena gives back to the system while nothing lies there.
+"""Trims: ranges of the arena that are given back to the system while nothing lies there.
 
 The arena has one size, that of its fullest step, and what cannot lie in it comes on top. Where the sum is above the
-peak that we aim at, pages of the arena in which nothing lies at that time go back and come again when they are needed:
+peak that we aim at, pages of the arena in which nothing lies at that time are trimmed, and come again when needed:
 
     address ^  aaaaaaaaaaaaaa
-            |  bbbb  oo  ccccc        at the steps where the outside is large the hole oo is given back
+            |  bbbb  oo  ccccc        at the steps where the outside is large the range oo is trimmed
             |  ddddddddddddddd
-            +-----------------> step, round and round: a hole may last from the end of a step into the next
+            +-----------------> step, round and round: a trim may last from the end of a step into the next
 
-A page that comes again has to be cleared by the system, so every hole has its price. On a CPU alone: only there can
-parts of a block go. A storage may lie over a hole's edge, before and after it, for the address stays.
+The system clears a page that comes again, so every trim has its price. Arenas on a CPU alone are trimmed: only there
+can parts of a block be given back. A storage may lie over a trim's edge, before and after it, for addresses stay.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from roamc.passes.layout.eager import SMALL, Bools
 from roamc.units import Bytes
 
 LARGE: Bytes = 2 << 20
-"""A large page of the system. Comes for a tenth of the time of the same bytes in small ones."""
+"""Bytes of a large page of the system. It comes in a tenth of the time of the same bytes in small pages."""
 
 PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
-"""What goes and comes as one; each is tried."""
+"""Sizes of the pieces that the arena is cut into; a piece is trimmed as a whole. Each size is tried."""
 
 MOST = 1024
-"""So many pieces at most: larger ones in an arena that would have more."""
+"""Maximum number of pieces of an arena; an arena that would have more has larger ones."""
 
 LEAST: Bytes = SMALL
-"""Arenas below that have no holes."""
+"""Bytes; smaller arenas are not trimmed."""
 
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
-"""The peaks that are tried: the lowest that holes can reach, and so much of what they can lower above it."""
+"""The peaks that are tried: above the lowest that trims can reach, by these shares of what they can lower."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Punched:
-    """One choice of holes.
+class Trimming:
+    """One choice of trims.
 
     Attributes:
-        gaps: which are given back.
+        gaps: which are trimmed.
         total: sum of the peaks over ``Room.outsides``.
     """
 
@@ -84,27 +84,27 @@ class Punched:
     total: Bytes
 
     @property
-    def opened(self) -> Bytes:
-        """Bytes that come again in every step."""
+    def trimmed_bytes(self) -> Bytes:
+        """Bytes that are trimmed and come again in every step."""
         return sum(gap.high - gap.low for gap in self.gaps)
 
     @property
     def large(self) -> Bytes:
-        """Of these the bytes in whole large pages."""
+        """The part of ``trimmed_bytes`` that lies in whole large pages."""
         pages = ((gap.high // LARGE) - -(-gap.low // LARGE) for gap in self.gaps)
         return LARGE * sum(max(0, count) for count in pages)
 
 
-def punch(room: Room) -> Iterator[Punched]:
-    """No holes, and then, if the arena is large enough for them, choices with lower and lower peaks."""
-    yield Punched((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
+def trimmings(room: Room) -> Iterator[Trimming]:
+    """No trims, and then, if the arena is large enough for them, choices with lower and lower peaks."""
+    yield Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
     if room.arena_bytes >= LEAST:
         for piece in PIECES:
-            yield from _punch(room, piece * -(-room.arena_bytes // (piece * MOST)))
+            yield from _trimmings(room, piece * -(-room.arena_bytes // (piece * MOST)))
 
 
-def _punch(room: Room, piece: Bytes) -> Iterator[Punched]:
-    """With holes of whole pieces."""
+def _trimmings(room: Room, piece: Bytes) -> Iterator[Trimming]:
+    """The choices for an arena that is cut into pieces of ``piece`` bytes."""
     busy, size = _busy(room, piece)
     gaps = _Gaps(busy, size)
     totals = np.stack([room.arena_bytes + outside for outside in room.outsides])
@@ -113,11 +113,11 @@ def _punch(room: Room, piece: Bytes) -> Iterator[Punched]:
         aims = lowest + (share * (highest - lowest)).astype(np.int64)
         over = totals - aims[:, None]
         if (chosen := gaps.cover(over)) is not None:
-            yield Punched(gaps.merged(chosen), int((over.max(axis=1) + aims).sum()))
+            yield Trimming(gaps.merged(chosen), int((over.max(axis=1) + aims).sum()))
 
 
-def away(gaps: Sequence[Gap], steps: int) -> Int64s:
-    """Bytes that are given back at each of the n + 1 moments."""
+def trimmed(gaps: Sequence[Gap], steps: int) -> Int64s:
+    """Bytes that are trimmed at each of the n + 1 moments."""
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
         _add(gone[None], gap.first, gap.length, gap.high - gap.low)

@@ -1,4 +1,4 @@
-"""Holes of the arena: nothing lies in them, they lower the peak, and programs that have them give the same bits."""
+"""Trims of the arena: nothing lies in them, they lower the peak, and programs that have them give the same bits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.passes import layout
-from roamc.passes.layout import holes
-from roamc.passes.layout.holes import LARGE, Gap, Room, away, punch
+from roamc.passes.layout import trim
+from roamc.passes.layout.trim import LARGE, Gap, Room, trimmed, trimmings
 from roamc.planning import search
 from roamc.planning.layout_judge import check_layout
 from roamc.planning.planned import Planned
@@ -27,7 +27,7 @@ from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
 from tests.random_graphs import random_model
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only"),
+    pytest.mark.skipif(sys.platform != "linux", reason="arenas are trimmed on Linux only"),
     pytest.mark.usefixtures("arenas_of_any_size"),
 ]
 
@@ -43,21 +43,21 @@ def test_the_top_goes_while_the_outside_is_large() -> None:
     # step      0     1     2    between
     # arena    4+4    4   4+4         the upper half is empty at step 1
     # outside   0     3     0
-    *_, lowest = punch(room([(0, 4, 0, 3), (4, 4, 0, 1), (4, 4, 2, 3)], [0, 3, 0, 0]))
+    *_, lowest = trimmings(room([(0, 4, 0, 3), (4, 4, 0, 1), (4, 4, 2, 3)], [0, 3, 0, 0]))
     assert lowest.total == 8 * LARGE
     assert lowest.gaps == (Gap(5 * LARGE, 8 * LARGE, 1, 1),), "the highest pages, and no more than needed"
-    assert lowest.opened == lowest.large == 3 * LARGE
+    assert lowest.trimmed_bytes == lowest.large == 3 * LARGE
 
 
-def test_a_hole_lasts_into_the_next_step() -> None:
-    *_, lowest = punch(room([(0, 8, 1, 2)], [2, 0, 0, 8]))
+def test_a_trim_lasts_into_the_next_step() -> None:
+    *_, lowest = trimmings(room([(0, 8, 1, 2)], [2, 0, 0, 8]))
     assert lowest.gaps == (Gap(0, 8 * LARGE, 2, 3),)
-    assert away(lowest.gaps, 3).tolist() == [8 * LARGE, 0, 8 * LARGE, 8 * LARGE]
+    assert trimmed(lowest.gaps, 3).tolist() == [8 * LARGE, 0, 8 * LARGE, 8 * LARGE]
 
 
-def test_a_full_arena_and_a_small_one_have_no_holes() -> None:
-    assert all(not found.gaps for found in punch(room([(0, 8, 0, 2)], [0, 5, 0])))
-    assert len(list(punch(room([(0, 3, 0, 1)], [0, 3, 0])))) == 1
+def test_a_full_arena_and_a_small_one_have_no_trims() -> None:
+    assert all(not found.gaps for found in trimmings(room([(0, 8, 0, 2)], [0, 5, 0])))
+    assert len(list(trimmings(room([(0, 3, 0, 1)], [0, 3, 0])))) == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -69,9 +69,9 @@ def test_random_choices_are_legal_and_what_they_say(seed: int) -> None:
         born = draw.randrange(steps)
         rows.append((draw.randrange(12), draw.randrange(1, 6), born, draw.randrange(born + 1, steps + 1)))
     given = room(rows, [draw.randrange(20) for _ in range(steps + 1)])
-    found = list(punch(given))
+    found = list(trimmings(given))
     for choice in found:
-        top = given.arena_bytes - away(choice.gaps, steps)
+        top = given.arena_bytes - trimmed(choice.gaps, steps)
         assert choice.total == int((top + given.outsides[0]).max()), seed
         for gap in choice.gaps:
             moments = {(gap.first + i) % (steps + 1) for i in range(gap.length)}
@@ -83,10 +83,10 @@ def test_random_choices_are_legal_and_what_they_say(seed: int) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holes of 64 bytes in every arena, free of charge; what goes back is poisoned."""
-    monkeypatch.setattr(holes, "LEAST", 1)
-    monkeypatch.setattr(holes, "PIECES", (64,))
-    monkeypatch.setattr(holes, "LARGE", 64)
+    """Trims of 64 bytes in every arena, free of charge; what is trimmed is poisoned."""
+    monkeypatch.setattr(trim, "LEAST", 1)
+    monkeypatch.setattr(trim, "PIECES", (64,))
+    monkeypatch.setattr(trim, "LARGE", 64)
     for price in ("PRICE", "SMALL_PRICE"):
         monkeypatch.setattr(f"roamc.passes.layout.choose.{price}", 1 << 40)
     monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
@@ -104,11 +104,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Block, "give_back", give_back)
 
 
-def planned(seed: int, route: str, *, with_holes: bool) -> tuple[Planned, list[Any]]:
+def planned(seed: int, route: str, *, with_trims: bool) -> tuple[Planned, list[Any]]:
     graph, inputs = graph_and_inputs(*random_model(seed), route)
     with pytest.MonkeyPatch.context() as patch:
-        if not with_holes:
-            patch.setattr(holes, "LEAST", 1 << 60)
+        if not with_trims:
+            patch.setattr(trim, "LEAST", 1 << 60)
             patch.setattr("roamc.passes.layout.choose.LEAST", 1 << 60)
         return search.run(graph, Options()), inputs
 
@@ -137,9 +137,9 @@ def two_passes(made: Planned, inputs: list[Any], *, elsewhere: bool) -> list[Any
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("seed", range(80, 92))
-def test_steps_with_holes_give_the_same_bits(seed: int) -> None:
-    (some, inputs), (none, _) = (planned(seed, "step", with_holes=flag) for flag in (True, False))
-    assert not none.plan.decisions["layout"]["holes"]
+def test_steps_with_trims_give_the_same_bits(seed: int) -> None:
+    (some, inputs), (none, _) = (planned(seed, "step", with_trims=flag) for flag in (True, False))
+    assert not none.plan.decisions["layout"]["trims"]
     assert some.plan.peak_bytes <= none.plan.peak_bytes * 1.01
     assert_same(two_steps(some, inputs), two_steps(none, inputs), f"seed {seed}")
 
@@ -147,9 +147,9 @@ def test_steps_with_holes_give_the_same_bits(seed: int) -> None:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("how", ["plain", "retain_graph", "hooks"])
 @pytest.mark.parametrize("seed", range(80, 86))
-def test_passes_with_holes_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, seed: int, how: str) -> None:
+def test_passes_with_trims_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, seed: int, how: str) -> None:
     monkeypatch.setattr(compat, "keeps_graph", lambda: how == "retain_graph")
-    (some, inputs), (none, _) = (planned(seed, "joint", with_holes=flag) for flag in (True, False))
+    (some, inputs), (none, _) = (planned(seed, "joint", with_trims=flag) for flag in (True, False))
     assert some.plan.peak_bytes <= none.plan.peak_bytes * 1.01
     found, wanted = (two_passes(made, inputs, elsewhere=how == "hooks") for made in (some, none))
     assert_same(found, wanted, f"seed {seed}, {how}")
@@ -157,15 +157,15 @@ def test_passes_with_holes_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, s
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("route", ["step", "joint"])
-def test_random_graphs_do_have_holes(route: str) -> None:
-    assert sum(bool(planned(seed, route, with_holes=True)[0].plan.decisions["layout"]["holes"]) for seed in range(6))
+def test_random_graphs_do_have_trims(route: str) -> None:
+    assert sum(bool(planned(seed, route, with_trims=True)[0].plan.decisions["layout"]["trims"]) for seed in range(6))
 
 
-def with_hole(graph: TrainGraph, **changes: Any) -> TrainGraph:
-    """Its first hole changed."""
+def with_trim(graph: TrainGraph, **changes: Any) -> TrainGraph:
+    """Its first trim changed."""
     assert graph.layout is not None
-    first, *rest = graph.layout.holes
-    changed = dataclasses.replace(graph.layout, holes=(dataclasses.replace(first, **changes), *rest))
+    first, *rest = graph.layout.trims
+    changed = dataclasses.replace(graph.layout, trims=(dataclasses.replace(first, **changes), *rest))
     return graph.replace(layout=changed)
 
 
@@ -174,27 +174,27 @@ def with_hole(graph: TrainGraph, **changes: Any) -> TrainGraph:
 def test_the_judge_finds_planted_faults(route: str) -> None:
     graph = search.run(model_graph("nanogpt-dropout", route)[0], Options()).graph
     assert graph.layout is not None
-    assert graph.layout.holes
+    assert graph.layout.trims
     check_layout(graph)
     lower = dataclasses.replace(graph.layout, peak_bytes=graph.layout.peak_bytes - 1)
-    twice = dataclasses.replace(graph.layout, holes=(*graph.layout.holes, graph.layout.holes[0]))
+    twice = dataclasses.replace(graph.layout, trims=(*graph.layout.trims, graph.layout.trims[0]))
     whole = {"low": 0, "high": graph.layout.arena_bytes}
     for broken, says in (
         (graph.replace(layout=lower), f"above the {lower.peak_bytes} that the layout says"),
-        (graph.replace(layout=twice), "give the same bytes back"),
-        (graph.replace(layout=dataclasses.replace(graph.layout, holes=())), "that the layout says"),
-        (with_hole(graph, **whole, after="", before=""), "which is given back"),
-        (with_hole(graph, high=graph.layout.arena_bytes + 1), "outside the arena"),
-        (with_hole(graph, after="ghost"), "names no operator"),
+        (graph.replace(layout=twice), "trim the same bytes"),
+        (graph.replace(layout=dataclasses.replace(graph.layout, trims=())), "that the layout says"),
+        (with_trim(graph, **whole, after="", before=""), "which is trimmed"),
+        (with_trim(graph, high=graph.layout.arena_bytes + 1), "outside the arena"),
+        (with_trim(graph, after="ghost"), "names no operator"),
     ):
         with pytest.raises(VerifyError, match=says):
             check_layout(broken)
 
 
 def test_a_budget_goes_before_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holes, "LEAST", 1)
+    monkeypatch.setattr(trim, "LEAST", 1)
     monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
-    monkeypatch.setattr(holes, "PIECES", (4096,))
+    monkeypatch.setattr(trim, "PIECES", (4096,))
     free = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options())
     tight = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget=1))
     assert tight.peak_bytes <= free.peak_bytes
