@@ -46,8 +46,8 @@ def arenas_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def allow_arenas_of_any_size(patch: pytest.MonkeyPatch) -> None:
     """What the fixture does, for a process of its own."""
     from roamc.passes import layout
-    from roamc.passes.layout import choose, held
+    from roamc.passes.layout import choose, placement
 
     patch.setattr(layout, "SMALL", 0)
-    for module in (choose, held):
-        patch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + held.LITTLE)
+    for module in (choose, placement):
+        patch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + placement.LITTLE)

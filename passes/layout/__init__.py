@@ -4,9 +4,10 @@
     checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
               same step overlap; the peak is what offsets and lives say (:mod:`roamc.graph.verify`)
 
-:mod:`roamc.passes.layout.held` says which storages may stay with the allocator, :mod:`roamc.passes.layout.trim` which
-pages of the arena are trimmed: given back to the system while nothing lies there. :mod:`roamc.passes.layout.choose`
-lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one with the lowest peak.
+:mod:`roamc.passes.layout.placement` says which storages may stay with the allocator, :mod:`roamc.passes.layout.trim`
+which pages of the arena are trimmed: given back to the system while nothing lies there.
+:mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one
+with the lowest peak.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from roamc.graph.memory import MemoryModel, Place, build_memory, timeline
 from roamc.options import Options
 from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
-from roamc.passes.layout.held import Table, excess, make_table, outside_live, peak
+from roamc.passes.layout.placement import Table, excess, make_table, outside_live, peak
 from roamc.passes.layout.trim import Gap
 from roamc.units import Bytes
 
@@ -55,12 +56,12 @@ class Decision:
         arena_bytes: size of the arena.
         alignment: bytes.
         offset: storage name to offset, in bytes.
-        held: storages left to the allocator.
+        with_allocator: storages left with torch's allocator.
         live_bytes: most live bytes of the arena's storages at one step; the arena's lower bound.
-        outside_bytes: most bytes outside the arena at one step: outputs, tangents, held results, results
-            before their copy.
+        outside_bytes: most bytes outside the arena at one step: outputs, tangents, results left with the
+            allocator, results before their copy.
         copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
-        held_bytes: most bytes of held results at one step.
+        allocator_bytes: most bytes of results left with the allocator at one step.
         peak_bytes: most bytes at one step, of the arena without what is trimmed and of what lies outside it.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects, as estimated.
         trims: (low, high, after, before) of every :class:`roamc.graph.layout.Trim`.
@@ -72,11 +73,11 @@ class Decision:
     arena_bytes: Bytes
     alignment: Bytes
     offset: Mapping[str, Bytes]
-    held: tuple[str, ...]
+    with_allocator: tuple[str, ...]
     live_bytes: Bytes
     outside_bytes: Bytes
     copied_bytes: Bytes
-    held_bytes: Bytes
+    allocator_bytes: Bytes
     peak_bytes: Bytes
     needed_bytes: Bytes
     trims: tuple[tuple[Bytes, Bytes, str, str], ...]
@@ -86,7 +87,7 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose held results, then offsets for the rest, and the arena's trims."""
+    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims."""
     return lay_out(build_memory(graph), graph, options)
 
 
@@ -96,18 +97,19 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
     alignment = _alignment(graph, options)
     table = _table(memory, graph, options)
     found = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
-    split, solution = found.split, found.solution
+    placement, solution = found.placement, found.solution
     names = [operator.node.name for operator in memory.operators]
-    placed = [s.name for s, inside in zip(memory.counted, ~table.foreign & ~split.held, strict=True) if inside]
+    outside = placement.with_allocator
+    placed = [s.name for s, inside in zip(memory.counted, ~table.foreign & ~outside, strict=True) if inside]
     return Decision(
         arena_bytes=int(solution.arena_bytes),
         alignment=alignment,
         offset=dict(zip(placed, solution.offset.tolist(), strict=True)),
-        held=tuple(s.name for s, held in zip(memory.counted, split.held, strict=True) if held),
+        with_allocator=tuple(s.name for s, apart in zip(memory.counted, outside, strict=True) if apart),
         live_bytes=int(solution.bound_bytes),
-        outside_bytes=peak(outside_live(table, split.held)),
-        copied_bytes=int(table.size[table.allocated & ~split.held].sum()),
-        held_bytes=peak(timeline(table.size * split.held, table.born, table.dead, table.steps)),
+        outside_bytes=peak(outside_live(table, outside)),
+        copied_bytes=int(table.size[table.allocated & ~outside].sum()),
+        allocator_bytes=peak(timeline(table.size * outside, table.born, table.dead, table.steps)),
         peak_bytes=found.peak_bytes,
         needed_bytes=found.needed_bytes,
         trims=tuple(trim for gap in found.trimming.gaps for trim in _trims(gap, names)),
@@ -132,8 +134,8 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
     memory, layout = build_memory(graph), graph.layout
     if layout is None or not graph.eager_floor or options.limit_bytes is not None:
         return 0
-    held = np.array([storage.name in layout.held for storage in memory.counted], dtype=bool)
-    return excess(_table(memory, graph, options), held, layout.arena_bytes)
+    with_allocator = np.array([storage.name in layout.with_allocator for storage in memory.counted], dtype=bool)
+    return excess(_table(memory, graph, options), with_allocator, layout.arena_bytes)
 
 
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
@@ -150,7 +152,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         PlanError: the decision names other storages than the graph has.
     """
     temporaries = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
-    if set(decision.offset) | set(decision.held) != temporaries:
+    if set(decision.offset) | set(decision.with_allocator) != temporaries:
         raise PlanError("layout: the plan's storages are not this graph's temporaries")
     if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
         raise PlanError(f"layout: alignment must be a power of two, not {decision.alignment}")
@@ -159,7 +161,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             arena_bytes=decision.arena_bytes,
             alignment=decision.alignment,
             offset=dict(decision.offset),
-            held=frozenset(decision.held),
+            with_allocator=frozenset(decision.with_allocator),
             peak_bytes=decision.peak_bytes,
             needed_bytes=decision.needed_bytes,
             trims=tuple(Trim(*trim) for trim in decision.trims),

@@ -1,4 +1,4 @@
-"""Lay some splits between arena and allocator out, give back what that is worth, and take the cheapest.
+"""Lay some placements between arena and allocator out, trim what that is worth, and take the cheapest.
 
 What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
 the arena that are given back and come again. A budget comes first, and then that no peak is above eager's: where the
@@ -19,9 +19,9 @@ from roamc.cost import objects
 from roamc.errors import VerifyError
 from roamc.graph.memory import Int64s, most_alive
 from roamc.options import Options
-from roamc.passes.layout.held import (
+from roamc.passes.layout.placement import (
     LITTLE,
-    Split,
+    Placement,
     Table,
     arena_live,
     cost,
@@ -30,7 +30,7 @@ from roamc.passes.layout.held import (
     outside_live,
     outsides,
     peak,
-    splits,
+    placements,
 )
 from roamc.passes.layout.trim import LARGE, LEAST, Room, Trimming, trimmed, trimmings
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
@@ -41,7 +41,7 @@ PRICE, SMALL_PRICE = 256, 32
 Small pages cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
 
 LAYOUTS = 4
-"""How many splits are laid out at most, beside the one to take without trims and the lowest."""
+"""How many placements are laid out at most, beside the one to take without trims and the lowest."""
 
 WORTH = 64
 """Trims that lower the peak by less than this part are left out: a few cost a hundredth of a small step's time."""
@@ -57,10 +57,10 @@ higher than without trims; price, or bytes above the budget."""
 
 @dataclass(frozen=True)
 class Laid:
-    """One split with its layout and its trims.
+    """One placement with its layout and its trims.
 
     Attributes:
-        split: what the allocator holds.
+        placement: what lies with the allocator.
         solution: offsets of the rest.
         trimming: what is trimmed of the arena.
         peak_bytes: most bytes of tensors at one step, inside and outside.
@@ -68,7 +68,7 @@ class Laid:
         cost: what decides, in bytes.
     """
 
-    split: Split
+    placement: Placement
     solution: LayoutSolution
     trimming: Trimming
     peak_bytes: Bytes
@@ -87,88 +87,90 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
         shrinks: the arena can be trimmed during a step.
     """
     limit = options.limit_bytes
-    plain = splits(table, eager_bytes)
-    estimate = {id(split): least for least, split in _estimated(table, plain, shrinks=shrinks)}
-    cheapest = sorted(plain, key=lambda split: estimate[id(split)])[:LAYOUTS]
+    plain = placements(table, eager_bytes)
+    estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
+    cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[:LAYOUTS]
     # Trims may bring any of these under the budget; these need none.
-    within = [split for split in plain if limit is not None and split.peak_bytes <= limit][:LAYOUTS]
-    lowest = min(plain, key=lambda split: split.peak_bytes)
-    without_arena = next(split for split in plain if (split.held | table.foreign).all())
+    within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][:LAYOUTS]
+    lowest = min(plain, key=lambda placement: placement.peak_bytes)
+    without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
     found: list[tuple[Rank, Laid]] = []
-    for split in (plain[0], *cheapest, *within, lowest, without_arena):
-        if found and min(rank for rank, _ in found) <= (False, False, 0, False, estimate[id(split)]):
+    for placement in (plain[0], *cheapest, *within, lowest, without_arena):
+        if found and min(rank for rank, _ in found) <= (False, False, 0, False, estimate[id(placement)]):
             continue
-        for laid in _laid_out(table, split, alignment, options, shrinks=shrinks):
+        for laid in _laid_out(table, placement, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no trims: no other is to be much above it.
             highest = found[0][1].peak_bytes if found else laid.peak_bytes
             higher = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
             fits = limit is None or laid.needed_bytes <= limit
             above = fits and is_above(laid.peak_bytes, eager_bytes)
-            over = excess(table, split.held, int(laid.solution.arena_bytes)) if fits else 0
+            over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
             found.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
     return min(found, key=lambda item: item[0])[1]
 
 
-def _estimated(table: Table, ranked: Sequence[Split], *, shrinks: bool) -> Iterator[tuple[Bytes, Split]]:
-    """A lower bound on the cost of every split: no fragmentation, and all that is idle is trimmed."""
-    for split in ranked:
-        arena = arena_live(table, split.held)
+def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> Iterator[tuple[Bytes, Placement]]:
+    """A lower bound on the cost of every placement: no fragmentation, and all that is idle is trimmed."""
+    for placement in ranked:
+        arena = arena_live(table, placement.with_allocator)
         if not shrinks or peak(arena) < LEAST:
-            yield cost(split.total // 2, split), split
+            yield cost(placement.total // 2, placement), placement
             continue
-        between = _moments(table, split)
+        between = _moments(table, placement)
         highest = sum(peak(arena) + peak(outside) for outside in between)
         lowest = sum(peak(np.append(arena, 0) + outside) for outside in between)
-        yield cost(lowest // 2, split) + (highest - lowest) // 2 // PRICE, split
+        yield cost(lowest // 2, placement) + (highest - lowest) // 2 // PRICE, placement
 
 
-def _moments(table: Table, split: Split) -> tuple[Int64s, ...]:
+def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
     """Bytes outside the arena at every step, and between this step and the next.
 
     With ``torch.compile`` the optimizer runs there; it is taken to need as much again as the caller's gradients, but
     not more than the step does anyway. Arenas below the size that is trimmed have no use for the guess.
     """
-    arena = arena_live(table, split.held)
+    arena = arena_live(table, placement.with_allocator)
     if peak(arena) < LEAST:
-        return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, split.held))
+        return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, placement.with_allocator))
     gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
     found = []
-    for outside in outsides(table, split.held):
+    for outside in outsides(table, placement.with_allocator):
         inside = outside + table.workspace
         found.append(np.append(inside, min(2 * gradients, peak(arena + inside))))
     return tuple(found)
 
 
-def _laid_out(table: Table, split: Split, alignment: Bytes, options: Options, *, shrinks: bool) -> Iterator[Laid]:
-    """Its layout without and with trims."""
-    inside = ~table.foreign & ~split.held
-    solution = _solve(table, split, alignment, options)
+def _laid_out(
+    table: Table, placement: Placement, alignment: Bytes, options: Options, *, shrinks: bool
+) -> Iterator[Laid]:
+    """The layout of ``placement`` without and with trims."""
+    inside = ~table.foreign & ~placement.with_allocator
+    solution = _solve(table, placement, alignment, options)
     room = Room(
         arena_bytes=int(solution.arena_bytes),
         offset=solution.offset,
         size=table.padded[inside],
         born=table.born[inside],
         dead=table.dead[inside],
-        outsides=_moments(table, split),
+        outsides=_moments(table, placement),
     )
-    outside = outside_live(table, split.held)
+    outside = outside_live(table, placement.with_allocator)
     alive = most_alive(table.born, table.dead, table.steps)
     for trimming in trimmings(room) if shrinks else itertools.islice(trimmings(room), 1):
         tensors = room.arena_bytes - trimmed(trimming.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
         if trimming.gaps:
-            needed = max(needed, _taken(table, split, room.arena_bytes, outside, options))
-        price = cost(trimming.total // 2, split) + _effort(trimming)
-        yield Laid(split, solution, trimming, peak(tensors), needed, price)
+            needed = max(needed, _taken(table, placement, room.arena_bytes, outside, options))
+        price = cost(trimming.total // 2, placement) + _effort(trimming)
+        yield Laid(placement, solution, trimming, peak(tensors), needed, price)
 
 
-def _taken(table: Table, split: Split, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
+def _taken(table: Table, placement: Placement, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
     """Bytes while an arena with trims is taken: as a whole, from a large page on, before parts of it are trimmed.
 
     One that lies idle between forward and backward, nothing saved in it, is taken again if idle arenas are freed.
     """
-    waits = bool((table.saved & ~split.held).any())
+    waits = bool((table.saved & ~placement.with_allocator).any())
     beside = int(outside[table.boundary]) if table.boundary and not waits and not options.keeps_arena else 0
     return beside + arena_bytes + LARGE
 
@@ -181,8 +183,8 @@ def _effort(trimming: Trimming) -> Bytes:
     return trimming.total // 2 // WORTH + trimming.large // PRICE + small // SMALL_PRICE
 
 
-def _solve(table: Table, split: Split, alignment: Bytes, options: Options) -> LayoutSolution:
-    inside = ~table.foreign & ~split.held
+def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:
+    inside = ~table.foreign & ~placement.with_allocator
     problem = make_problem(table.size[inside], table.born[inside], table.dead[inside], alignment=alignment)
     solution = solve(problem, node_limit=options.layout_nodes)
     report = validate(problem, solution)

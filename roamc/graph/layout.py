@@ -38,7 +38,7 @@ class Layout:
         arena_bytes: size of the arena.
         alignment: bytes; every offset is a multiple.
         offset: storage name to offset in the arena, in bytes.
-        held: storages that the allocator keeps: results of operators without an ``out=`` form that
+        with_allocator: storages that stay with torch's allocator: results of operators without an ``out=`` form that
             are not worth a copy.
         peak_bytes: most bytes at one step, of the arena without what is trimmed and of all that lies outside it.
         needed_bytes: the same with what operators take for themselves, and tensors' own objects.
@@ -48,7 +48,7 @@ class Layout:
     arena_bytes: Bytes
     alignment: Bytes
     offset: Mapping[str, Bytes]
-    held: frozenset[str]
+    with_allocator: frozenset[str]
     peak_bytes: Bytes
     needed_bytes: Bytes
     trims: tuple[Trim, ...] = ()

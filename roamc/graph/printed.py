@@ -147,7 +147,7 @@ def _storage(graph: TrainGraph, storage: Storage, first: int, end: int) -> str:
         parts.append("the caller's")
     elif graph.layout is not None and storage.name in graph.layout.offset:
         parts.append(f"arena at {graph.layout.offset[storage.name]:,}")
-    elif graph.layout is not None and storage.name in graph.layout.held:
+    elif graph.layout is not None and storage.name in graph.layout.with_allocator:
         parts.append("with the allocator")
     return ", ".join(parts)
 

@@ -48,7 +48,7 @@ class Live:
         nbytes: its bytes.
         kind: "saved" (made in forward, read in backward), "gradient", "output", "tangent" (the gradient of an
             output, handed in) or "temporary".
-        place: "arena", "held" by the allocator, "caller" (handed out or in), or "allocator" where no layout was made.
+        place: "arena", "allocator" (also where no layout was made), or "caller" (handed out or in).
         operator: what makes it, such as ``aten.mm.default``; empty for a tangent.
         phase: of its operator.
         source: the line of the user's model, or the parameter that an update belongs to.
@@ -117,13 +117,13 @@ class Allocating:
         operator: what it is.
         calls: how many make a temporary.
         copied_bytes: of results copied into the arena, per step.
-        held_bytes: of results left with the allocator, per step; not all at the same time.
+        allocator_bytes: of results left with the allocator, per step; not all at the same time.
     """
 
     operator: str
     calls: int
     copied_bytes: Bytes
-    held_bytes: Bytes
+    allocator_bytes: Bytes
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
     """Operators whose temporaries are allocated outside the arena first; needs the layout."""
     memory = build_memory(graph)
     found: dict[str, Allocating] = {}
-    held = graph.layout.held if graph.layout is not None else frozenset()
+    apart = graph.layout.with_allocator if graph.layout is not None else frozenset()
     for operator in memory.operators:
         births = [memory.storages[index] for index in operator.births]
         made = [storage for storage in births if storage.place is Place.TEMPORARY]
@@ -263,10 +263,10 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
             continue
         name = ops.name_of(operator.node.target)
         before = found.get(name, Allocating(name, 0, 0, 0))
-        kept = sum(storage.nbytes for storage in made if storage.name in held)
+        kept = sum(storage.nbytes for storage in made if storage.name in apart)
         copied = sum(storage.nbytes for storage in made) - kept
-        found[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.held_bytes + kept)
-    return tuple(sorted(found.values(), key=lambda item: (-item.copied_bytes - item.held_bytes, item.operator)))
+        found[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.allocator_bytes + kept)
+    return tuple(sorted(found.values(), key=lambda item: (-item.copied_bytes - item.allocator_bytes, item.operator)))
 
 
 def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:
@@ -300,9 +300,7 @@ def _kind(storage: Storage, saved: bool) -> str:
 def _place(storage: Storage, layout: Layout | None) -> str:
     if storage.place is not Place.TEMPORARY:
         return "caller"
-    if layout is None:
-        return "allocator"
-    return "held" if storage.name in layout.held else "arena"
+    return "allocator" if layout is None or storage.name in layout.with_allocator else "arena"
 
 
 def _sums(storages: Iterable[Live], key: str) -> dict[str, Bytes]:

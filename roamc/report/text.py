@@ -129,9 +129,13 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         (
             "outside it",
             format_bytes(layout.get("outside_bytes", 0)),
-            "outputs, held results, results before their copy",
+            "outputs, results left with the allocator, results before their copy",
         ),
-        ("held", format_bytes(layout.get("held_bytes", 0)), f"{len(layout.get('held', ()))} results, most at one step"),
+        (
+            "allocator",
+            format_bytes(layout.get("allocator_bytes", 0)),
+            f"{len(layout.get('with_allocator', ()))} results left with it, most at one step",
+        ),
         (
             "trimmed",
             format_bytes(layout.get("trimmed_bytes", 0)),
@@ -292,9 +296,10 @@ def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> N
         return
     _heading(out, "operators without an out= form, bytes per step")
     rows = [
-        (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.held_bytes)) for a in found[:top]
+        (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.allocator_bytes))
+        for a in found[:top]
     ]
-    show_rows(out, ("operator", "calls", "copied into the arena", "held by the allocator"), rows, right=(1, 2, 3))
+    show_rows(out, ("operator", "calls", "copied into the arena", "left with the allocator"), rows, right=(1, 2, 3))
 
 
 def _show_orders(out: Console, found: Explanation) -> None:

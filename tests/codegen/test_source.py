@@ -30,18 +30,18 @@ aten = torch.ops.aten
 KEEP = Options(disable=("reorder",))
 
 
-def program(graph: TrainGraph, *held: str) -> Program:
-    """The program with all temporaries one behind the other, but those held: no solver has a say in what is tested."""
+def program(graph: TrainGraph, *apart: str) -> Program:
+    """The program with all temporaries but ``apart`` one behind the other: no solver has a say in what is tested."""
     sizes = {s.name: s.nbytes for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
     offset, end = {}, 0
     for name, count in sizes.items():
-        if name not in held:
+        if name not in apart:
             offset[name], end = end, end + -(-count // 64) * 64
-    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(held), peak_bytes=0, needed_bytes=0)))
+    return emit(graph.replace(layout=Layout(end, 64, offset, frozenset(apart), peak_bytes=0, needed_bytes=0)))
 
 
-def source(function: Callable[..., Any], *held: str) -> str:
-    return program(traced(function, X), *held).source
+def source(function: Callable[..., Any], *apart: str) -> str:
+    return program(traced(function, X), *apart).source
 
 
 def same_bits(function: Callable[..., Any], *inputs: Tensor) -> str:
@@ -125,7 +125,7 @@ def test_kernel_of_ours_fills_its_planned_result() -> None:
     FileCheck().check("zeros(x_1, pin_memory=False, out=zeros_like)").check("sum_all(x_1, out=sum_1)").run(text)
 
 
-def test_held_result_is_a_local_deleted_at_its_last_use() -> None:
+def test_result_with_the_allocator_is_a_local_deleted_at_its_last_use() -> None:
     text = source(lambda x: F.layer_norm(x, (16,)).cos().sum(), *(f"native_layer_norm#{i}" for i in range(3)))
     check = FileCheck().check("native_layer_norm = aten_native_layer_norm(x_1, [16], None, None, 1e-05)")
     check.check("getitem = native_layer_norm[0]").check("del native_layer_norm")
@@ -141,7 +141,7 @@ def test_result_without_an_out_form_is_copied_to_its_place() -> None:
     check.check("del native_layer_norm").check("aten_cos_out(getitem, out=cos)").run(text)
 
 
-def test_held_result_of_an_operator_with_an_out_form_is_a_plain_call() -> None:
+def test_result_with_the_allocator_of_an_operator_with_an_out_form_is_a_plain_call() -> None:
     text = source(lambda x: x.sin().cos().sum(), "sin")
     FileCheck().check("sin = aten_sin(x_1)").check("aten_cos_out(sin, out=cos)").check_next("del sin").run(text)
 

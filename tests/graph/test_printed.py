@@ -65,8 +65,8 @@ def test_places_of_a_planned_graph_are_named() -> None:
     assert planned.layout.offset
     for storage, offset in planned.layout.offset.items():
         assert any(line.startswith(f"{storage}: ") and line.endswith(f"arena at {offset:,}") for line in lines)
-    held = [line.partition(":")[0] for line in lines if line.endswith("with the allocator")]
-    assert set(held) == planned.layout.held
+    apart = [line.partition(":")[0] for line in lines if line.endswith("with the allocator")]
+    assert set(apart) == planned.layout.with_allocator
     assert printed(planned).count("  over ") == len(planned.reuse) > 0
 
 

@@ -11,7 +11,7 @@ from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.passes.layout.eager import AFTER, BETWEEN, NUMBERS, eager_floor
-from roamc.passes.layout.held import Table, arena_live, excess, make_table, peak, splits
+from roamc.passes.layout.placement import Table, arena_live, excess, make_table, peak, placements
 from roamc.planning import search
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
@@ -36,8 +36,8 @@ def table_of(graph: TrainGraph, *, idle: bool = True) -> Table:
     return make_table(memory, "cpu", 64, boundary=graph.boundary, floor=floor, idle=idle)
 
 
-def over(table: Table, held: list[bool]) -> int:
-    mask = np.array(held)
+def over(table: Table, with_allocator: list[bool]) -> int:
+    mask = np.array(with_allocator)
     return excess(table, mask, peak(arena_live(table, mask)))
 
 
@@ -59,7 +59,7 @@ def test_without_an_arena_nothing_is_above_eager_in_its_own_order() -> None:
     table = table_of(halves())
     outside = (~table.foreign).tolist()
     assert over(table, outside) == 0
-    assert over(table, splits(table)[0].held.tolist()) == 0
+    assert over(table, placements(table)[0].with_allocator.tolist()) == 0
 
 
 def test_an_operator_that_may_take_something_has_no_more_beside_it_than_in_eager() -> None:

@@ -1,4 +1,4 @@
-"""layout: every temporary has a place, in the arena or held; the arena is no smaller than what lives in it."""
+"""layout: every temporary lies in the arena or with the allocator; the arena is no smaller than what lives in it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_chain_takes_two_places_in_turn() -> None:
 
 def test_outputs_are_outside_the_arena() -> None:
     graph, decision = laid_out(traced(lambda x: ((y := x.sin()), y.cos())[0:2], KB))
-    assert (decision.arena_bytes, decision.offset, decision.held) == (0, {}, ())
+    assert (decision.arena_bytes, decision.offset, decision.with_allocator) == (0, {}, ())
     assert decision.outside_bytes == 2048
     FileCheck().check_not("arena.view").check("sin = aten_sin(").check("return (sin, cos,)").run(emit(graph).source)
 
 
-def test_result_without_an_out_form_is_held_when_that_is_lower() -> None:
-    # native_layer_norm allocates: held, its result is counted once; copied, twice while the copy is made.
+def test_result_without_an_out_form_stays_with_the_allocator_when_that_is_lower() -> None:
+    # native_layer_norm allocates: with the allocator, its result is counted once; copied, twice while the copy is made.
     graph, decision = laid_out(traced(lambda x: F.layer_norm(x, (16,)).sum(), KB))
-    assert decision.held == ("native_layer_norm#0", "native_layer_norm#1", "native_layer_norm#2")
+    assert decision.with_allocator == ("native_layer_norm#0", "native_layer_norm#1", "native_layer_norm#2")
     assert (decision.copied_bytes, decision.arena_bytes) == (0, 0)
     assert decision.outside_bytes == 1024 + 64 + 64
     FileCheck().check("native_layer_norm = aten_native_layer_norm(").check_not("copy_").run(emit(graph).source)
@@ -68,7 +68,7 @@ def test_result_without_an_out_form_that_lives_long_is_copied_where_that_is_lowe
 
     graph, decision = laid_out(traced(function, KB))
     total = decision.arena_bytes + decision.outside_bytes
-    assert set(decision.offset) | set(decision.held) == set(temporaries(graph))
+    assert set(decision.offset) | set(decision.with_allocator) == set(temporaries(graph))
     assert total >= int(live_bytes(build_memory(graph)).max())
 
 
@@ -85,18 +85,18 @@ def test_cpu_default_alignment_is_torchs() -> None:
     assert laid_out(traced(lambda x: x.sin().cos(), KB))[1].alignment == 64
 
 
-def test_storage_on_another_device_is_held() -> None:
+def test_storage_on_another_device_lies_with_the_allocator() -> None:
     def function(x: Tensor) -> Tensor:
         return x.sin().sum() + torch.zeros(2, device="cuda").cos().sum().to("cpu")
 
     _, decision = laid_out(traced(function, torch.zeros(256, 256)))
-    assert {"zeros", "cos", "sum_2"} <= set(decision.held)
+    assert {"zeros", "cos", "sum_2"} <= set(decision.with_allocator)
     assert "sin" in decision.offset
 
 
 def test_empty_graph_needs_no_arena() -> None:
     _, decision = laid_out(traced(lambda x: x.t(), KB))
-    assert (decision.arena_bytes, decision.outside_bytes, decision.offset, decision.held) == (0, 0, {}, ())
+    assert (decision.arena_bytes, decision.outside_bytes, decision.offset, decision.with_allocator) == (0, 0, {}, ())
 
 
 def test_zero_bytes_need_no_room() -> None:
@@ -128,13 +128,13 @@ def test_decide_changes_nothing_and_is_the_same_twice() -> None:
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", range(40, 52))
-def test_random_graph_has_all_temporaries_placed_or_held(seed: int, route: str) -> None:
+def test_random_graph_has_all_temporaries_in_the_arena_or_with_the_allocator(seed: int, route: str) -> None:
     graph, decision = laid_out(graph_and_inputs(*random_model(seed), route)[0])
     said = f"seed {seed}, {route}"
     check_layout(graph)
     sizes = temporaries(graph)
-    assert set(decision.offset).isdisjoint(decision.held), said
-    assert set(decision.offset) | set(decision.held) == set(sizes), said
+    assert set(decision.offset).isdisjoint(decision.with_allocator), said
+    assert set(decision.offset) | set(decision.with_allocator) == set(sizes), said
     assert decision.arena_bytes >= decision.live_bytes >= live_in_arena(graph, decision), said
     assert decision.arena_bytes + decision.outside_bytes >= int(live_bytes(build_memory(graph)).max()), said
 

@@ -91,7 +91,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"roamc.passes.layout.choose.{price}", 1 << 40)
     monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
     monkeypatch.setattr("roamc.passes.layout.choose.LITTLE", 0)
-    monkeypatch.setattr("roamc.passes.layout.held.LITTLE", 0)
+    monkeypatch.setattr("roamc.passes.layout.placement.LITTLE", 0)
     # Buffers of a product in bfloat16 are larger than all that these graphs hold.
     monkeypatch.setattr("roamc.cost.scratch.products", lambda first, second, made: 0)
     plain = Block.give_back

@@ -325,7 +325,7 @@ def test_decision_with_a_field_missing_or_too_many_is_refused() -> None:
         ("layout", {"arena_bytes": "big"}),
         ("layout", {"arena_bytes": 0.5}),
         ("layout", {"alignment": 0}),
-        ("layout", {"held": 1}),
+        ("layout", {"with_allocator": 1}),
     ],
     ids=repr,
 )

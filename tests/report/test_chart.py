@@ -161,7 +161,7 @@ def test_labels_with_room_stay_where_they_are() -> None:
     assert spread([50, 10, 90], 14, 0, 100) == [50, 10, 90]
 
 
-def test_where_nothing_is_held_everything_is_flat(picture: Picture) -> None:
+def test_where_nothing_is_alive_everything_is_flat(picture: Picture) -> None:
     nothing = np.zeros(len(picture.after.live), dtype=np.int64)
     course = replace(picture.after, by_kind=dict.fromkeys(KINDS, nothing), live=nothing)
     chart = timeline_chart("x", course, 0, HEIGHT, {"arena": ("arena", 0)})

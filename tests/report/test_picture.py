@@ -74,7 +74,7 @@ def test_boxes_are_those_of_the_layout(drawn: tuple[Picture, Planned]) -> None:
     assert {box.storage.name: box.low for box in picture.arena} == layout.offset
     assert max(box.high for box in picture.arena) <= layout.arena_bytes
     assert {box.storage.place for box in picture.arena} == {"arena"}
-    assert {box.storage.name for box in picture.outside if box.storage.place == "held"} == layout.held
+    assert {box.storage.name for box in picture.outside if box.storage.place == "allocator"} == layout.with_allocator
 
 
 def test_boxes_at_a_step_add_up_to_its_live_bytes(drawn: tuple[Picture, Planned]) -> None:

@@ -104,7 +104,7 @@ def test_updates_name_their_parameter(explanation: Explanation) -> None:
 def test_places_are_those_of_the_layout(explanation: Explanation) -> None:
     layout = explanation.plan.decisions["layout"]
     for storage in explanation.planned.storages:
-        assert (storage.place == "held") == (storage.name in layout["held"])
+        assert (storage.place == "allocator") == (storage.name in layout["with_allocator"])
         assert (storage.place == "arena") == (storage.name in layout["offset"])
     assert {storage.place for storage in explanation.eager.storages} <= {"allocator", "caller"}
 
@@ -116,7 +116,7 @@ def test_operators_without_out_form_add_up() -> None:
     size = {storage.name: storage.nbytes for storage in build_memory(planned.graph).counted}
     assert rows
     assert sum(row.copied_bytes for row in rows) == layout["copied_bytes"]
-    assert sum(row.held_bytes for row in rows) == sum(size[name] for name in layout["held"])
+    assert sum(row.allocator_bytes for row in rows) == sum(size[name] for name in layout["with_allocator"])
 
 
 def test_candidates_are_sorted_and_one_is_taken(explanation: Explanation) -> None:

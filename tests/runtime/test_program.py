@@ -150,8 +150,13 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
 
     first = search.run(graph(), Options(disable=("reuse",)))
     own = [s.name for s in build_memory(first.graph).counted if s.place is Place.TEMPORARY]
-    held = tuple(name for name in own if name != "tanh_backward")
-    layout = first.plan.decisions["layout"] | {"held": held, "offset": {}, "arena_bytes": 0, "peak_bytes": 1 << 20}
+    apart = tuple(name for name in own if name != "tanh_backward")
+    layout = first.plan.decisions["layout"] | {
+        "with_allocator": apart,
+        "offset": {},
+        "arena_bytes": 0,
+        "peak_bytes": 1 << 20,
+    }
     over = {"overwrites": (("tanh_backward", 1),), "nbytes": 128}
     decisions = first.plan.decisions | {"reuse": over, "layout": layout}
     pair = Pair(search.run(graph(), Options(), dataclasses.replace(first.plan, decisions=decisions)))

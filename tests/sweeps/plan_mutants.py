@@ -143,7 +143,7 @@ ODD: tuple[Any, ...] = (
 """Values of every type, negative, huge and not a number."""
 
 
-OFTEN = ("reruns", "codes", "order", "overwrites", "offset", "trims", "held", "aliases", "dead", "dropouts")
+OFTEN = ("reruns", "codes", "order", "overwrites", "offset", "trims", "with_allocator", "aliases", "dead", "dropouts")
 """Fields that are changed four times as often as others."""
 
 

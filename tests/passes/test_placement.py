@@ -1,4 +1,4 @@
-"""The split between arena and allocator: what moves where on small timelines, and its promises on random graphs."""
+"""The placement between arena and allocator: what moves where on small timelines, and its promises on random graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from roamc.graph import TrainGraph
 from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
 from roamc.options import Options
 from roamc.passes.layout import choose
-from roamc.passes.layout.held import LITTLE, PRICE, Split, Table, cost, make_table, outside_live, peak, splits
+from roamc.passes.layout.placement import (
+    LITTLE,
+    PRICE,
+    Placement,
+    Table,
+    cost,
+    make_table,
+    outside_live,
+    peak,
+    placements,
+)
 from roamc.passes.layout.trim import LARGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
@@ -24,22 +34,22 @@ def table_of(graph: TrainGraph) -> Table:
 
 
 def padded_live(graph: TrainGraph) -> int:
-    """Peak if the allocator held everything, every size up to the alignment."""
+    """Peak if everything lay with the allocator, every size up to the alignment."""
     memory = build_memory(graph)
     padded = -(-sizes(memory.counted) // UNIT) * UNIT
     return peak(timeline(padded, *lifetimes(memory), len(memory.operators)))
 
 
-def held_names(graph: TrainGraph) -> set[str]:
-    return names_of(graph, splits(table_of(graph))[0])
+def with_allocator_names(graph: TrainGraph) -> set[str]:
+    return names_of(graph, placements(table_of(graph))[0])
 
 
-def names_of(graph: TrainGraph, split: Split) -> set[str]:
-    return {s.name for s, held in zip(build_memory(graph).counted, split.held, strict=True) if held}
+def names_of(graph: TrainGraph, placement: Placement) -> set[str]:
+    return {s.name for s, apart in zip(build_memory(graph).counted, placement.with_allocator, strict=True) if apart}
 
 
 def test_everything_lies_in_the_arena_where_that_costs_nothing() -> None:
-    assert held_names(traced(lambda x: x.sin().cos().tan().sum(), MB)) == set()
+    assert with_allocator_names(traced(lambda x: x.sin().cos().tan().sum(), MB)) == set()
 
 
 def test_an_arena_does_not_keep_its_size_where_gradients_grow() -> None:
@@ -48,14 +58,14 @@ def test_an_arena_does_not_keep_its_size_where_gradients_grow() -> None:
     # mul                        x      x
     # neg                               x     x
     # add                                     x           a gradient, handed out
-    # All in the arena: 2 MB of it at step 2, and add on top at step 4. One of the three held: no more than lives.
+    # All in the arena: 2 MB of it at step 2, and add on top at step 4. One with the allocator: no more than lives.
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s = x.sin()
         return s.sum(), (-(s * 2)) + 1
 
     graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
-    assert splits(table_of(graph))[0].peak_bytes == 2 * 2**20 + 4
-    assert len(held_names(graph)) == 1
+    assert placements(table_of(graph))[0].peak_bytes == 2 * 2**20 + 4
+    assert len(with_allocator_names(graph)) == 1
 
 
 @pytest.mark.parametrize("idle", ["free", "keep"])
@@ -67,10 +77,10 @@ def test_an_arena_that_is_taken_again_for_backward_lies_beside_what_is_saved(idl
     graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
     table, options = table_of(graph), Options(idle_arena=idle)
     assert table.boundary == 2
-    for split in splits(table):
-        outside = outside_live(table, split.held)
-        needed = choose._taken(table, split, 8 << 20, outside, options)
-        again = idle == "free" and "sin" in names_of(graph, split)
+    for placement in placements(table):
+        outside = outside_live(table, placement.with_allocator)
+        needed = choose._taken(table, placement, 8 << 20, outside, options)
+        again = idle == "free" and "sin" in names_of(graph, placement)
         # sin, the loss, and what step 2 makes outside the arena
         assert needed == (8 << 20) + LARGE + (int(outside[2]) if again else 0)
         assert not again or outside[2] >= 2**20 + 4
@@ -88,27 +98,29 @@ def test_outputs_that_the_caller_may_drop_count_both_ways() -> None:
 def test_random_graph_splits_are_what_they_say(seed: int, route: str) -> None:
     graph = graph_and_inputs(*random_model(seed), route)[0]
     table, memory, said = table_of(graph), build_memory(graph), f"seed {seed}, {route}"
-    ranked = splits(table)
+    ranked = placements(table)
     live = int(live_bytes(memory).max())
     own = np.array([s.place is Place.TEMPORARY for s in memory.counted])
-    assert all(cost(ranked[0].total // 2, ranked[0]) <= cost(split.total // 2, split) for split in ranked), said
-    lowest = min(ranked, key=lambda split: split.total)
+    assert all(
+        cost(ranked[0].total // 2, ranked[0]) <= cost(placement.total // 2, placement) for placement in ranked
+    ), said
+    lowest = min(ranked, key=lambda placement: placement.total)
     assert ranked[0].total <= lowest.total + 2 * (lowest.passed // PRICE + LITTLE + 1), said
-    assert len({split.held.tobytes() for split in ranked}) == len(ranked), said
-    for split in ranked:
-        assert not (split.held & ~own).any(), said
-        assert (split.held | ~table.elsewhere).all(), said
-        arena = peak(timeline(table.padded * (own & ~split.held), table.born, table.dead, table.steps))
-        assert arena + peak(outside_live(table, split.held)) == split.peak_bytes, said
-        assert live <= split.peak_bytes, said
-        assert split.total <= 2 * (split.peak_bytes + UNIT * len(own)), said
+    assert len({placement.with_allocator.tobytes() for placement in ranked}) == len(ranked), said
+    for placement in ranked:
+        assert not (placement.with_allocator & ~own).any(), said
+        assert (placement.with_allocator | ~table.elsewhere).all(), said
+        arena = peak(timeline(table.padded * (own & ~placement.with_allocator), table.born, table.dead, table.steps))
+        assert arena + peak(outside_live(table, placement.with_allocator)) == placement.peak_bytes, said
+        assert live <= placement.peak_bytes, said
+        assert placement.total <= 2 * (placement.peak_bytes + UNIT * len(own)), said
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "bert", "resnet50", "lstm"])
 def test_a_module_never_takes_more_than_the_allocator_would(name: str) -> None:
     graph = model_graph(name, "joint")[0]
     table = table_of(graph)
-    best, alone = splits(table)[0], 2 * padded_live(graph)
+    best, alone = placements(table)[0], 2 * padded_live(graph)
     assert best.total <= alone * 1.03 + 2 * LITTLE
     limit = int(live_bytes(build_memory(graph)).max())
-    assert splits(table, limit)[0].peak_bytes <= limit
+    assert placements(table, limit)[0].peak_bytes <= limit

@@ -1,16 +1,17 @@
-"""Which temporaries lie in the arena and which the allocator holds: the split with the lowest peak.
+"""Which temporaries lie in the arena and which with torch's allocator: the placement with the lowest peak.
 
-The arena is as large at every step as at its fullest, and what the allocator holds comes on top of it. So a
+The arena is as large at every step as at its fullest, and what lies with the allocator comes on top of it. So a
 storage that lives at the arena's fullest step may cost less outside, in room that is free there at its time:
 
     arena    ########            the storage x lives at the arena's fullest step, the allocator's share is
-    outside      oo  OOO         largest at another. Held, x takes room that is free at its time.
+    outside      oo  OOO         largest at another. With the allocator, x takes room that is free at its time.
 
 Results of operators without an ``out=`` form are either copied into the arena, and then exist twice for a
-moment, or held. Temporaries on another device than the arena's are always held.
+moment, or left with the allocator. Temporaries on another device than the arena's always lie with the allocator.
 
-The split that holds everything has no arena. In an order whose live bytes are not above eager's its peak is not either:
-both are the bytes asked of the allocator. The arena counts with what its alignment adds.
+With all temporaries with the allocator there is no arena. In an order whose live bytes are not above eager's the peak
+of that placement is not either: both are the bytes asked of the allocator. The arena counts with what its alignment
+adds.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
 
-HOLD_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
-"""In one trial each, results without an ``out=`` form that live at most this many steps are held."""
+ALLOCATOR_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
+"""In one trial each, results without an ``out=`` form that live at most this many steps stay with the allocator."""
 
-HOLD_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
+ALLOCATOR_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
 """And of these, in one trial each, only results of at least this share of the largest one."""
 
 MOVES, CANDIDATES = 512, 12
@@ -40,12 +41,12 @@ CROWDED = 0.995
 """A step counts as crowded from this share of the fullest one on."""
 
 PRICE = 32
-"""A lower peak is worth so many bytes, for each byte less, that pass through the allocator at every step: fresh
-memory costs time. (AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
+"""Bytes that may pass through the allocator at every step for each byte of a lower peak: fresh memory costs time.
+(AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
 
 LITTLE: Bytes = 64 << 10
-"""Price, in bytes of peak, of holding any result, and again of having no arena: calls of the allocator take time,
-however few bytes they ask for. A peak above eager's has no price: a split with one comes last."""
+"""Price, in bytes of peak, of any result with the allocator, and again of having no arena: calls of the allocator take
+time, however few bytes they ask for. A peak above eager's has no price: a placement with one comes last."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +85,25 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """One choice of held temporaries, before layout.
+class Placement:
+    """One choice between arena and allocator for every temporary, before layout.
 
     Attributes:
-        held: which; ``foreign`` storages are in neither part.
+        with_allocator: bool[storages], which lie with the allocator; ``foreign`` storages are in neither part.
         peak_bytes: arena and outside together, if the arena is as large as what lives in it.
         total: what is to be low: the same peak, every size up to the alignment, and once more for a caller who drops
             what forward hands out as soon as forward has ended. Callers differ in what they drop.
         crowded: at how many steps the arena or the outside is nearly at its fullest.
         passed: bytes per step that pass through the allocator; twice for those that are then copied.
-        given_up: there is no arena, though there are results that can be written into one.
+        no_arena: there is no arena, though there are results that can be written into one.
     """
 
-    held: Bools
+    with_allocator: Bools
     peak_bytes: Bytes
     total: Bytes
     crowded: int
     passed: Bytes
-    given_up: bool
+    no_arena: bool
 
 
 def make_table(
@@ -143,25 +144,27 @@ def _allocates(operator: Operator) -> bool:
     return form_of(operator.node, len(operator.births)).kind is FormKind.ALLOCATE
 
 
-def splits(table: Table, eager_bytes: Bytes | None = None) -> list[Split]:
-    """Different choices of held temporaries, the one to take first: the cheapest that is not above ``eager_bytes``.
+def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement]:
+    """Different placements, the one to take first: the cheapest that is not above ``eager_bytes``.
 
-    The split that holds everything is always among them.
+    The placement of all temporaries with the allocator is always among them.
     """
-    everything = _split(table, ~table.foreign)
-    found = {everything.held.tobytes(): everything}
+    everything = _placement(table, ~table.foreign)
+    found = {everything.with_allocator.tobytes(): everything}
     starts = [table.elsewhere]
     if table.saved.any():
-        # The caller's tensors grow as backward goes and saved ones shrink: held, they leave the room that they free.
+        # The caller's tensors grow as backward goes and saved ones shrink: with the allocator these free their room.
         starts.append(table.elsewhere | table.saved)
     for start in starts:
-        tried = [_split(table, held) for held in _grid(table, start)]
+        tried = [_placement(table, with_allocator) for with_allocator in _grid(table, start)]
         tried.append(_relieve(table, min(tried, key=_preference)))
-        found |= {split.held.tobytes(): split for split in tried}
+        found |= {placement.with_allocator.tobytes(): placement for placement in tried}
 
-    def rank(split: Split) -> tuple[bool, Bytes, Bytes, Bytes]:
-        over = excess(table, split.held, peak(arena_live(table, split.held))) if table.eager else 0
-        return is_above(split.peak_bytes, eager_bytes), over, cost(split.total // 2, split), split.passed
+    def rank(placement: Placement) -> tuple[bool, Bytes, Bytes, Bytes]:
+        mask = placement.with_allocator
+        over = excess(table, mask, peak(arena_live(table, mask))) if table.eager else 0
+        above = is_above(placement.peak_bytes, eager_bytes)
+        return above, over, cost(placement.total // 2, placement), placement.passed
 
     return sorted(found.values(), key=rank)
 
@@ -171,85 +174,81 @@ def is_above(peak_bytes: Bytes, eager_bytes: Bytes | None) -> bool:
     return eager_bytes is not None and peak_bytes > eager_bytes
 
 
-def excess(table: Table, held: Bools, arena_bytes: Bytes) -> Bytes:
+def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
     """Bytes by which a moment may be above eager's peak; 0 if none can be, or where eager's is no limit."""
     eager = table.eager
     if eager is None:
         return 0
-    outside = table.size * (held | table.foreign)
-    ours = np.stack(
-        [
-            at_moments(_outside(table, held, table.size, dead), outside, table.born, dead, eager.output, table.boundary)
-            for dead in (table.dead, table.dropped)
-        ]
-    )
-    waits = table.boundary and (eager.idle or (table.saved & ~held).any())
+    size = table.size * (with_allocator | table.foreign)
+    lives = [(_outside(table, with_allocator, table.size, dead), dead) for dead in (table.dead, table.dropped)]
+    ours = np.stack([at_moments(live, size, table.born, dead, eager.output, table.boundary) for live, dead in lives])
+    waits = table.boundary and (eager.idle or (table.saved & ~with_allocator).any())
     there = np.append(np.ones(table.steps, dtype=np.int64), [bool(waits), bool(table.boundary and eager.idle)])
     ours += arena_bytes * there
     return max(0, int(np.where(ours <= eager.floor, 0, ours + eager.slack - eager.most).max(initial=0)))
 
 
-def cost(peak_bytes: Bytes, split: Split) -> Bytes:
-    """What decides between splits: the peak, and what passes through the allocator at every step."""
-    return peak_bytes + split.passed // PRICE + LITTLE * ((split.passed > 0) + split.given_up)
+def cost(peak_bytes: Bytes, placement: Placement) -> Bytes:
+    """What decides between placements: the peak, and what passes through the allocator at every step."""
+    return peak_bytes + placement.passed // PRICE + LITTLE * ((placement.passed > 0) + placement.no_arena)
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:
     """``start`` and, in turn, more or fewer of the results without an ``out=`` form."""
     life = table.dead - table.born
     largest = int(table.size[table.allocated].max(initial=0))
-    for steps, share in itertools.product(HOLD_STEPS, HOLD_SHARES):
+    for steps, share in itertools.product(ALLOCATOR_STEPS, ALLOCATOR_SHARES):
         yield start | (table.allocated & (life <= steps) & (table.size >= share * largest))
 
 
-def _split(table: Table, held: Bools) -> Split:
-    arena, (kept, dropped) = arena_live(table, held), outsides(table, held)
-    return Split(
-        held=held,
-        peak_bytes=peak(arena) + peak(outside_live(table, held)),
+def _placement(table: Table, with_allocator: Bools) -> Placement:
+    arena, (kept, dropped) = arena_live(table, with_allocator), outsides(table, with_allocator)
+    return Placement(
+        with_allocator=with_allocator,
+        peak_bytes=peak(arena) + peak(outside_live(table, with_allocator)),
         total=2 * peak(arena) + peak(kept) + peak(dropped),
         crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
-        passed=int(table.size[held].sum() + 2 * table.size[table.allocated & ~held].sum()),
-        given_up=_given_up(table, held),
+        passed=int(table.size[with_allocator].sum() + 2 * table.size[table.allocated & ~with_allocator].sum()),
+        no_arena=_no_arena(table, with_allocator),
     )
 
 
-def _given_up(table: Table, held: Bools) -> bool:
+def _no_arena(table: Table, with_allocator: Bools) -> bool:
     never_inside = table.foreign | table.allocated | table.elsewhere
-    return bool((held | table.foreign).all() and not never_inside.all())
+    return bool((with_allocator | table.foreign).all() and not never_inside.all())
 
 
-def _preference(split: Split) -> tuple[Bytes, Bytes]:
-    return split.total, split.passed
+def _preference(placement: Placement) -> tuple[Bytes, Bytes]:
+    return placement.total, placement.passed
 
 
-def _progress(split: Split) -> tuple[Bytes, int]:
+def _progress(placement: Placement) -> tuple[Bytes, int]:
     """What a move across has to lower: the total, or else the number of steps that keep it up."""
-    return split.total, split.crowded
+    return placement.total, placement.crowded
 
 
-def _relieve(table: Table, split: Split) -> Split:
+def _relieve(table: Table, placement: Placement) -> Placement:
     """Move storages across, one at a time, while that lowers the peak or the number of steps that have it."""
-    start = split
+    start = placement
     for _ in range(MOVES if table.steps else 0):
-        tried = [_split(table, held) for held in _moves(table, split.held)]
-        best = min(tried, key=_progress, default=split)
-        if _progress(best) >= _progress(split):
+        tried = [_placement(table, with_allocator) for with_allocator in _moves(table, placement.with_allocator)]
+        best = min(tried, key=_progress, default=placement)
+        if _progress(best) >= _progress(placement):
             break
-        split = best
-    return split if split.total < start.total else start
+        placement = best
+    return placement if placement.total < start.total else start
 
 
-def _moves(table: Table, held: Bools) -> Iterator[Bools]:
-    """``held`` with one storage more or less: large ones alive at the fullest step of their side only."""
-    arena = int(np.argmax(arena_live(table, held)))
-    fullest = {int(np.argmax(live)) for live in outsides(table, held)}
-    inside, movable = ~held & ~table.foreign, held & ~table.elsewhere
+def _moves(table: Table, with_allocator: Bools) -> Iterator[Bools]:
+    """``with_allocator`` with one storage more or less: large ones alive at the fullest step of their side only."""
+    arena = int(np.argmax(arena_live(table, with_allocator)))
+    fullest = {int(np.argmax(live)) for live in outsides(table, with_allocator)}
+    inside, movable = ~with_allocator & ~table.foreign, with_allocator & ~table.elsewhere
     rows: dict[int, None] = {}
     for outside in sorted(fullest):
         rows |= dict.fromkeys(_largest(table, inside, arena, outside) + _largest(table, movable, outside, arena))
     for row in rows:
-        moved = held.copy()
+        moved = with_allocator.copy()
         moved[row] = not moved[row]
         yield moved
 
@@ -262,26 +261,27 @@ def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
     return [int(row) for row in ordered]
 
 
-def arena_live(table: Table, held: Bools) -> Int64s:
+def arena_live(table: Table, with_allocator: Bools) -> Int64s:
     """Bytes in the arena at every step, sizes up to the alignment."""
-    return timeline(table.padded * ~(held | table.foreign), table.born, table.dead, table.steps)
+    return timeline(table.padded * ~(with_allocator | table.foreign), table.born, table.dead, table.steps)
 
 
-def outside_live(table: Table, held: Bools) -> Int64s:
-    """Bytes outside the arena at every step: the caller's, held results, and results that are about to be copied."""
-    return _outside(table, held, table.size, table.dead)
+def outside_live(table: Table, with_allocator: Bools) -> Int64s:
+    """Bytes outside the arena at every step: the caller's, the allocator's, and results before their copy."""
+    return _outside(table, with_allocator, table.size, table.dead)
 
 
-def _outside(table: Table, held: Bools, size: Int64s, dead: Int64s) -> Int64s:
-    copied = table.allocated & ~held
-    total = timeline(size * (held | table.foreign), table.born, dead, table.steps)
+def _outside(table: Table, with_allocator: Bools, size: Int64s, dead: Int64s) -> Int64s:
+    copied = table.allocated & ~with_allocator
+    total = timeline(size * (with_allocator | table.foreign), table.born, dead, table.steps)
     np.add.at(total, table.born[copied], size[copied])
     return total
 
 
-def outsides(table: Table, held: Bools) -> tuple[Int64s, Int64s]:
+def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
     """With the caller keeping and dropping what forward hands out. Padded as the arena is: the allocator pads too."""
-    return _outside(table, held, table.padded, table.dead), _outside(table, held, table.padded, table.dropped)
+    kept, dropped = (_outside(table, with_allocator, table.padded, dead) for dead in (table.dead, table.dropped))
+    return kept, dropped
 
 
 def peak(live: Int64s) -> Bytes:
