@@ -86,12 +86,12 @@ HANDOVER = ""
 
 
 def order_problem(
-    graph: TrainGraph, memory: MemoryModel, reuses: Iterable[reuse.Reuse] = (), scratch: Sequence[Bytes] | None = None
+    graph: TrainGraph, memory: MemoryModel, reuses: Iterable[reuse.Reuse] = (), workspace: Sequence[Bytes] | None = None
 ) -> tuple[OrderProblem, list[str]]:
     """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
 
     Between forward and backward stands one operator more, which brings the tangents into being. ``reuses`` are the
-    results that may take over the bytes of an argument; ``scratch`` is what each operator of ``memory`` takes for
+    results that may take over the bytes of an argument; ``workspace`` is what each operator of ``memory`` takes for
     itself, to be counted or not.
     """
     names = [op.node.name for op in memory.operators]
@@ -102,7 +102,7 @@ def order_problem(
         names.insert(at, HANDOVER)
         stage.insert(at, 1)
     own = [0] * len(stage)
-    for operator_, count in zip(new, scratch or (), strict=False):
+    for operator_, count in zip(new, workspace or (), strict=False):
         own[operator_] = count
     edges = [(new[before], new[after]) for before, after in memory.edges]
     buffers: list[tuple[Bytes, int, list[int], bool]] = []

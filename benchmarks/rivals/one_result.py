@@ -43,7 +43,7 @@ class Graph:
 
 
 def one_result(problem: RetainProblem) -> RetainProblem:
-    """The same with operators in the sequence of their steps, one result each, no in-place reuse, no scratch.
+    """The same with operators in the sequence of their steps, one result each, no in-place reuse, no workspace.
 
     What has several results of which one must not be dropped runs only once.
     """

@@ -11,7 +11,7 @@ from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kinds import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
-from roamc.cost.scratch import objects, workspace, workspaces
+from roamc.cost.workspace import objects, workspace_bytes, workspaces
 
 __all__ = [
     "DeviceProfile",
@@ -27,6 +27,6 @@ __all__ = [
     "step_seconds",
     "store_profile",
     "traffic",
-    "workspace",
+    "workspace_bytes",
     "workspaces",
 ]

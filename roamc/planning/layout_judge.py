@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from roamc.cost import workspace
+from roamc.cost import workspace_bytes
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.layout import Layout
@@ -153,7 +153,7 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
         total += more
         if node.op != "call_function":
             continue
-        for found, said in ((total, layout.peak_bytes), (total + workspace(node), layout.needed_bytes)):
+        for found, said in ((total, layout.peak_bytes), (total + workspace_bytes(node), layout.needed_bytes)):
             if found > said:
                 raise VerifyError(
                     f"after pass 'layout': {found} bytes at {node.name}, above the {said} that the layout says"

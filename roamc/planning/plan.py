@@ -34,7 +34,7 @@ class Plan:
             into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
         needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
-            estimated by :mod:`roamc.cost.scratch`. This is what a budget is compared with.
+            estimated by :mod:`roamc.cost.workspace`. This is what a budget is compared with.
         arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.

@@ -1,6 +1,6 @@
 """Cheap lower bounds on the peak of every legal order, for problems with one stage. While operator v runs,
 
-(a) alone: what v reads and writes, and its scratch, is live;
+(a) alone: what v reads and writes, and its workspace, is live;
 (b) reachability: a buffer is surely live if its producer is v or must run before v and it is kept, is produced
     by v, or has a reader that is v or must run after v;
 
@@ -40,7 +40,7 @@ def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArra
 
 def operator_bound(problem: OrderProblem) -> LongArray:
     """Bound (a): int64[n], bytes that are live whenever each operator runs."""
-    bound = problem.scratch - most_reused(problem)
+    bound = problem.workspace - most_reused(problem)
     np.add.at(bound, problem.producer, problem.size)
     per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     np.add.at(bound, problem.consumer, problem.size[per_reader])
@@ -90,7 +90,7 @@ def _reachability_batch(
             needed |= not_before[op]
         masks += (not_after[producer] & needed).to_bytes(width, "little")
     packed = np.frombuffer(bytes(masks), dtype=np.uint8).reshape(problem.num_buffers, width)
-    bound = problem.scratch[chosen] - most_reused(problem)[chosen]
+    bound = problem.workspace[chosen] - most_reused(problem)[chosen]
     for lo in range(0, problem.num_buffers, 4096):
         live = np.unpackbits(packed[lo : lo + 4096], axis=1, count=len(chosen), bitorder="little")
         bound += problem.size[lo : lo + 4096] @ live.astype(np.int64)

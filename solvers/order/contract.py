@@ -57,7 +57,7 @@ def _join_before(problem: OrderProblem, anchor: list[OpIndex]) -> None:
     after = successors(problem).lists()
     is_reusable = np.zeros(problem.num_buffers, dtype=np.bool_)
     is_reusable[problem.reusable] = True
-    stays = problem.scratch > 0
+    stays = problem.workspace > 0
     stays[problem.producer[is_reusable]] = True
     alone = np.flatnonzero((np.diff(problem.consumer_start) == 0) & ~problem.kept & (problem.size > 0))
     stays[problem.producer[alone]] = True
@@ -72,7 +72,7 @@ def _join_before(problem: OrderProblem, anchor: list[OpIndex]) -> None:
 def _join_after(problem: OrderProblem, anchor: list[OpIndex]) -> None:
     """First rule, from the first operator to the last. Who reads what the group may take over stays apart."""
     before, reads_of = predecessors(problem).lists(), reads(problem).lists()
-    needs = problem.scratch.copy()
+    needs = problem.workspace.copy()
     np.add.at(needs, problem.producer, problem.size)
     reusable_by = _reusable_by(problem)
     for op in np.flatnonzero(needs == 0).tolist():
@@ -93,8 +93,8 @@ def _reusable_by(problem: OrderProblem) -> dict[OpIndex, set[int]]:
 
 
 def _grouped(problem: OrderProblem, group: IntArray, anchors: IntArray) -> OrderProblem:
-    scratch = np.zeros(len(anchors), dtype=np.int64)
-    np.maximum.at(scratch, group, problem.scratch)
+    workspace = np.zeros(len(anchors), dtype=np.int64)
+    np.maximum.at(workspace, group, problem.workspace)
     edges = group[problem.edges].reshape(-1, 2)
     buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     pairs = np.stack([buffer_of, group[problem.consumer]], axis=1)
@@ -108,7 +108,7 @@ def _grouped(problem: OrderProblem, group: IntArray, anchors: IntArray) -> Order
         consumer_start=read_only(readers.start),
         consumer=read_only(readers.index),
         kept=problem.kept,
-        scratch=read_only(scratch),
+        workspace=read_only(workspace),
         reusable_start=problem.reusable_start,
         reusable=problem.reusable,
     )

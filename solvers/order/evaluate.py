@@ -24,7 +24,7 @@ def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
     change = np.zeros(num_ops + 1, dtype=np.int64)
     np.add.at(change, born, problem.size)
     np.subtract.at(change, last + 1, problem.size)
-    live: LongArray = np.cumsum(change[:num_ops]) + problem.scratch[order]
+    live: LongArray = np.cumsum(change[:num_ops]) + problem.workspace[order]
     return live
 
 

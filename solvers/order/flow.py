@@ -29,7 +29,7 @@ class Flow(NamedTuple):
         beginning) and dies with the last of its enders (none: never).  starts, ends: the same, buffers of an
         operator.
     written: buffers that an operator produces.  reusable: buffers whose bytes a buffer may take over.
-    waits: int64[n], how many operators one waits for.  size: int64[b] bytes.  scratch: int64[n] bytes.
+    waits: int64[n], how many operators one waits for.  size: int64[b] bytes.  workspace: int64[n] bytes.
     backward: whether time runs from the last operator to the first.
     """
 
@@ -49,7 +49,7 @@ class Flow(NamedTuple):
     reusable: LongArray
     waits: LongArray
     size: LongArray
-    scratch: LongArray
+    workspace: LongArray
     backward: bool
 
 
@@ -89,4 +89,4 @@ def _flow(problem: OrderProblem, after: Csr, starter: Csr, ender: Csr, backward:
     tables = (after, starter, ender, starts, ends, written, reusables(problem))
     long = [array.astype(np.int64) for table in tables for array in (table.start, table.index)]
     waits = np.bincount(after.index, minlength=problem.num_ops).astype(np.int64)
-    return Flow._make((*long, waits, problem.size.copy(), problem.scratch.copy(), backward))
+    return Flow._make((*long, waits, problem.size.copy(), problem.workspace.copy(), backward))

@@ -91,7 +91,7 @@ def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
 
 def make_network(problem: OrderProblem) -> Network:
     """What the cuts of all operators of a problem with one stage share."""
-    need = problem.scratch.copy()
+    need = problem.workspace.copy()
     np.add.at(need, problem.producer, problem.size)
     buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     reader = problem.consumer.astype(np.int64)

@@ -9,7 +9,7 @@ Operators are numbered 0..n-1 in program order, which is itself legal. An order 
 
 A buffer is live on the half-open steps [position of producer, last position of a consumer + 1): one step if
 nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
-plus the scratch bytes of the operator that runs there; the peak is their maximum.
+plus the workspace bytes of the operator that runs there; the peak is their maximum.
 
 In-place reuse: an operator may write a result over an input that dies there. The buffers whose bytes buffer k may
 take over are part of the problem (`reusable`); the one that it does take over follows from the order. Each buffer k,
@@ -48,7 +48,7 @@ class OrderProblem:
     size: int64[b] bytes.  producer: int32[b].  kept: bool[b], true if the buffer never dies.
     consumer_start: int64[b + 1] and consumer: int32[...], sorted within a buffer, without duplicates and
         without the producer: buffer k is read by `consumer[consumer_start[k]:consumer_start[k + 1]]`.
-    scratch: int64[n], further bytes while the operator runs.
+    workspace: int64[n], further bytes while the operator runs.
     reusable_start: int64[b + 1] and reusable: int32[...]: buffer k may take over the bytes of one of
         `reusable[reusable_start[k]:reusable_start[k + 1]]`, the best first. Each is as large as k, is read by the
         producer of k, and is not kept.
@@ -62,7 +62,7 @@ class OrderProblem:
     consumer_start: LongArray
     consumer: IntArray
     kept: BoolArray
-    scratch: LongArray
+    workspace: LongArray
     reusable_start: LongArray
     reusable: IntArray
 
@@ -105,13 +105,13 @@ def make_problem(
     stage: Sequence[int],
     edges: Iterable[tuple[OpIndex, OpIndex]],
     buffers: Iterable[BufferSpec],
-    scratch: Sequence[Bytes] | None = None,
+    workspace: Sequence[Bytes] | None = None,
     reusable: Sequence[Sequence[BufferIndex]] | None = None,
 ) -> OrderProblem:
     """Check the parts of an ordering problem and pack them into arrays.
 
     stage[v] is the stage of operator v; edges are (before, after); buffers are (size in bytes, producer,
-    consumers, kept), where consumers may be unsorted, repeat, or name the producer; scratch[v] is bytes, all
+    consumers, kept), where consumers may be unsorted, repeat, or name the producer; workspace[v] is bytes, all
     zero if left out; reusable[k] are the buffers whose bytes buffer k may take over, the best first, none if
     left out.
 
@@ -120,13 +120,13 @@ def make_problem(
     buffer that is kept, has another size than the result, or is not read by the result's producer.
     """
     num_ops = len(stage)
-    scratch_bytes = [0] * num_ops if scratch is None else list(scratch)
+    workspace_bytes = [0] * num_ops if workspace is None else list(workspace)
     edge_list = list(edges)
-    _check_ops(stage, scratch_bytes)
+    _check_ops(stage, workspace_bytes)
     _check_edges(edge_list, num_ops)
     size, producer, consumers, kept = _check_buffers(buffers, num_ops)
-    if sum(size) + sum(scratch_bytes) > _MOST_BYTES:
-        raise ValueError(f"sizes add up to {sum(size) + sum(scratch_bytes)} bytes, more than 2**62")
+    if sum(size) + sum(workspace_bytes) > _MOST_BYTES:
+        raise ValueError(f"sizes add up to {sum(size) + sum(workspace_bytes)} bytes, more than 2**62")
     rows = [[] for _ in size] if reusable is None else [list(row) for row in reusable]
     _check_reusable(rows, size, producer, consumers, kept)
     return OrderProblem(
@@ -137,7 +137,7 @@ def make_problem(
         consumer_start=read_only(_starts(consumers)),
         consumer=read_only(_flat(consumers)),
         kept=read_only(np.array(kept, dtype=np.bool_)),
-        scratch=read_only(np.array(scratch_bytes, dtype=np.int64)),
+        workspace=read_only(np.array(workspace_bytes, dtype=np.int64)),
         reusable_start=read_only(_starts(rows)),
         reusable=read_only(_flat(rows)),
     )
@@ -163,7 +163,7 @@ def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
         consumer_start=problem.consumer_start,
         consumer=read_only(consumer[np.lexsort((consumer, buffer_of))]),
         kept=problem.kept,
-        scratch=read_only(problem.scratch[order]),
+        workspace=read_only(problem.workspace[order]),
         reusable_start=problem.reusable_start,
         reusable=problem.reusable,
     )
@@ -222,15 +222,15 @@ def _flat(rows: Sequence[Sequence[int]]) -> IntArray:
     return np.array([item for row in rows for item in row], dtype=np.int32)
 
 
-def _check_ops(stage: Sequence[int], scratch: Sequence[Bytes]) -> None:
-    if len(scratch) != len(stage):
-        raise ValueError(f"{len(stage)} stages but {len(scratch)} scratch sizes")
+def _check_ops(stage: Sequence[int], workspace: Sequence[Bytes]) -> None:
+    if len(workspace) != len(stage):
+        raise ValueError(f"{len(stage)} stages but {len(workspace)} workspace sizes")
     for op in range(1, len(stage)):
         if stage[op] < stage[op - 1]:
             raise ValueError(f"stage decreases at op {op}: {stage[op - 1]} to {stage[op]}")
-    for op, num_bytes in enumerate(scratch):
+    for op, num_bytes in enumerate(workspace):
         if num_bytes < 0:
-            raise ValueError(f"scratch of op {op} is negative: {num_bytes}")
+            raise ValueError(f"workspace of op {op} is negative: {num_bytes}")
 
 
 def _check_edges(edges: Sequence[tuple[OpIndex, OpIndex]], num_ops: int) -> None:

@@ -56,7 +56,7 @@ def new_schedule(flow: Flow) -> Schedule:
         born_by=np.full(num_buffers, -1, dtype=np.int64),
         left=np.diff(flow.ender_start).astype(np.int64),
         left_sum=np.zeros(num_buffers, dtype=np.int64),
-        need=flow.scratch.copy(),
+        need=flow.workspace.copy(),
         net=np.zeros(num_ops, dtype=np.int64),
         taken=np.zeros(num_buffers, dtype=np.int64),
         key=np.ones(2, dtype=np.uint64),

@@ -37,8 +37,8 @@ def one_stage(problem: OrderProblem) -> OneStage:
     if len(cuts) == 0:
         return OneStage(problem, number)
     num_ops = problem.num_ops + len(cuts)
-    scratch = np.zeros(num_ops, dtype=np.int64)
-    scratch[number] = problem.scratch
+    workspace = np.zeros(num_ops, dtype=np.int64)
+    workspace[number] = problem.workspace
     staged = OrderProblem(
         stage=read_only(np.zeros(num_ops, dtype=np.int32)),
         edges=read_only(np.concatenate([number[problem.edges], _barrier_edges(cuts + np.arange(len(cuts)), num_ops)])),
@@ -47,7 +47,7 @@ def one_stage(problem: OrderProblem) -> OneStage:
         consumer_start=problem.consumer_start,
         consumer=read_only(number[problem.consumer]),
         kept=problem.kept,
-        scratch=read_only(scratch),
+        workspace=read_only(workspace),
         reusable_start=problem.reusable_start,
         reusable=problem.reusable,
     )

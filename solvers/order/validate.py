@@ -143,12 +143,12 @@ def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequenc
             for reader in consumer[start[buffer] : start[buffer + 1]]:
                 last = max(last, position[reader])
             dying_bytes[last - 1 if buffer in reused else last] += size
-    scratch = problem.scratch.tolist()
+    workspace = problem.workspace.tolist()
     live = 0
     peak = 0
     for step, op in enumerate(order):
         live += born_bytes[step]
-        peak = max(peak, live + scratch[op])
+        peak = max(peak, live + workspace[op])
         live -= dying_bytes[step]
     return peak
 

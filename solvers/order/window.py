@@ -53,7 +53,7 @@ def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window
         consumer_start=read_only(readers.start),
         consumer=read_only(readers.index),
         kept=read_only(np.zeros(int(chosen.sum()), dtype=np.bool_)),
-        scratch=read_only(np.concatenate([[0], problem.scratch[order[lo:hi]], [0]]).astype(np.int64)),
+        workspace=read_only(np.concatenate([[0], problem.workspace[order[lo:hi]], [0]]).astype(np.int64)),
         reusable_start=read_only(reusable.start),
         reusable=read_only(reusable.index),
     )

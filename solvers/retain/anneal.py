@@ -157,7 +157,7 @@ def _change(
     """Give a gap a new decision; the length of the trail."""
     gaps = places.focus if _roll(dice) < _IN_FOCUS else places.free
     gap = gaps[int(_roll(dice) * len(gaps))]
-    steps, begin, end = len(tables.scratch), places.begin[gap], places.end[gap]
+    steps, begin, end = len(tables.workspace), places.begin[gap], places.end[gap]
     if end == begin + 1:
         return set_gap(release, hold, gap, 0 if release[gap] > 0 else steps, 0, trail, count)
     at = places.stop[begin + 1 + int(_roll(dice) * (min(end, steps) - begin - 1))]
@@ -191,7 +191,7 @@ def _follow(
     count: int,
 ) -> int:
     """Keep or drop behind its last read what the rerun of `gap` at step `at` reads, and so on for what is dropped."""
-    steps, next_one = len(tables.scratch), count
+    steps, next_one = len(tables.workspace), count
     op = tables.producer[tables.gap_buffer[gap]]
     while True:
         for row in range(tables.read_start[op], tables.read_start[op + 1]):

@@ -7,7 +7,7 @@ behind v (r = 1); and so is every buffer that an operator which runs again reads
     min  sum seconds[u] r_u   subject to   fixed + sum size[k] x_k <= budget,
          x_k or r_producer(k)  for k that is needed: read behind v, or by an operator that runs again,
 
-where fixed is what is live in any case: what v reads and makes, less what it may take over, its scratch, and kept
+where fixed is what is live in any case: what v reads and makes, less what it may take over, its workspace, and kept
 buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum cut (a closure, Picard 1976):
 
     source --endless--> needed k --rate * size--> operator that makes k --seconds--> sink
@@ -215,7 +215,7 @@ class Bounds:
         read_later[buffer[place[order.consumer] == 1]] = True
         free = before & (read_here | order.kept)
         here = free | (order.producer == step)
-        fixed = int(order.size[here].sum() + order.scratch[step] - most_reused(order)[step])
+        fixed = int(order.size[here].sum() + order.workspace[step] - most_reused(order)[step])
         fixed -= int(self._read_smaller()[step])
         again = problem.repeatable[problem.sequence] & (place == -1)
         node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)

@@ -84,7 +84,7 @@ def _enumerate(
     """The number of the best of `count` combinations, and the work."""
     best, best_within, best_first, best_second, work = 0, False, np.inf, np.inf, 0
     for number in range(count):
-        _decide(release, hold, choices, number, len(tables.scratch))
+        _decide(release, hold, choices, number, len(tables.workspace))
         seconds, peak, _, runs = walk_and_measure(tables, release, hold, budget, room)
         work += runs
         if seconds == np.inf:

@@ -20,7 +20,7 @@ makes a version of its results, and each read of a buffer reads its newest versi
 - In-place reuse as in `solvers/order/problem.py`, for versions: those of a run, in the sequence of their buffers'
   numbers, take over the bytes of the first of their reusable buffers whose version this run reads last and whose bytes
   no other version has taken over. Results that are not renewed take nothing over.
-- Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's scratch.
+- Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's workspace.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ def decisions(
     Dropped at the first rerun in a gap and held from the last, which brings back what is not read at its step. What
     reruns read behind its last read, and none renews there, is kept for them.
     """
-    steps = len(tables.scratch)
+    steps = len(tables.workspace)
     release = np.full(len(gaps.begin), steps, dtype=np.int64)
     hold = np.zeros(len(gaps.begin), dtype=np.int64)
     release[gaps.last & gaps.free] = 0

@@ -19,7 +19,7 @@ class Tables(NamedTuple):
 
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
     sorted.  slot: for each buffer that buffer k may take over, its place among the reads of the producer of k, in rows
-    that begin at reusable_start.  By step: scratch bytes, seconds, repeatable, expires.  By buffer: size in bytes,
+    that begin at reusable_start.  By step: workspace bytes, seconds, repeatable, expires.  By buffer: size in bytes,
     producer (a step), droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
     gap_buffer.  widest_read, widest_made: the most buffers that a step reads, makes.
     """
@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     made: IntArray
     reusable_start: LongArray
     slot: IntArray
-    scratch: LongArray
+    workspace: LongArray
     seconds: FloatArray
     repeatable: BoolArray
     expires: LongArray
@@ -75,7 +75,7 @@ def make_tables(problem: RetainProblem) -> Tables:
         made=made.index,
         reusable_start=order.reusable_start,
         slot=_slots(read, reusables(order), order.producer),
-        scratch=order.scratch,
+        workspace=order.workspace,
         seconds=read_only(problem.seconds[problem.sequence]),
         repeatable=read_only(problem.repeatable[problem.sequence]),
         expires=read_only(problem.expires[problem.sequence]),

@@ -165,7 +165,7 @@ def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int
     for now, run in enumerate(runs):
         live += born[now]
         passing = sum(int(problem.order.size[buffer]) for buffer in run.passing)
-        found.append((run.op, live + passing + int(problem.order.scratch[run.op])))
+        found.append((run.op, live + passing + int(problem.order.workspace[run.op])))
     return found
 
 

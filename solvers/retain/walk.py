@@ -81,7 +81,7 @@ class Score:
 
 def make_room(tables: Tables, most_runs: int) -> Room:
     """Arrays for up to `most_runs` runs, originals included."""
-    n, b, gaps = len(tables.scratch), len(tables.size), len(tables.gap_buffer)
+    n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
     reads = factor * len(tables.read) + 2 * tables.widest_read + 1
     made = factor * b + 2 * tables.widest_made + 1
@@ -142,7 +142,7 @@ def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tup
     room.called[:] = -1
     room.rebuilt[:] = 0
     _list_brings(hold, room)
-    for step in range(len(tables.scratch)):
+    for step in range(len(tables.workspace)):
         missing = room.brought[step] >= 0
         for row in range(read_start[step], read_start[step + 1]):
             missing = missing or not (held[read[row]] or step < release[gap[read[row]]])
@@ -211,7 +211,7 @@ def _rebuild(
     """Run again what must run in front of `step`: the next run, read and version, and the seconds (infinite if not)."""
     run, at, fresh = now
     called = _collect(tables, release, step, room)
-    steps = len(tables.scratch) - step  # that are still to come, and need their room
+    steps = len(tables.workspace) - step  # that are still to come, and need their room
     if called < 0:
         return run, at, fresh, np.inf
     room.stuck[0] = -1
@@ -232,7 +232,7 @@ def _rebuild(
             at += 1
         for row in range(tables.made_start[op], tables.made_start[op + 1]):
             buffer = tables.made[row]
-            holds = tables.droppable[buffer] and step >= held_from(hold[gap[buffer]], len(tables.scratch))
+            holds = tables.droppable[buffer] and step >= held_from(hold[gap[buffer]], len(tables.workspace))
             room.buffer[fresh], room.born[fresh], last[fresh] = buffer, run, run
             room.again[fresh], room.at_gap[fresh] = True, gap[buffer]
             if not (held[buffer] or step < release[gap[buffer]]) and (holds or wanted[buffer] == step):
@@ -327,6 +327,6 @@ def count_live(tables: Tables, runs: int, room: Room) -> int:
     peak, now = 0, 0
     for run in range(runs):
         now += live[run]
-        live[run] = now + tables.scratch[room.op[run]]
+        live[run] = now + tables.workspace[room.op[run]]
         peak = max(peak, live[run])
     return peak

@@ -90,7 +90,7 @@ def _walk_on(
         if seconds < np.inf or room.stuck[0] < 0 or repairs == _MOST_REPAIRS or count == len(trail.gap):
             return seconds, peak, area, work, count
         gap = room.gap[room.stuck[0]]
-        count = set_gap(release, hold, gap, len(tables.scratch), hold[gap], trail, count)
+        count = set_gap(release, hold, gap, len(tables.workspace), hold[gap], trail, count)
         repairs += 1
 
 
@@ -99,7 +99,7 @@ def _keep_inputs(
     tables: Tables, gap: int, end: int, release: LongArray, hold: LongArray, trail: Trail, count: int
 ) -> int:
     """Keep what the rerun at the end of `gap` reads and nothing else reads then or later."""
-    steps = len(tables.scratch)
+    steps = len(tables.workspace)
     op = tables.producer[tables.gap_buffer[gap]]
     for row in range(tables.read_start[op], tables.read_start[op + 1]):
         buffer = tables.read[row]

@@ -25,7 +25,7 @@ from roamc.cost import (
     step_seconds,
     store_profile,
     traffic,
-    workspace,
+    workspace_bytes,
 )
 from roamc.cost.kinds import KINDS, OPERATORS, PRODUCTS, UNKNOWN, VIEW, is_light
 from roamc.cost.measure import calibrate
@@ -523,19 +523,19 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
 @pytest.mark.parametrize("case", WORKSPACES)
 def test_workspace_of_an_operator(case: str) -> None:
     function, inputs, expected = WORKSPACES[case]
-    assert workspace(node_of(function, *inputs)) == expected
+    assert workspace_bytes(node_of(function, *inputs)) == expected
 
 
 def test_eager_dropout_takes_its_mask_at_once() -> None:
     node = node_of(lambda grad: aten.native_dropout_backward(grad, grad > 0, 2.0), floats(3, 1024, 1024))
-    assert workspace(node, eager=True) == 3 * 4 * MB
+    assert workspace_bytes(node, eager=True) == 3 * 4 * MB
 
 
 def test_views_and_picks_take_nothing() -> None:
     graph = model_graph("nanogpt", "step")[0]
     views = [node for node in operators(graph.graph) if ops.is_view(node.target)]
     assert views
-    assert not any(workspace(node) for node in views)
+    assert not any(workspace_bytes(node) for node in views)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc.cost import workspace
+from roamc.cost import workspace_bytes
 from tests.cost.test_cost import floats, node_of
 
 aten = torch.ops.aten
@@ -183,13 +183,13 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
 @pytest.mark.parametrize("case", WORKSPACES)
 def test_workspace_of_an_operator(case: str) -> None:
     function, inputs, expected = WORKSPACES[case]
-    assert workspace(node_of(function, *inputs)) == expected
+    assert workspace_bytes(node_of(function, *inputs)) == expected
 
 
 def test_eager_windows_take_an_image_first() -> None:
     node = node_of(lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]), floats(4, 8, 64, 128))
-    assert workspace(node, eager=True) == MB
+    assert workspace_bytes(node, eager=True) == MB
 
 
 def test_eager_margins_lie_behind_their_mean() -> None:
-    assert workspace(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), eager=True) == 0
+    assert workspace_bytes(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), eager=True) == 0

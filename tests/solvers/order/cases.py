@@ -13,11 +13,11 @@ PROPERTY = settings(derandomize=True, max_examples=100, deadline=None)
 
 @st.composite
 def problems(draw: st.DrawFn, most_ops: int = 14, stages: int = 3) -> OrderProblem:
-    """Small random problems: stages, edges, kept buffers, buffers nobody reads, scratch, sizes of zero, reuse."""
+    """Small random problems: stages, edges, kept buffers, buffers nobody reads, workspace, sizes of zero, reuse."""
     num_ops = draw(st.integers(1, most_ops))
     stage = sorted(draw(st.lists(st.integers(0, stages - 1), min_size=num_ops, max_size=num_ops)))
     size = st.sampled_from([0, 1, 2, 3, 5, 8, 100])
-    scratch = draw(st.lists(st.sampled_from([0, 0, 0, 4]), min_size=num_ops, max_size=num_ops))
+    workspace = draw(st.lists(st.sampled_from([0, 0, 0, 4]), min_size=num_ops, max_size=num_ops))
     buffers = []
     for _ in range(draw(st.integers(0, 2 * num_ops))):
         producer = draw(st.integers(0, num_ops - 1))
@@ -28,7 +28,7 @@ def problems(draw: st.DrawFn, most_ops: int = 14, stages: int = 3) -> OrderProbl
     reusable = possible_reuses(buffers)
     if draw(st.booleans()):
         reusable = [draw(st.permutations(row))[: draw(st.integers(0, 3))] for row in reusable]
-    return make_problem(stage, edges, buffers, scratch, reusable)
+    return make_problem(stage, edges, buffers, workspace, reusable)
 
 
 def possible_reuses(buffers: list[tuple[int, int, list[int], bool]]) -> list[list[int]]:
@@ -100,7 +100,7 @@ def simulated_live(problem: OrderProblem, order: list[int]) -> list[int]:
     result_of = simulated_reuses(problem, order) if sorted(order) == list(range(problem.num_ops)) else {}
     live = []
     for step, op in enumerate(order):
-        total = int(problem.scratch[op])
+        total = int(problem.workspace[op])
         for buffer, readers in enumerate(consumers(problem).lists()):
             born = position[int(problem.producer[buffer])]
             dead = max([position[reader] for reader in readers], default=born) + 1
@@ -159,7 +159,7 @@ def best_peak(problem: OrderProblem) -> int:
             for size, producer, readers, kept in rows
             if producer & born and (kept or producer == 1 << op or readers & ~done)
         )
-        return int(problem.scratch[op]) + occupied - taken_over(done, op)
+        return int(problem.workspace[op]) + occupied - taken_over(done, op)
 
     @cache
     def rest(done: int) -> int:

@@ -89,7 +89,7 @@ def slow_list_schedule(problem: OrderProblem, peak: int) -> list[int]:
             born += size if producer == op else 0
             dies = not kept and op in (readers or [producer]) and set(readers) <= done
             freed += size if dies else 0
-        return born + int(problem.scratch[op]) - slow_reused(problem, op, set(order)), born - freed
+        return born + int(problem.workspace[op]) - slow_reused(problem, op, set(order)), born - freed
 
     while len(order) < problem.num_ops:
         waiting = [op for op in range(problem.num_ops) if op not in order]
@@ -119,7 +119,7 @@ def slow_backward(problem: OrderProblem, peak: int) -> list[int]:
             born += size if not kept and not read_later and op in (readers or [producer]) else 0
             buried += size if producer == op else 0
         earlier = set(range(problem.num_ops)) - {*later, op}
-        return born + int(problem.scratch[op]) - slow_reused(problem, op, earlier), born - buried
+        return born + int(problem.workspace[op]) - slow_reused(problem, op, earlier), born - buried
 
     while len(later) < problem.num_ops:
         waiting = [op for op in range(problem.num_ops) if op not in later]

@@ -35,7 +35,7 @@ def test_scaled_sizes_scale_the_peak_and_leave_the_order(problem: OrderProblem, 
             problem.kept.tolist(),
             strict=True,
         ),
-        (problem.scratch * factor).tolist(),
+        (problem.workspace * factor).tolist(),
         reusables(problem).lists(),
     )
     before, after = solve(problem), solve(scaled)

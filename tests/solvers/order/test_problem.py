@@ -23,7 +23,7 @@ from tests.solvers.order.cases import PROPERTY, problems, simulated_live
 
 
 @pytest.mark.parametrize(
-    ("stage", "edges", "buffers", "scratch", "message"),
+    ("stage", "edges", "buffers", "workspace", "message"),
     [
         ([0, 0], [], [(-1, 0, [1], False)], None, "buffer 0 has a negative size: -1"),
         ([0, 0], [], [(1, 0, [], False), (1, 2, [], False)], None, "buffer 1 names an op out of range"),
@@ -34,14 +34,14 @@ from tests.solvers.order.cases import PROPERTY, problems, simulated_live
         ([0, 0], [(0, 1), (1, 1)], [], None, r"edge 1 \(1, 1\) goes against program order"),
         ([0, 0], [(0, 2)], [], None, r"edge 0 \(0, 2\) names an op out of range"),
         ([0, 1, 0], [], [], None, "stage decreases at op 2: 1 to 0"),
-        ([0, 0], [], [], [0], "2 stages but 1 scratch sizes"),
-        ([0, 0], [], [], [0, -3], "scratch of op 1 is negative: -3"),
+        ([0, 0], [], [], [0], "2 stages but 1 workspace sizes"),
+        ([0, 0], [], [], [0, -3], "workspace of op 1 is negative: -3"),
         ([0, 0], [], [(2**62, 0, [], False), (1, 0, [], False)], None, r"more than 2\*\*62"),
     ],
 )
-def test_builder_refuses(stage, edges, buffers, scratch, message) -> None:
+def test_builder_refuses(stage, edges, buffers, workspace, message) -> None:
     with pytest.raises(ValueError, match=message):
-        make_problem(stage, edges, buffers, scratch)
+        make_problem(stage, edges, buffers, workspace)
 
 
 CHAIN = [(4, 0, [1], False), (4, 1, [2], True), (8, 1, [2], False), (4, 2, [], False)]
@@ -125,7 +125,7 @@ def test_renumbered_problem_is_the_same_problem(problem: OrderProblem) -> None:
                 strict=True,
             )
         ],
-        renumbered.scratch.tolist(),
+        renumbered.workspace.tolist(),
         reusables(renumbered).lists(),
     )
     assert rebuilt.consumer.tolist() == renumbered.consumer.tolist()

@@ -173,7 +173,7 @@ def with_everything(problem: OrderProblem) -> OrderProblem:
     reusable = [[], [0], *([reused + 2 for reused in row] for row in reusables(problem).lists())]
     edges = [(0, 1), *((before + 6, after + 6) for before, after in problem.edges.tolist())]
     stage = [0, 0, 0, 0, 0, 1, *(problem.stage + 1).tolist()]
-    return make_problem(stage, edges, buffers, [0] * 6 + problem.scratch.tolist(), reusable)
+    return make_problem(stage, edges, buffers, [0] * 6 + problem.workspace.tolist(), reusable)
 
 
 @PROPERTY

@@ -29,7 +29,7 @@ def example() -> RetainProblem:
     """
     buffers = [(20, 0, [1, 4], False), (10, 1, [2, 6], False)]
     buffers += [(1, op, [op + 1], False) for op in (2, 3, 4, 5)]
-    order = make_order([0] * 7, [], buffers, scratch=[0, 0, 0, 25, 0, 30, 0])
+    order = make_order([0] * 7, [], buffers, workspace=[0, 0, 0, 25, 0, 30, 0])
     return make_problem(order, range(7), [5.0, *[1.0] * 6], [True] * 7, [True, True, *[False] * 4])
 
 

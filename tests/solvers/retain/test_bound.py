@@ -127,7 +127,7 @@ def written(problem: RetainProblem, coded: list[int], code: LongArray, late: Boo
     """The problem with these buffers read by late operators in smaller forms; writing and reading takes no time."""
     order = problem.order
     when = {op: float(step) for step, op in enumerate(problem.sequence.tolist())}
-    scratch, seconds, again = order.scratch.tolist(), problem.seconds.tolist(), problem.repeatable.tolist()
+    workspace, seconds, again = order.workspace.tolist(), problem.seconds.tolist(), problem.repeatable.tolist()
     droppable = problem.droppable.tolist()
     buffers = []
     for k, made in enumerate(order.producer.tolist()):
@@ -153,7 +153,7 @@ def written(problem: RetainProblem, coded: list[int], code: LongArray, late: Boo
         [0] * len(sequence),
         [(step[before], step[after]) for before, after in order.edges.tolist()],
         [(nbytes, step[made], [step[op] for op in readers], kept) for nbytes, made, readers, kept in buffers],
-        moved(scratch, 0),
+        moved(workspace, 0),
     )
     droppable += [True] * (len(buffers) - len(droppable))
     return make_problem(coded_order, range(len(sequence)), moved(seconds, 0.0), moved(again, True), droppable)

@@ -122,7 +122,7 @@ def count_peak(
                 if found and found[0] not in gone:
                     gone.add(found[0])
                     break
-    live = [int(order.scratch[op]) for op, _ in runs]
+    live = [int(order.workspace[op]) for op, _ in runs]
     for v, (k, born, last) in enumerate(versions):
         for now in range(born, min(last, len(runs) - 1) + 1 - (v in gone)):
             live[now] += int(order.size[k])
@@ -142,7 +142,7 @@ def best(problem: RetainProblem, budget: int) -> tuple[float, int]:
 
 
 def mirrored_graph(dice: random.Random) -> OrderProblem:
-    """Forward, an operator that needs scratch in the middle, and a backward that reads two large buffers."""
+    """Forward, an operator that needs workspace in the middle, and a backward that reads two large buffers."""
     half = dice.randint(3, 4)
     n = 2 * half
     large = dice.sample(range(half), 2)
@@ -152,8 +152,8 @@ def mirrored_graph(dice: random.Random) -> OrderProblem:
         if op in large:
             readers.append(n - 1 - op)
         buffers.append((dice.choice([4, 8]) if op in large else 0, op, readers, False))
-    scratch = [dice.choice([0, 1, 8]) if abs(op - half) < 2 else 0 for op in range(n)]
-    return make_problem([0] * n, [], buffers, scratch, possible_reuses(buffers) if dice.random() < 0.5 else None)
+    workspace = [dice.choice([0, 1, 8]) if abs(op - half) < 2 else 0 for op in range(n)]
+    return make_problem([0] * n, [], buffers, workspace, possible_reuses(buffers) if dice.random() < 0.5 else None)
 
 
 def small_graph(dice: random.Random) -> OrderProblem:

@@ -101,7 +101,7 @@ def test_a_start_is_never_made_worse(seed: int) -> None:
 
 
 def scaled(problem: RetainProblem, factor: int) -> RetainProblem:
-    order = replace(problem.order, size=problem.order.size * factor, scratch=problem.order.scratch * factor)
+    order = replace(problem.order, size=problem.order.size * factor, workspace=problem.order.workspace * factor)
     parts = problem.sequence, problem.seconds, problem.repeatable, problem.droppable, problem.expires
     return make_problem(order, *parts)
 

@@ -54,7 +54,7 @@ OBJECT: Bytes = 512
 """but no less than this for every tensor."""
 
 
-def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
+def workspace_bytes(node: fx.Node, *, eager: bool = False) -> Bytes:
     """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known.
 
     With ``eager`` in eager PyTorch, not in a program of ours, where kernels of :mod:`roamc.operators.kernels` may run.
@@ -73,8 +73,8 @@ def workspace(node: fx.Node, *, eager: bool = False) -> Bytes:
 
 
 def workspaces(operators: Iterable[Operator], *, eager: bool = False) -> Int64s:
-    """What each of them takes for itself, in bytes, as :func:`workspace` says."""
-    return np.array([workspace(operator.node, eager=eager) for operator in operators], dtype=np.int64)
+    """Workspace of every operator in bytes, int64[n], as :func:`workspace_bytes` estimates it."""
+    return np.array([workspace_bytes(operator.node, eager=eager) for operator in operators], dtype=np.int64)
 
 
 def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
