@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from numba.core import cpu, types
+from numba.core.caching import FunctionCache
 from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
@@ -101,10 +102,26 @@ class _Thread(threading.local):
 _process, _thread = _Process(), _Thread()
 
 
+class _Cache(FunctionCache):
+    """numba's cache of one function; counts as empty where it names modules or classes that another version had."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for `sig`, or None."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (ImportError, AttributeError):
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+
 class _Function(CPUDispatcher):
     """A compiled function that can also run as the Python that it was compiled from."""
 
     must_compile = False
+
+    def enable_caching(self) -> None:
+        """Keep on disk what is compiled, and read what is there. Raises RuntimeError without a folder to write to."""
+        self._cache = _Cache(self.py_func)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         if _thread.deadline is None:

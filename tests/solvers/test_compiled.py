@@ -1,6 +1,8 @@
 """Small problems are interpreted where nothing is compiled yet, with the same answers as compiled."""
 
 import os
+import pickle
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,23 @@ def test_an_error_of_the_solver_passes_and_the_next_problem_is_interpreted(monke
         interpreted_first(3, lambda: 1 // 0)
     assert interpreted_first(3, rounds.solve) == 6.0
     assert not rounds.is_compiled
+
+
+def test_a_cache_that_names_a_module_of_another_version_counts_as_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled._process, "patience", 0.0)
+    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
+    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    (index,) = tmp_path.rglob("*.nbi")
+    with index.open("rb") as file:
+        version = pickle.load(file)
+    index.write_bytes(pickle.dumps(version) + b"cmodule_that_is_gone\nPair\n.")
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    read = compiled.compiled(added)
+    assert read(np.arange(4.0)) == 6.0
+    assert sum(read.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
 
 
 def test_a_constant_argument_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
