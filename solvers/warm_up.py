@@ -14,7 +14,7 @@ from roamc.solvers.order.program_order import program_order
 from roamc.solvers.order.stages import one_stage
 
 _OPERATORS, _STORAGES, _NODES = 40, 40, 2_000
-_FEW, _LAYERS, _WALKS = 2, 12, 100_000
+_FEW, _LAYERS, _WORK = 2, 12, 100_000
 
 
 def warm_up() -> None:
@@ -28,7 +28,7 @@ def warm_up() -> None:
     layout.solve(_storages(random.Random(2)), node_limit=_NODES)
     for layers in (_FEW, _LAYERS):
         step = _training(layers)
-        retain.solve(step, order.peak_bytes(step.order, step.sequence) * 3 // 5, work_limit=_WALKS)
+        retain.solve(step, order.peak_bytes(step.order, step.sequence) * 3 // 5, work_limit=_WORK)
 
 
 def _operators(dice: random.Random) -> order.OrderProblem:

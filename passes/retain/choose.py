@@ -31,7 +31,7 @@ from roamc.options import Options
 from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values, written
 from roamc.passes.retain.decide import Decision, Question, choose, decision, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import WALKS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule
+from roamc.solvers.retain import SIMULATIONS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
@@ -115,27 +115,27 @@ class Choice:
         self._won: tuple[Bytes, tuple[Candidate, ...]]
         self.forget()
 
-    def decide(self, target: Bytes, *, together: bool = False, walks: int = WALKS) -> Decision:
+    def decide(self, target: Bytes, *, together: bool = False, simulations: int = SIMULATIONS) -> Decision:
         """Choose so that no step has more than ``target`` live bytes, at the least added time.
 
         Args:
             target: live bytes.
             together: begin with what was found for other targets. The decision then depends on those.
-            walks: limit of the solver's work for each question, as of :data:`roamc.solvers.retain.WALKS`.
+            simulations: limit of the solver's work for each question, as of :data:`roamc.solvers.retain.SIMULATIONS`.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        return self._decide(target, self._known if together else {}, walks)
+        return self._decide(target, self._known if together else {}, simulations)
 
     def _decide(
-        self, target: Bytes, known: Known, walks: int = WALKS, sets: Sequence[tuple[Candidate, ...]] = ()
+        self, target: Bytes, known: Known, simulations: int = SIMULATIONS, sets: Sequence[tuple[Candidate, ...]] = ()
     ) -> Decision:
         """As :meth:`decide`, to begin with what is ``known``; what is found goes there too.
 
         With ``sets`` only these sets of codecs are tried.
         """
-        ask = functools.partial(self._ask, target=target, known=known, walks=walks)
+        ask = functools.partial(self._ask, target=target, known=known, simulations=simulations)
         bound = self.bounds.seconds(target) if self.candidates else 0.0
         found = list[Decision]()
         for codes in sets or self._sets(target, bound, known):
@@ -271,9 +271,9 @@ class Choice:
             self._asked[codes] = asked, {node.name: node.meta[MARK] for node in marked}
         return self._asked[codes]
 
-    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, known: Known, walks: int) -> RetainSolution:
+    def _ask(self, codes: tuple[Candidate, ...], target: Bytes, known: Known, simulations: int) -> RetainSolution:
         """The solver's reruns where these are kept smaller."""
-        return choose(self._coded(codes)[0], target, self._frontier(codes, known), walks)
+        return choose(self._coded(codes)[0], target, self._frontier(codes, known), simulations)
 
     def _frontier(self, codes: tuple[Candidate, ...], known: Known) -> Frontier:
         if codes not in known:

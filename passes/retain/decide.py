@@ -18,10 +18,10 @@ from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.options import Options
 from roamc.passes import reorder, reuse
-from roamc.passes.retain.forms import rerun_form, results_of
 from roamc.passes.retain.recompute import may_run_again
+from roamc.passes.retain.recompute_variants import recompute_variant, results_of
 from roamc.solvers.retain import (
-    WALKS,
+    SIMULATIONS,
     Frontier,
     Ground,
     RetainProblem,
@@ -92,20 +92,22 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     return NOTHING
 
 
-def choose(asked: Question, target: Bytes, known: Frontier | None = None, walks: int = WALKS) -> RetainSolution:
+def choose(
+    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = SIMULATIONS
+) -> RetainSolution:
     """Choose reruns so that no step has more than ``target`` live bytes, at the least added time; judged.
 
     Args:
         asked: the graph as a problem.
         target: live bytes.
         known: what was found for other targets, to begin with; this answer goes there too. None to begin anew.
-        walks: limit of the solver's work, as of :data:`roamc.solvers.retain.WALKS`.
+        simulations: limit of the solver's work, as of :data:`roamc.solvers.retain.SIMULATIONS`.
 
     Raises:
         VerifyError: the solver broke a rule of its problem.
     """
     known = known or Frontier(asked.ground)
-    solution = known.solve(target, work_limit=walks * asked.problem.num_ops)
+    solution = known.solve(target, work_limit=simulations * asked.problem.num_ops)
     report = validate(asked.problem, target, solution)
     if not report.good:
         raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")
@@ -191,7 +193,7 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
     kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
     if not operator.births or kept or not able(operator.node):
         return set()
-    target, _, _ = rerun_form(operator.node)
+    target, _, _ = recompute_variant(operator.node)
     count = results_of(target, operator.node)
     results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
     return results.intersection(operator.births)
@@ -223,7 +225,7 @@ def expiries(
 
 def _read_again(memory: MemoryModel, node: fx.Node) -> set[int]:
     """The storages that another run of ``node`` reads."""
-    _, args, kwargs = rerun_form(node)
+    _, args, kwargs = recompute_variant(node)
     read: set[int] = set()
     fx.map_arg((args, kwargs), lambda given: read.update(memory.owner[given.name, at] for at, _ in tensors_of(given)))
     return read

@@ -25,8 +25,8 @@ from roamc.graph import TrainGraph
 from roamc.graph.rewrite import keep_state
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
-from roamc.passes.retain.forms import rerun_form, results_of
-from roamc.passes.retain.versions import Versions
+from roamc.passes.retain.recompute_variants import recompute_variant, results_of
+from roamc.passes.retain.ssa import Versions
 
 
 class Rerun(NamedTuple):
@@ -56,7 +56,7 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
 
 def may_run_again(node: fx.Node) -> bool:
     """Whether another run gives the same bits, for the same inputs and the same state of the generator."""
-    target, _, _ = rerun_form(node)
+    target, _, _ = recompute_variant(node)
     rule = ops.rule(target)
     return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state
 
@@ -87,7 +87,7 @@ class _Writer(Versions):
         first = self.makers.get(again.operator)
         if first is None or not may_run_again(first):
             raise PlanError(f"retain: this graph has no operator {again.operator!r} that could run again")
-        target, args, kwargs = rerun_form(first)
+        target, args, kwargs = recompute_variant(first)
         count = results_of(target, first)
         args, kwargs = fx.map_arg((args, kwargs), lambda argument: self.version(argument, at))
         if ops.rule(first.target).random:

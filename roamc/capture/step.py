@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_dynamo
-from roamc.capture import recurrent, refusals, rewinds, user_line
+from roamc.capture import recurrent, refusals, rng_replay, user_line
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
 from roamc.capture.hooks import check_hooks, follow_hooks
@@ -186,7 +186,7 @@ class _Trace:
             ):
                 module = compat.trace(self._step, fakes, mode)
             as_views(module.graph)
-            rewinds.replay_marked(module.graph)
+            rng_replay.replay_marked(module.graph)
             keep_saved(module.graph)
             return module
         finally:
@@ -209,7 +209,7 @@ class _Trace:
         model = self.request.model
         with (
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
-            rewinds.followed(), closures, followed(self.replicas) as called,
+            rng_replay.followed(), closures, followed(self.replicas) as called,
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             self._write_back(held)

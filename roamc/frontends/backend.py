@@ -22,7 +22,7 @@ from roamc import compat_aot, compat_dynamo, notices
 from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
-from roamc.codegen.halves import halves_of
+from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
 from roamc.graph import TrainGraph
@@ -255,8 +255,8 @@ class _Unit:
         planned = self._guarded(lambda: self._plan_pair(*halves, outputs, static))
         if planned is None:
             return halves
-        self.pair, planned_halves = planned
-        forward, backward = planned_halves
+        self.pair, parts = planned
+        forward, backward = parts
         return forward, backward
 
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
@@ -279,9 +279,9 @@ class _Unit:
         graph = joint.stitch(forward, backward, outputs, static, self.name)
         planned = search.run(graph.replace(notes=self.notes), self.options)
         pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
-        planned_halves = halves_of(planned.graph)
+        parts = partitioned(planned.graph)
         self._remember(pair)
-        return pair, planned_halves
+        return pair, parts
 
     def _plan_whole(self, graph: TrainGraph) -> Whole:
         planned = search.run(graph.replace(notes=self.notes), self.options)

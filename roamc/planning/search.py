@@ -27,7 +27,7 @@ from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import PADDING, Planned, check_budget
-from roamc.solvers.retain import WALKS
+from roamc.solvers.retain import SIMULATIONS
 from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class PlanSearch:
         return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
 
     def attempt(
-        self, target: Bytes, terms: Terms | None = None, *, together: bool = False, walks: int = WALKS
+        self, target: Bytes, terms: Terms | None = None, *, together: bool = False, simulations: int = SIMULATIONS
     ) -> Planned:
         """A plan with ``target`` live bytes asked of ``retain``.
 
@@ -168,10 +168,10 @@ class PlanSearch:
             target: live bytes.
             terms: what it is made for; None for the lowest peak.
             together: begin the choice with one for more bytes. The plan then depends on those made together before.
-            walks: the solver's work is limited to that of so many walks.
+            simulations: limit of the solver's work, in simulations of the schedule.
         """
         terms = terms or Terms(0, self.terms.allowed)
-        return self._made(self._choice(terms.allowed).decide(target, together=together, walks=walks), terms)
+        return self._made(self._choice(terms.allowed).decide(target, together=together, simulations=simulations), terms)
 
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
         """The plan that needs the fewest bytes of those with as few live ones as ``retain`` finds.

@@ -20,8 +20,9 @@ from roamc.units import Bytes, Seconds
 BETWEEN = 6
 """So many peaks are asked for between the plan without reruns and the lowest, each lower by the same share."""
 
-WALKS = 2000
-"""Of the solver for each of them. The lowest peak takes what a plan of its own does; the others begin with another."""
+SIMULATIONS = 2000
+"""Work limit of the solver for each of these peaks, in simulations of the schedule; the lowest peak has the limit of a
+plan of its own. The others begin with a plan for another peak."""
 
 BOUNDS = 32
 """Peaks for which the bound is drawn."""
@@ -73,7 +74,7 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
     lowest, highest = trials.lowest(together=True).plan.needed_bytes, trials.first.plan.needed_bytes
     for number, target in enumerate(targets(lowest, highest), start=1):
         say(f"peak {number} of {BETWEEN} above the lowest")
-        trials.attempt(target, together=True, walks=WALKS)
+        trials.attempt(target, together=True, simulations=SIMULATIONS)
     plans = staircase(trials.plans)
     bound = _bounds(trials, [plan.needed_bytes for plan in (*plans, now)])
     return Curve(

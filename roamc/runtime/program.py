@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from roamc import compat
-from roamc.codegen.halves import halves_of
 from roamc.codegen.judge import check_program
+from roamc.codegen.partition import partitioned
 from roamc.codegen.source import Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
@@ -99,9 +99,9 @@ class Executable:
         """Run one function of the planned graph operator by operator, with torch's allocator; ``args`` is emptied."""
         if not self._plain:
             graph = self.planned.graph
-            halves = halves_of(graph) if graph.boundary else (graph.module,)
-            pairs = zip(self.program.entries, halves, strict=True)
-            self._plain = {name: fallback.interpreter(half) for name, half in pairs}
+            parts = partitioned(graph) if graph.boundary else (graph.module,)
+            pairs = zip(self.program.entries, parts, strict=True)
+            self._plain = {name: fallback.interpreter(part) for name, part in pairs}
         return tuple(self._plain[entry](args))
 
     def _give_up(self, error: Exception) -> None:

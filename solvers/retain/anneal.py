@@ -19,8 +19,8 @@ import numpy as np
 from roamc.solvers.arrays import FloatArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.simulate import Room, bring_at, simulate_and_measure
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, bring_at, walk_and_measure
 from roamc.solvers.retain.ways import Trail, go_back, make_trail, set_gap
 
 _MOVES = 256
@@ -128,7 +128,7 @@ def _anneal(
         count = _change(tables, release, hold, places, dice, trail, 0)
         if _roll(dice) < _TWO:
             count = _change(tables, release, hold, places, dice, trail, count)
-        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+        seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs + 1
         now[2] = now[2] * _RISE if now[1] > 0 else now[2] / _RISE
         worse = seconds - now[0] + now[2] * (area - now[1])

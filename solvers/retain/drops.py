@@ -22,8 +22,8 @@ import numpy as np
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.simulate import Room
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room
 from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail, drop_in_way, go_back, make_trail
 
 

@@ -1,4 +1,4 @@
-"""Small problems: every combination of decisions, through the same walk as the searches.
+"""Small problems: every combination of decisions, through the same simulation as the searches.
 
 The decisions are those of the gaps in which there is a choice (`Gaps.free`): keep through the gap, drop once (what a
 rerun brings back stays until the next read), drop after every rerun, or drop and bring back in front of one of the
@@ -13,8 +13,8 @@ import numpy as np
 from roamc.solvers.arrays import LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.simulate import Room, bring_at, simulate_and_measure
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, bring_at, walk_and_measure
 
 MOST_GAPS = 14
 _MOST_WORK = 20_000_000
@@ -85,7 +85,7 @@ def _enumerate(
     best, best_within, best_first, best_second, work = 0, False, np.inf, np.inf, 0
     for number in range(count):
         _decide(release, hold, choices, number, len(tables.workspace))
-        seconds, peak, _, runs = walk_and_measure(tables, release, hold, budget, room)
+        seconds, peak, _, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs
         if seconds == np.inf:
             continue

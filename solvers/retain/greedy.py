@@ -12,7 +12,7 @@ import numpy as np
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
 from roamc.solvers.retain.search import Search, State, keep_more
-from roamc.solvers.retain.walk import Score
+from roamc.solvers.retain.simulate import Score
 from roamc.solvers.retain.ways import ALONE, WAYS
 
 _REFRESH = 8
@@ -28,7 +28,7 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
 
     First against the budget itself; where that gets stuck, against targets that fall slowly from the peak, so that
     only the highest steps count. worth: for each gap what a drop in it was worth before, by a guess; see `_best_drop`.
-    A state that no walk gets through is returned as it is.
+    A state that no simulation gets through is returned as it is.
     """
     if state.score.seconds == np.inf:
         return state

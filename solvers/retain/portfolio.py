@@ -17,8 +17,8 @@ from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
-WALKS = 12_000
-"""Unless told otherwise, the work is limited to that of so many walks through the schedule."""
+SIMULATIONS = 12_000
+"""Default work limit, in simulations of the whole schedule."""
 
 _MOST_STARTS = 6
 _SHARE = 2
@@ -37,8 +37,8 @@ def solve(
     """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
 
     work_limit: operators run in thought and arcs of networks, kept but for one round of moves, once more where the
-    budget is hard to meet, and _TIMES more, _ROUND at most, for each time that annealing helps; None for that of WALKS
-    walks. start: a solution of this problem, for any budget, to improve.
+    budget is hard to meet, and _TIMES more, _ROUND at most, for each time that annealing helps; None for that of
+    SIMULATIONS simulations. start: a solution of this problem, for any budget, to improve.
     The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
     of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
     """
@@ -130,7 +130,7 @@ def frontier(
 
 
 def _limit(problem: RetainProblem, work_limit: int | None) -> int:
-    return WALKS * problem.num_ops if work_limit is None else work_limit
+    return SIMULATIONS * problem.num_ops if work_limit is None else work_limit
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:

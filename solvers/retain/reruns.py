@@ -1,16 +1,16 @@
-"""Between the schedule of a walk and the list of reruns that a solution holds."""
+"""Between a simulated schedule and the list of reruns that a solution holds."""
 
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
 from roamc.solvers.order.problem import BufferIndex, Step
 from roamc.solvers.retain.problem import Rerun, RetainProblem
+from roamc.solvers.retain.simulate import Room, bring_at
 from roamc.solvers.retain.tables import Gaps, Tables
-from roamc.solvers.retain.walk import Room, bring_at
 
 
 def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, ...]:
-    """The reruns of the walk in the room; a result is renewed if somebody reads it."""
+    """The reruns of the schedule in the room; a result is renewed if somebody reads it."""
     found = []
     for run in range(runs):
         op, step = int(room.op[run]), int(room.step[run])
@@ -24,7 +24,7 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
 def decisions(
     problem: RetainProblem, reruns: tuple[Rerun, ...], gaps: Gaps, tables: Tables
 ) -> tuple[LongArray, LongArray]:
-    """(release, hold) whose walk makes about these reruns.
+    """(release, hold) whose simulation makes about these reruns.
 
     Dropped at the first rerun in a gap and held from the last, which brings back what is not read at its step. What
     reruns read behind its last read, and none renews there, is kept for them.

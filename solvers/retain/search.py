@@ -1,7 +1,8 @@
 """What every algorithm here works on: a state, moves on one gap, and a count of the work.
 
 A move sets `release` and `hold` of a gap, sometimes of others with it. Many are tried in one compiled loop, each by a
-whole walk: a walk sees chains, in-place reuse and ties, which estimates do not, and takes twenty nanoseconds per run.
+whole simulation: it sees chains, in-place reuse and ties, which estimates do not, and takes about twenty nanoseconds
+per run.
 """
 
 import copy
@@ -12,8 +13,8 @@ import numpy as np
 from roamc.solvers.arrays import LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.problem import RetainProblem
+from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, simulate_and_measure
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
-from roamc.solvers.retain.walk import Room, Score, evaluate, make_room, walk_and_measure
 
 _MOST_RUNS = 6
 _FEWEST_RUNS = 64
@@ -21,7 +22,7 @@ _FEWEST_RUNS = 64
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Decisions for all gaps, and what they cost. release, hold: int64[gaps]; see `walk.py`."""
+    """Decisions for all gaps, and what they cost. release, hold: int64[gaps]; see `simulate.py`."""
 
     release: LongArray
     hold: LongArray
@@ -34,7 +35,7 @@ class State:
 
 @dataclass(eq=False)
 class Search:
-    """One problem, laid out for the walk, the work done on it, and the lowest peak seen."""
+    """One problem, laid out for simulation, the work done on it, and the lowest peak seen."""
 
     problem: RetainProblem
     tables: Tables = field(init=False)
@@ -62,7 +63,7 @@ class Search:
         return self.problem.num_ops
 
     def state(self, release: LongArray, hold: LongArray, budget: int) -> State:
-        """Walk: the room then holds the schedule of these decisions."""
+        """Simulate: the room then holds the schedule of these decisions."""
         made = State(release, hold, evaluate(self.tables, release, hold, budget, self.room))
         self.work += made.score.runs
         return made
@@ -98,7 +99,7 @@ def keep_more(
         at = gap[move]
         old_release, old_hold = release[at], hold[at]
         release[at], hold[at] = new_release[move], new_hold[move]
-        now, peak, _, runs = walk_and_measure(tables, release, hold, budget, room)
+        now, peak, _, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs
         if peak <= budget and now < seconds:
             seconds = now

@@ -21,7 +21,7 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
 
 
 def possible(search: Search, state: State, budget: int) -> State:
-    """Keep what cannot be rebuilt when it is needed, until the walk gets through; infinite seconds if it never does.
+    """Keep what cannot be rebuilt when it is needed, until a simulation gets through; infinite seconds if none does.
 
     What must not run again, or not any more, must have its result kept.
     """

@@ -1,4 +1,4 @@
-"""The problem as arrays by step, for the compiled walk: the operator at step t of the reference order is called t.
+"""The problem as arrays by step, for compiled loops: the operator at step t of the reference order is called t.
 
 A gap of a buffer is the time from its making or one of its reads (original reads, not those of reruns) to its next
 read, or to the end behind the last one. Gap `gap_start[k] + i` of buffer k lies behind its i-th read.

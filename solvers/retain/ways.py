@@ -6,8 +6,8 @@ import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
+from roamc.solvers.retain.simulate import Room, simulate_and_measure
 from roamc.solvers.retain.tables import Tables
-from roamc.solvers.retain.walk import Room, walk_and_measure
 
 ALONE, TRANSIENT, WITH_INPUTS = 0, 1, 2
 WAYS = 3
@@ -58,7 +58,7 @@ def drop_in_way(
             count = _keep_inputs(tables, gap, end, release, hold, trail, count)
     if count == before:
         return np.inf, 2**62, np.inf, 0, count
-    return _walk_on(tables, release, hold, budget, room, trail, count)
+    return _simulate_and_repair(tables, release, hold, budget, room, trail, count)
 
 
 @compiled_uncounted
@@ -79,13 +79,13 @@ def set_gap(
 
 
 @compiled_uncounted
-def _walk_on(
+def _simulate_and_repair(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room, trail: Trail, count: int
 ) -> tuple[float, int, float, int, int]:
-    """Walk, and keep what must not run again when it is needed, until the walk gets through."""
+    """Simulate, and keep what must not run again when it is needed, until a simulation gets through."""
     work, repairs = 0, 0
     while True:
-        seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+        seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs
         if seconds < np.inf or room.stuck[0] < 0 or repairs == _MOST_REPAIRS or count == len(trail.gap):
             return seconds, peak, area, work, count

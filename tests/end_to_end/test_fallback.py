@@ -63,7 +63,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "capture": break_name("roamc.capture.joint.stitch"),
     "judge": break_name("roamc.planning.layout_judge.check_layout"),
     "load": break_name("roamc.runtime.program.load"),
-    "halves": break_name("roamc.frontends.backend.halves_of"),
+    "partition": break_name("roamc.frontends.backend.partitioned"),
 }
 each_break = pytest.mark.parametrize("use", BREAKS.values(), ids=BREAKS)
 

@@ -16,7 +16,7 @@ from roamc.solvers.retain.anneal import anneal, settle
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
-from roamc.solvers.retain.walk import bring_at
+from roamc.solvers.retain.simulate import bring_at
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
 from tests.solvers.retain.cases import chain, layered, problems
@@ -120,7 +120,7 @@ def test_reruns_become_decisions_that_make_the_same_reruns(problem: RetainProble
 @PROPERTY
 @given(problems(), st.integers(0, 2**32))
 def test_every_walk_with_brings_is_counted_as_the_judge_counts(problem: RetainProblem, seed: int) -> None:
-    """Any decisions at all: the walk's peak and seconds are those of its list of reruns."""
+    """Any decisions at all: the simulation's peak and seconds are those of its list of reruns."""
     search, dice = Search(problem), np.random.default_rng(seed)
     state = search.keep_everything()
     steps = search.steps

@@ -1,4 +1,4 @@
-"""Random operators of a trace that draw what others drew, because the generator was set back in between.
+"""Replay of random numbers: random operators that draw what others drew, as the generator was set back in between.
 
 ``torch.utils.checkpoint`` does that around its second run, in Python, which leaves nothing in a trace:
 

@@ -1,4 +1,4 @@
-"""How operators run again that cannot simply be called again: one row each.
+"""Variants of operators to recompute with, where the operator itself cannot be called again: one row each.
 
 A batch norm in training also gives new running statistics, for which it reads the old ones. By the time of a rerun
 they have been replaced. What is normalised does not depend on them.
@@ -19,10 +19,10 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 aten = torch.ops.aten
 
 
-def rerun_form(node: fx.Node) -> Call:
+def recompute_variant(node: fx.Node) -> Call:
     """Target, arguments and keywords of another run of ``node``. Its results are the first of those of ``node``."""
-    form = FORMS.get(node.target)
-    return form(node) if form is not None else (node.target, node.args, dict(node.kwargs))
+    variant = VARIANTS.get(node.target)
+    return variant(node) if variant is not None else (node.target, node.args, dict(node.kwargs))
 
 
 def _without_statistics(node: fx.Node) -> Call:
@@ -32,7 +32,7 @@ def _without_statistics(node: fx.Node) -> Call:
     return aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, epsilon), {}
 
 
-FORMS: dict[Any, Callable[[fx.Node], Call]] = {
+VARIANTS: dict[Any, Callable[[fx.Node], Call]] = {
     aten._native_batch_norm_legit.default: _without_statistics,
     aten._native_batch_norm_legit_functional.default: _without_statistics,
 }

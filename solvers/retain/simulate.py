@@ -1,4 +1,4 @@
-"""From decisions about gaps to a schedule with reruns, and its seconds and live bytes: the compiled evaluator.
+"""From decisions about gaps to a schedule with reruns, and its seconds and live bytes: the compiled simulation.
 
 Each gap has two steps, `release` and `hold`:
 
@@ -14,8 +14,8 @@ the gap behind the last read a buffer lives for as long as reruns read it, by th
 A hold of n + 1 + s, see `bring_at`, is one of s, and brings the buffer back: in front of step s it is rebuilt, if it is
 not there, whether or not it is read there. Rebuilt early, its inputs may still be there.
 
-The walk goes through the steps. In front of each it collects what the step reads and is not there, what is brought back
-there, and what the operators that make it read in turn, and runs those operators in the reference order.
+The simulation goes through the steps. In front of each it collects what the step reads and is not there, what is
+brought back there, and what the operators that make it read in turn, and runs those operators in the reference order.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from roamc.solvers.retain.tables import Tables
 
 
 class Room(NamedTuple):
-    """Arrays that the walk writes, used again and again; what lies behind the counts of a walk is stale.
+    """Arrays that a simulation writes, used again and again; what lies behind the counts of a simulation is stale.
 
     By run: op, step (the run is at, or in front of, this step of the reference order), first_read, first_made (with
     one entry more).  By read: seen, the version.  By version: buffer, born, last (runs, both included), again (made by
@@ -37,7 +37,7 @@ class Room(NamedTuple):
     wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
     brought, next_brought: by step the first gap that brings its buffer back there, and by gap the next such; else -1.
     stuck: the buffer that could not be rebuilt, -1 if the room was full; only where seconds are infinite.
-    runs: how many the last walk made.
+    runs: how many the last simulation made.
     """
 
     op: IntArray
@@ -68,7 +68,7 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """What a walk costs: seconds added, peak in bytes, area (bytes above the budget, summed over the runs), runs.
+    """Cost of a schedule: seconds added, peak in bytes, area (bytes above the budget, summed over the runs), runs.
 
     Seconds are infinite where the decisions ask for a rerun that is not allowed, or for too many.
     """
@@ -105,17 +105,17 @@ def make_room(tables: Tables, most_runs: int) -> Room:
 
 
 def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room) -> Score:
-    """Walk once; the room then holds the schedule. release, hold: int64[gaps]."""
-    seconds, peak, area, runs = walk_and_measure(tables, release, hold, budget, room)
+    """Simulate once; the room then holds the schedule. release, hold: int64[gaps]."""
+    seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
     return Score(seconds, int(peak), area, runs)
 
 
 @compiled_uncounted
-def walk_and_measure(
+def simulate_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
-    """Seconds, peak, area and runs of a walk; see `Score`."""
-    runs, seconds = walk(tables, release, hold, room)
+    """Seconds, peak, area and runs of a simulated schedule; see `Score`."""
+    runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
     mark_reuse(tables, runs, room)
@@ -128,7 +128,7 @@ def walk_and_measure(
 
 
 @compiled_uncounted
-def walk(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
+def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
     """Write the schedule into the room; the number of runs, and the seconds that the reruns add.
 
     Arrays have names of their own, and tuples go only where something is rebuilt: handing one on costs a microsecond.

@@ -1,7 +1,7 @@
-"""Versions of storages: readers read the newest one, and views of a storage are made anew of each.
+"""Storages in static single assignment: each version of a storage is written once, and readers read the newest one.
 
-What :mod:`recompute` and :mod:`compress` have in common: both make a storage a second time and hand it to the readers
-from there on.
+:mod:`recompute` and :mod:`compress` make a storage a second time, a new version, and hand it to the readers from there
+on. Views of a storage are made anew of each version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLACE = torch.uint8
 
 
 class Versions:
-    """Knows the newest version of everything, for a walk through the graph.
+    """The newest version of every storage, while the graph is walked through from the first node to the last.
 
     Attributes:
         graph: what is walked and written into.
