@@ -1,7 +1,7 @@
 """Lay some placements between arena and allocator out, trim what that is worth, and take the cheapest.
 
 What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
-the arena that are given back and come again. A budget comes first, and then that no peak is above eager's: where the
+the arena that are trimmed and come again. A budget comes first, and then that no peak is above eager's: where the
 arena loses so much to its alignment or to fragmentation that all others are, the allocator gets everything. So it does
 in small graphs where operators, or what the caller runs, may take so much beside the arena, see
 :mod:`roamc.passes.layout.eager`.

@@ -29,9 +29,8 @@ class Plan:
         fingerprint: hash of the graph that the plan was made for.
         versions: of roamc and torch.
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
-        peak_bytes: predicted peak of everything that the step allocates: the arena without what is
-            trimmed at that time, and outside it outputs, results left with the allocator, and results on their way
-            into the arena.
+        peak_bytes: predicted peak of everything that the step allocates: the arena without what is trimmed at that
+            time, and outside it outputs, results left with the allocator, and results on their way into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
         needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
             estimated by :mod:`roamc.cost.workspace`. This is what a budget is compared with.
