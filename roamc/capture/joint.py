@@ -3,7 +3,8 @@
 AOTAutograd hands the joint graph to our partition function. torch's own default partition (everything
 saved, nothing recomputed but what the user's ``checkpoint`` asks for) fixes what is forward, what is saved,
 and in which order AOTAutograd passes it on. The two halves are then stitched into one TrainGraph with a
-boundary between them, so that one plan and one arena serve both.
+boundary between them, so that one plan and one arena serve both. What functionalization has made of
+writes in place is undone behind that, see :mod:`roamc.capture.reinplace`.
 
 A checkpointed part that updates a buffer, such as a running mean, runs again in backward: eager updates the buffer
 twice, once in each run. Under torch.compile, by roamc as by any backend, AOTAutograd keeps the writes of forward alone:
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,9 @@ from torch import fx, nn
 from roamc import compat_aot, compat_dynamo
 from roamc.capture import recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
-from roamc.capture.caller_writes import to_callers
 from roamc.capture.collectives import join
-from roamc.capture.part_writes import to_parts
-from roamc.capture.returned_inputs import read_inputs
-from roamc.capture.sharing import Half
+from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
-from roamc.capture.value_check import values_kept
-from roamc.capture.view_writes import put_at_once, without_copies
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
@@ -97,15 +93,13 @@ def stitch(
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
     module = fx.GraphModule(_attributes(forward, backward), made.graph)
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
-    with values_kept(stitched, handed_over=True):
-        made.read_inputs()
-    with values_kept(stitched):
-        made.simplify(saved)
+    reinplace(stitched, made.mode, made.phase, saved)
     stands_for = join(module)
     copies = correct(made.graph)
+    names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)
+    left = {node.name for node in made.graph.nodes}
     return stitched.replace(
-        phase=_phases(made.phase, stands_for, copies),
-        saved=tuple(dict.fromkeys(stands_for.get(node.name, node.name) for node in saved if not node._erased)),
+        phase=_phases(made.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
     )
 
 
@@ -124,10 +118,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
     copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
-    with values_kept(copied, handed_over=True):
-        made.read_inputs()
-    with values_kept(copied):
-        made.simplify()
+    reinplace(copied, made.mode, made.phase)
     stands_for = join(copied.module)
     copies = correct(made.graph)
     return copied.replace(phase=_phases(made.phase, stands_for, copies))
@@ -205,28 +196,6 @@ class _Stitcher:
             else:
                 late.append(entry)
         return late
-
-    def read_inputs(self) -> None:
-        """Return views of inputs where eager does: see module returned_inputs."""
-        if self.mode is not None:
-            read_inputs(self.graph, self.mode, self.phase)
-
-    def simplify(self, saved: Iterable[fx.Node] = ()) -> None:
-        """Write where eager writes: see modules view_writes, caller_writes and part_writes.
-
-        What the graph returns and what is ``saved`` stays.
-        """
-        if self.mode is not None:
-            names = {node.name for node in (*output_values(self.graph), *saved) if node is not None}
-            gone = set(without_copies(self.graph, self.mode, names))
-            half = Half(self.graph, self.mode, self.phase, names)
-            for exchange in (to_callers, to_parts):
-                for node in list(self.graph.nodes):
-                    if node.name not in gone:
-                        gone.update(exchange(half, node))
-            gone.update(put_at_once(self.graph, self.mode, names))
-            for name in gone:
-                del self.phase[name]
 
     def mapped(self, node: Any) -> fx.Node | None:
         """The new node for one returned value."""

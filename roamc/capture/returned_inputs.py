@@ -33,7 +33,7 @@ from roamc.operators import ops
 aten = torch.ops.aten
 
 
-def read_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase]) -> None:
+def return_views_of_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase]) -> None:
     """Let outputs that are views of what was written to an input be views of the input.
 
     Args:
