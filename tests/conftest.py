@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from tests.tiers import mark_thorough
+
 # A run that was started in the background (nohup, some CI runners) inherits an ignored Ctrl-C, which tests press.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
 
 BEGUN = time.monotonic()
 
@@ -21,8 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", help="run tests in an order made of this word, the same for the same word")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where time may end before the tests do, another part of them is left out every time."""
+    """Mark the second tier. Where time may end before the tests do, another part of them is left out every time."""
+    mark_thorough(items)
     if config.getoption("--shuffle"):
         random.Random(config.getoption("--shuffle")).shuffle(items)
 

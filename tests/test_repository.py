@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("roamc", "passes", "solvers", "tests", "benchmarks")  # with setup.py, the fixed names at the top
 PACKAGES = FOLDERS[:3]  # what a user installs
@@ -186,3 +188,25 @@ def test_machine_pattern_finds(line: str) -> None:
 @pytest.mark.parametrize("line", ["#!/usr/bin/env bash", "roamc/opt/x", "a/home/b", "GiB/root/2"])
 def test_machine_pattern_leaves(line: str) -> None:
     assert not MACHINE.search(line)
+
+
+def test_tests_of_the_second_tier_exist() -> None:
+    for name in tiers.FIRST:
+        path, _, function = name.partition("::")
+        assert re.search(rf"^    ?def {function}\(|^def {function}\(", (ROOT / path).read_text(), re.MULTILINE), name
+
+
+def test_first_tier_has_as_many_cases_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Item:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid = nodeid
+            self.marks: list[str] = []
+
+        def add_marker(self, mark: str) -> None:
+            self.marks.append(mark)
+
+    monkeypatch.setattr(tiers, "FIRST", {"a::some": 3, "a::none": 0})
+    items = [Item(f"a::{name}[{number}]") for name in ("some", "none", "all") for number in range(10)]
+    tiers.mark_thorough(items)  # type: ignore[arg-type]
+    first = [item.nodeid for item in items if not item.marks]
+    assert first == ["a::some[0]", "a::some[3]", "a::some[7]", *(f"a::all[{number}]" for number in range(10))]

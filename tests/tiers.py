@@ -1,0 +1,95 @@
+"""Which cases of a test belong to the first tier: ``make test`` runs it, ``make test-rest`` the others.
+
+A test that is not named here is in the first tier with all its cases. Of one that is, so many of its cases are, evenly
+spread over them in their order; none of those with 0. The others get the mark ``thorough``. What is named takes more
+than some seconds; every claim keeps a test in the first tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+FIRST: dict[str, int] = {
+    "tests/benchmarks/test_plan_changes.py::test_a_plan_is_recorded_as_it_is_made": 0,
+    "tests/capture/test_in_place_values.py::test_a_budget_drops_what_an_activation_wrote_over": 2,
+    "tests/cli/test_cli.py::test_explain_shows_what_lower_peaks_cost": 0,
+    "tests/cli/test_cli.py::test_no_page_is_left_of_a_plan_that_does_not_fit": 0,
+    "tests/cli/test_cli.py::test_several_budgets_are_compared_in_one_table": 0,
+    "tests/cli/test_zoo.py::test_forward_and_backward_alone_are_planned_and_know_their_lines": 2,
+    "tests/cli/test_zoo.py::test_model_is_planned_without_weights": 3,
+    "tests/cost/test_cost.py::test_every_operator_of_the_models_has_a_price": 2,
+    "tests/end_to_end/test_budget.py::test_budget_leaves_every_bit": 2,
+    "tests/end_to_end/test_eager_peak.py::test_eagers_peak_is_what_the_allocator_sees": 21,
+    "tests/end_to_end/test_fake.py::test_planning_allocates_nothing_of_the_model": 1,
+    "tests/end_to_end/test_models.py::test_optimize_and_torch_compile_equal_aot_eager": 3,
+    "tests/end_to_end/test_models.py::test_train_step_equals_eager": 4,
+    "tests/end_to_end/test_part_writes.py::test_gradients_are_those_of_eager": 6,
+    "tests/end_to_end/test_peak.py::test_small_model_takes_no_more_than_eager": 4,
+    "tests/end_to_end/test_recurrent.py::test_dropout_between_layers_is_eagers": 3,
+    "tests/end_to_end/test_reliability.py::test_ctrl_c_at_any_line_leaves_a_whole_number_of_steps": 3,
+    "tests/end_to_end/test_reliability.py::test_two_hundred_steps_hold_the_memory_of_three": 1,
+    "tests/end_to_end/test_repeated_arguments.py::test_the_bits_are_those_of_torch": 10,
+    "tests/end_to_end/test_semantics.py::test_optimize_equals_aot_eager": 12,
+    "tests/end_to_end/test_without_arena.py::test_optimize_equals_aot_eager": 12,
+    "tests/graph/test_memory.py::test_kept_models_are_those_of_the_graph_as_it_is": 1,
+    "tests/graph/test_memory.py::test_model_live_bytes_are_real_in_program_order_reordered_and_with_in_place_reuse": 3,
+    "tests/graph/test_memory.py::test_random_graph_live_bytes_are_real_in_program_order_and_any_other": 15,
+    "tests/graph/test_value_flow.py::test_plans_of_random_models_keep_the_values": 1,
+    "tests/graph/test_verify.py::test_node_before_what_it_reads": 3,
+    "tests/graph/test_verify.py::test_noted_geometry_is_wrong": 3,
+    "tests/graph/test_verify.py::test_offset_is_misaligned_or_outside": 4,
+    "tests/graph/test_verify.py::test_storages_that_live_together_overlap": 4,
+    "tests/operators/test_overwrites.py::test_result_over_an_argument_has_the_same_bits": 68,
+    "tests/passes/retain/test_choose.py::test_no_set_of_codecs_is_below_the_bound": 1,
+    "tests/passes/retain/test_light.py::test_nothing_heavy_runs_again_and_no_bit_changes": 1,
+    "tests/passes/retain/test_recompute.py::test_random_reruns_of_models_leave_every_bit": 1,
+    "tests/passes/retain/test_recompute.py::test_random_reruns_of_random_graphs_leave_every_bit": 6,
+    "tests/passes/retain/test_recompute.py::test_reruns_ahead_of_their_readers_leave_every_bit": 4,
+    "tests/passes/retain/test_recompute.py::test_the_graph_has_no_more_live_bytes_than_the_solver_counted": 6,
+    "tests/passes/retain/test_selective.py::test_free_choice_keeps_the_same_budget_in_less_time": 1,
+    "tests/passes/test_eager.py::test_no_random_graph_is_planned_above_eager": 4,
+    "tests/passes/test_layout.py::test_random_graph_has_all_temporaries_in_the_arena_or_with_the_allocator": 6,
+    "tests/passes/test_normalize.py::test_random_graph_gives_the_same_bits_and_keeps_effects": 5,
+    "tests/passes/test_placement.py::test_a_module_never_takes_more_than_the_allocator_would": 1,
+    "tests/passes/test_placement.py::test_random_graph_splits_are_what_they_say": 8,
+    "tests/passes/test_reorder.py::test_random_graph_gives_the_same_bits_at_no_higher_peak": 8,
+    "tests/passes/test_reuse.py::test_random_graphs_keep_their_values_and_the_model_counts_right": 8,
+    "tests/passes/test_trim.py::test_passes_with_trims_give_the_same_bits": 4,
+    "tests/passes/test_trim.py::test_random_graphs_do_have_trims": 1,
+    "tests/passes/test_trim.py::test_steps_with_trims_give_the_same_bits": 3,
+    "tests/planning/test_budget.py::test_lower_budgets_never_cost_less": 0,
+    "tests/planning/test_budget.py::test_there_is_one_smallest_budget": 2,
+    "tests/planning/test_other_orders.py::test_never_a_higher_peak_and_never_a_larger_arena": 2,
+    "tests/planning/test_other_orders.py::test_the_foretold_memory_is_that_of_the_rewritten_graph": 2,
+    "tests/planning/test_pipeline.py::test_budget_is_kept_without_other_passes": 1,
+    "tests/planning/test_pipeline.py::test_every_shape_dtype_and_stride_is_derived_anew": 2,
+    "tests/planning/test_pipeline.py::test_every_subset_of_passes_gives_the_same_bits": 1,
+    "tests/planning/test_pipeline.py::test_program_of_a_random_graph_gives_the_bits_of_the_graph": 6,
+    "tests/report/test_frontier.py::test_curve_falls_and_never_lies_below_its_bound": 1,
+    "tests/report/test_frontier.py::test_curve_is_made_of_plans": 1,
+    "tests/report/test_frontier.py::test_ten_falling_budgets_have_no_higher_peak_and_no_less_time": 0,
+    "tests/report/test_html.py::test_page_is_the_same_every_time": 0,
+    "tests/report/test_html.py::test_script_finds_every_plot_of_the_page": 0,
+    "tests/report/test_report.py::test_sums_hold_for_other_models": 1,
+    "tests/solvers/order/test_portfolio.py::test_every_pair_of_switches": 15,
+    "tests/solvers/retain/test_portfolio.py::test_judge_accepts_answers_for_training_graphs": 3,
+    "tests/sweeps/test_databases.py::test_sample_of_entries": 1,
+    "tests/sweeps/test_models.py::test_bits_of_torch_or_one_clear_refusal": 6,
+    "tests/sweeps/test_models.py::test_bits_of_torch_where_modules_write_in_place": 6,
+    "tests/sweeps/test_peaks.py::test_a_step_takes_no_more_than_eagers": 1,
+}
+
+
+def mark_thorough(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that are not in the first tier."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, kept in FIRST.items():
+        of_test = cases.get(name, [])
+        first = {round(number * len(of_test) / kept) for number in range(kept)} if kept else set()
+        for number, item in enumerate(of_test):
+            if number not in first:
+                item.add_marker("thorough")
