@@ -9,6 +9,8 @@
 ``m`` has no bytes of its own any more, as in eager. Of a view of a view (``y[3:][:, 1].mul_(2)``) there are as many
 scatters as views, and all of them go. What has been written over cannot be made again from what it was,
 so that ``y`` and ``z`` must not be read in backward: there no budget could drop them.
+
+:mod:`roamc.capture.caller_writes` does the same where ``y`` is a tensor of the caller's, by functions of this module.
 """
 
 from __future__ import annotations
