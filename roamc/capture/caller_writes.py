@@ -29,8 +29,8 @@ from torch import fx
 
 from roamc.capture import part_writes
 from roamc.capture.in_place_values import geometry, writes_over
-from roamc.capture.sharing import Half, viewed
-from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.capture.sharing import Half, reads_as_another, viewed
+from roamc.graph.memory import WROTE_OVER, identity
 from roamc.operators import ops
 
 aten = torch.ops.aten
@@ -132,8 +132,7 @@ def _write(half: Half, node: fx.Node) -> _Write | None:
             return None
         alone = part_writes.fits(scatters[0], base, part, half.mode)
         return _Write(base, node, part if alone else node, scatters)
-    others = identities(set(node.all_input_nodes) - {base})
-    return _Write(base, node, node) if _overwrites(node) and identity(base.meta["val"]) not in others else None
+    return _Write(base, node, node) if _overwrites(node) and not reads_as_another(node, base) else None
 
 
 def _overwrites(node: fx.Node) -> bool:

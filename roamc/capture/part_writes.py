@@ -22,9 +22,9 @@ import torch
 from torch import fx
 
 from roamc.capture.in_place_values import geometry, writes_over
-from roamc.capture.sharing import Half
+from roamc.capture.sharing import Half, reads_as_another
 from roamc.compat import FakeTensorMode, OpOverload
-from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.graph.memory import WROTE_OVER, identity
 from roamc.graph.rewrite import placed_in
 from roamc.operators import ops
 
@@ -165,7 +165,7 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
         identity(seen) == storage
         and geometry(seen) == geometry(filled_by(scatter, mode))
         and (seen.shape, seen.dtype) == (made.shape, made.dtype)
-        and storage not in identities(set(value.all_input_nodes) - {part})
+        and not reads_as_another(value, part)
         and writes_over(value.target) is not None
         and (value.target in ROUNDED or _is_same_loop(value, seen, made))
     )

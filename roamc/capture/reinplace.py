@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from roamc.capture import value_check
 from roamc.capture.caller_writes import to_callers
 from roamc.capture.part_writes import to_parts
 from roamc.capture.returned_inputs import return_views_of_inputs
 from roamc.capture.sharing import Half
-from roamc.capture.value_check import values_kept
 from roamc.capture.view_writes import put_at_once, without_copies
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, TrainGraph, output_values
@@ -44,16 +44,17 @@ def reinplace(
     """
     if mode is None:
         return
-    with values_kept(graph, handed_over=True):
-        return_views_of_inputs(graph.graph, mode, phase)
+    values = value_check.values_of(graph)
+    return_views_of_inputs(graph.graph, mode, phase)
+    values = value_check.check(graph, values, handed_over=True)
     named = {node.name for node in (*output_values(graph.graph), *saved) if node is not None}
-    with values_kept(graph):
-        gone = set(without_copies(graph.graph, mode, named))
-        half = Half(graph.graph, mode, phase, named)
-        for exchange in (to_callers, to_parts):
-            for node in list(graph.graph.nodes):
-                if node.name not in gone:
-                    gone.update(exchange(half, node))
-        gone.update(put_at_once(graph.graph, mode, named))
-        for name in gone:
-            del phase[name]
+    gone = set(without_copies(graph.graph, mode, named))
+    half = Half(graph.graph, mode, phase, named)
+    for exchange in (to_callers, to_parts):
+        for node in list(graph.graph.nodes):
+            if node.name not in gone:
+                gone.update(exchange(half, node))
+    gone.update(put_at_once(graph.graph, mode, named))
+    for name in gone:
+        del phase[name]
+    value_check.check(graph, values)

@@ -23,12 +23,11 @@ import torch
 from torch import fx
 
 from roamc.capture.in_place_values import geometry
-from roamc.capture.sharing import viewed
+from roamc.capture.sharing import base_of, viewed
 from roamc.compat import FakeTensorMode
 from roamc.graph import Phase, output_node, output_values
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import derived
-from roamc.operators import ops
 
 aten = torch.ops.aten
 
@@ -89,9 +88,7 @@ def _keeps_writes(node: fx.Node, phase: Mapping[str, Phase]) -> bool:
 def _views_of_written(output: fx.Node | None, copies: Mapping[Any, fx.Node]) -> list[fx.Node]:
     """The views that lead from what a copy writes to ``output``; none if it is no such view."""
     views: list[fx.Node] = []
-    while isinstance(output, fx.Node) and output not in copies:
-        if not ops.is_view(output.target) or output.all_input_nodes != [output.args[0]]:
-            return []
+    while output is not None and output not in copies:
         views.insert(0, output)
-        output = output.args[0]  # type: ignore[assignment]
-    return views if output in copies else []
+        output = base_of(output)
+    return [] if output is None else views

@@ -91,8 +91,20 @@ class Half(Sharing):
         return node
 
 
+def base_of(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a view of; None if it is no view, or reads something else as well."""
+    if node.op != "call_function" or not ops.is_view(node.target) or node.all_input_nodes != [node.args[0]]:
+        return None
+    return node.all_input_nodes[0]
+
+
 def viewed(node: fx.Node) -> fx.Node:
     """What ``node`` is a view of, through all views; ``node`` itself if it is none."""
-    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes == [node.args[0]]:
-        node = node.all_input_nodes[0]
+    while (base := base_of(node)) is not None:
+        node = base
     return node
+
+
+def reads_as_another(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether ``node`` reads the storage of ``argument``, which it reads, as another tensor too."""
+    return identity(argument.meta["val"]) in identities(set(node.all_input_nodes) - {argument})

@@ -104,11 +104,10 @@ def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = ()
             fail(now, before, after, name, before.operators[name], number)
     if [number for number, _ in now.effects] != [number for number, _ in before.effects]:
         fail_effects(now, before, after)
-    again = {_output(at, port, "step") for at, port in enumerate(graph.outputs) if port.phase is Phase.FORWARD}
+    early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
+    again = {_output(position, port, "step") for position, port in early if port.phase is Phase.FORWARD}
     for what in {**before.finals, **now.finals}:
-        if handed_over and graph.boundary and what in again:
-            continue
-        if before.finals.get(what) != now.finals.get(what):
+        if what not in again and before.finals.get(what) != now.finals.get(what):
             fail(now, before, after, what, before.finals.get(what), now.finals.get(what))
     return now
 
@@ -237,9 +236,10 @@ class Walk:
 
     def uncopied(self, elements: Number) -> Number:
         """Of elements that have been copied from elsewhere, perhaps more than once, those."""
-        while (kind := (key := self.numbers.key(elements))[0]) in ("filled", "copied"):
-            elements = int(key[2]) if kind == "filled" else self.numbers.elements(*key[1:])
-        return elements
+        kind, *said = self.numbers.key(elements)
+        if kind == "filled":
+            return self.uncopied(int(said[1]))
+        return self.uncopied(self.numbers.elements(*said)) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
         """The number of a call."""
