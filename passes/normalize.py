@@ -33,9 +33,6 @@ NAME = "normalize"
 
 aten = torch.ops.aten
 
-SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-"""Operators whose result is their input, seen by nobody but autograd."""
-
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """What :func:`rounded` can round to."""
 
@@ -62,7 +59,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     Random operators stay even when unread: without them the operators behind would draw other numbers.
     """
     named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
-    aliases = [n.name for n in operators(graph.graph) if n.target in SAME and n.name not in named]
+    aliases = [n.name for n in operators(graph.graph) if ops.rule(n.target).renames and n.name not in named]
     apart = {node: None for node in operators(graph.graph) if _comes_apart(node)}
     live: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):

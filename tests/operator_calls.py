@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roamc import compat
 from roamc.operators import ops
+from roamc.operators.table import ROWS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Calls = dict[Any, list[Call]]
@@ -273,3 +274,14 @@ def _positive(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype.is_complex:
         return torch.complex(torch.rand(shape), torch.rand(shape)).to(dtype)
     return (torch.rand(shape) * (0.9 if dtype.is_floating_point else 9) + 0.05).to(dtype)
+
+
+def rows_with(fact: str) -> list[Any]:
+    """The overloads, without those that write to an argument, whose row of the operator table has ``fact``."""
+    overloads = []
+    for name in sorted({name.partition(".")[0] for name in ROWS}):
+        namespace, _, operator = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        overloads += [getattr(packet, overload) for overload in sorted(packet.overloads())]
+    plain = [one for one in overloads if not ops.rule(one).mutates and "out" not in one._schema.overload_name]
+    return [one for one in plain if getattr(ops.rule(one), fact)]

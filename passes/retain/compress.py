@@ -28,7 +28,7 @@ from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.rewrite import value_of
 from roamc.operators import ops
-from roamc.passes.normalize import SAME
+from roamc.operators.schemas import name_of
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
 from roamc.passes.retain.ssa import Versions
@@ -114,7 +114,7 @@ def _reads(memory: MemoryModel) -> dict[int, list[tuple[Phase, Read]]]:
 
 def _unaliased(node: fx.Node) -> fx.Node:
     """What ``node`` is another name for; itself if for nothing."""
-    while node.target in SAME:
+    while ops.rule(node.target).renames:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -219,7 +219,7 @@ class _Writer(Versions):
 
     def _mark(self, value: Value, role: str) -> Mark:
         maker = self.memory.operators[value.storage.producer].node
-        return Mark(value.storage.name, role, ops.name_of(maker.target))
+        return Mark(value.storage.name, role, name_of(maker.target))
 
     def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
         node = value.saved.node
@@ -227,7 +227,7 @@ class _Writer(Versions):
         names = [node]
         for name in names:
             self.renew(name, made)
-            names += [user for user in name.users if user.target in SAME]
+            names += [user for user in name.users if ops.rule(user.target).renames]
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
         tensor = value.saved.tensor

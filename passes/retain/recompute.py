@@ -25,6 +25,7 @@ from roamc.graph import TrainGraph
 from roamc.graph.rewrite import keep_state
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
+from roamc.operators.schemas import name_of
 from roamc.passes.retain.recompute_variants import recompute_variant, results_of
 from roamc.passes.retain.ssa import Versions
 
@@ -93,7 +94,7 @@ class _Writer(Versions):
         if ops.rule(first.target).random:
             target, args = replay, (self._state(first), first.target, *args)
         fresh = self.call(target, args, kwargs, first, at)
-        fresh.meta["again"], fresh.meta["again_target"] = first.name, ops.name_of(first.target)  # for reports
+        fresh.meta["again"], fresh.meta["again_target"] = first.name, name_of(first.target)  # for reports
         moved = self.moved(first, {})
         fresh.meta["val"] = moved if isinstance(moved, torch.Tensor) else moved[:count]
         renewed = [node for node in self.results(first) if self.memory.storage_of(node).name in again.renews]

@@ -125,7 +125,7 @@ def _write(half: Half, node: fx.Node) -> _Write | None:
         return None
     if geometry(node.meta["val"]) != geometry(base.meta["val"]):
         return None
-    if node.target in part_writes.PARTS:
+    if ops.rule(node.target).part is not None:
         scatters = part_writes.down_from(node, half.mode)
         part = scatters[0].args[1]
         if not isinstance(part, fx.Node) or node.kwargs or identity(part.meta["val"]) == identity(base.meta["val"]):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -29,6 +28,7 @@ from roamc.graph.rewrite import derived
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
 from roamc.operators.out_variants import FormKind, form_of
+from roamc.operators.schemas import relative
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def makes_value(target: object) -> OpOverload | None:
     Returns:
         None where ``target`` is no such operator, or where its twin could not run again.
     """
-    twin = _twin(target, lambda name: name.removesuffix("_"))
+    twin = relative(target, lambda name: name.removesuffix("_"))
     if twin is None or ops.rule(target).mutates != (0,):
         return None
     rule = ops.rule(twin)
@@ -63,23 +63,8 @@ def makes_value(target: object) -> OpOverload | None:
 @functools.cache
 def writes_over(target: object) -> OpOverload | None:
     """The operator that writes over its first argument what ``target`` makes; None where torch has none."""
-    twin = _twin(target, lambda name: f"{name}_")
+    twin = relative(target, lambda name: f"{name}_")
     return twin if twin is not None and ops.rule(twin).mutates == (0,) else None
-
-
-def _twin(target: object, rename: Callable[[str], str]) -> OpOverload | None:
-    """The ATen operator with another name that takes the same arguments."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return None
-    packet = getattr(torch.ops.aten, rename(target._schema.name.removeprefix("aten::")), None)
-    if packet is None or packet is target.overloadpacket:
-        return None
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((twin for twin in overloads if _arguments(twin) == _arguments(target)), None)
-
-
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
 class _Exchange(Sharing):

@@ -15,7 +15,7 @@ so that ``y`` and ``z`` must not be read in backward: there no budget could drop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,24 +30,6 @@ from roamc.operators import ops
 
 aten = torch.ops.aten
 
-PARTS: Mapping[object, OpOverload] = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-    aten.as_strided_scatter.default: aten.as_strided.default,
-}
-"""Operators that put a value into a copy of their first argument, to the view of the part that it fills."""
-
-ROUNDED = frozenset(
-    {
-        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.abs.default),
-        *(aten.relu.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default),
-        *(aten.copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
-    }
-)
-"""Operators whose results are rounded once, or are elements of their arguments: they have the same bits whatever the
-strides. Other operators need a part with the strides of their result."""
-
 
 def to_parts(half: Half, scatter: fx.Node) -> list[str]:
     """Let what makes the value of ``scatter`` write to the part, if only forward reads the whole.
@@ -55,7 +37,7 @@ def to_parts(half: Half, scatter: fx.Node) -> list[str]:
     Returns:
         Names of the nodes that are gone: ``scatter``, and those that put its result into something larger.
     """
-    if scatter.target not in PARTS:
+    if ops.rule(scatter.target).part is None:
         return []
     scatters = until_whole(scatter, half.mode)
     whole, value = scatters[-1].args[0], scatter.args[1]
@@ -83,7 +65,7 @@ def copy_to_part(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> Non
     """Copy the value that ``scatters`` put into ``whole``, innermost first, to the part that it fills."""
     part = whole
     for scatter in reversed(scatters):
-        part = half.add(scatters[-1], PARTS[scatter.target], (part, *scatter.args[2:]))
+        part = half.add(scatters[-1], ops.rule(scatter.target).part, (part, *scatter.args[2:]))
     half.add(scatters[-1], aten.copy_.default, (part, scatters[0].args[1]))
 
 
@@ -104,9 +86,10 @@ def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) ->
 
 def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
     """The part of its first argument that ``scatter`` fills."""
+    view: Any = ops.rule(scatter.target).part
     whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
     with mode:
-        part: torch.Tensor = PARTS[scatter.target](whole, *scatter.args[2:])
+        part: torch.Tensor = view(whole, *scatter.args[2:])
     return part
 
 
@@ -124,7 +107,7 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
 def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
     """The nested scatters that end in ``scatter``, innermost first: what :func:`until_whole` gives for the first."""
     scatters = [scatter]
-    while isinstance(inner := scatters[0].args[1], fx.Node) and inner.target in PARTS and not inner.kwargs:
+    while isinstance(inner := scatters[0].args[1], fx.Node) and ops.rule(inner.target).part and not inner.kwargs:
         if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):
             break
         scatters.insert(0, inner)
@@ -133,7 +116,7 @@ def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
 
 def _puts_back(outer: fx.Node, scatter: fx.Node, mode: FakeTensorMode) -> bool:
     """Whether ``outer`` puts what ``scatter`` makes of a part to where that part was."""
-    if outer.target not in PARTS or outer.kwargs or outer.args[1] is not scatter:
+    if ops.rule(outer.target).part is None or outer.kwargs or outer.args[1] is not scatter:
         return False
     part, filled = scatter.args[0].meta["val"], filled_by(outer, mode)  # type: ignore[union-attr]
     return identity(part) == identity(filled) and geometry(part) == geometry(filled)
@@ -167,7 +150,7 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
         and (seen.shape, seen.dtype) == (made.shape, made.dtype)
         and not reads_as_another(value, part)
         and writes_over(value.target) is not None
-        and (value.target in ROUNDED or _is_same_loop(value, seen, made))
+        and (ops.rule(value.target).rounds_once or _is_same_loop(value, seen, made))
     )
 
 

@@ -43,4 +43,4 @@ def values_kept(graph: TrainGraph) -> Iterator[None]:
 
 def _writes(target: object) -> bool:
     rule = ops.rule(target)
-    return bool(rule.mutates) or rule.patches
+    return bool(rule.mutates) or rule.part is not None

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roamc.capture.in_place_values import geometry
-from roamc.capture.part_writes import PARTS, filled_by, until_whole
+from roamc.capture.part_writes import filled_by, until_whole
 from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode
 from roamc.graph.memory import identities, identity
@@ -30,9 +30,6 @@ from roamc.graph.rewrite import derived
 from roamc.operators import ops
 
 aten = torch.ops.aten
-
-COPIES = frozenset({aten.copy.default, aten.fill.Tensor})
-"""Operators whose result is their second argument in the shape of the first."""
 
 
 def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
@@ -56,7 +53,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
         return any(places[first] < place <= last for place, written in writes if written == storage)
 
     for node in list(graph.nodes):
-        if node.target not in COPIES or node.name in named or not _is_scattered(node) or not _is_plain(node):
+        if not ops.rule(node.target).broadcasts or node.name in named or not _is_scattered(node) or not _is_plain(node):
             continue
         source, scatters = node.args[1], list(node.users)
         storage = identity(source.meta["val"])
@@ -103,7 +100,7 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
     gone: list[str] = []
     written = {storage for node in graph.nodes for storage in identities(ops.mutated_arguments(node))}
     for node in list(graph.nodes):
-        if node.target not in PARTS or node.kwargs or node.name in gone:
+        if ops.rule(node.target).part is None or node.kwargs or node.name in gone:
             continue
         *inner, last = until_whole(node, mode)
         whole: Any = last.args[0]
@@ -130,7 +127,7 @@ def _is_alone(whole: fx.Node, scatter: fx.Node) -> bool:
 def _fills_with_itself(scatter: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
     """Whether ``source`` is the part of its base that ``scatter`` fills, so that its result is its base."""
     whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
-    if scatter.target not in PARTS or scatter.kwargs or geometry(whole) != geometry(scatter.meta["val"]):
+    if ops.rule(scatter.target).part is None or scatter.kwargs or geometry(whole) != geometry(scatter.meta["val"]):
         return False
     part = source.meta["val"]
     return identity(part) == identity(whole) and geometry(part) == geometry(filled_by(scatter, mode))
@@ -156,7 +153,7 @@ def _erased(sharing: Sharing, copy: fx.Node) -> list[str]:
 def _is_scattered(node: fx.Node) -> bool:
     """Whether all that is done with ``node`` is to put its elements into another tensor."""
     return bool(node.users) and all(
-        ops.rule(reader.target).patches and reader.args[1] is node and reader.args[0] is not node
+        ops.rule(reader.target).part is not None and reader.args[1] is node and reader.args[0] is not node
         for reader in node.users
     )
 

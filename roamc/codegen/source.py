@@ -38,18 +38,6 @@ from roamc.operators.kernels import KERNELS
 from roamc.operators.out_variants import Form, FormKind, form_of
 from roamc.units import Bytes
 
-CLONES_BASE = frozenset(
-    {
-        torch.ops.aten.copy.default,
-        torch.ops.aten.slice_scatter.default,
-        torch.ops.aten.select_scatter.default,
-        torch.ops.aten.diagonal_scatter.default,
-        torch.ops.aten.as_strided_scatter.default,
-        torch.ops.aten.as_strided_copy.default,
-    }
-)
-"""Operators that read the whole storage of their first argument, which here may be the arena: always our kernels."""
-
 
 @dataclass(frozen=True)
 class Program:
@@ -274,7 +262,7 @@ class _Emitter:
         placed = [(position, storage) for position, storage in births if self._placed(storage)]
         comment = self._comment(node)
         lean = form.kind is FormKind.KERNEL and KERNELS[node.target].lean  # type: ignore[index]
-        if not placed and not lean and node.target not in CLONES_BASE:
+        if not placed and not lean and not ops.rule(node.target).whole_storage:  # ours alone, in an arena
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
             return [*self._allocate_rest(node, births), self._written(node, form) + comment]

@@ -17,7 +17,7 @@ from torch import fx
 from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import identity
-from roamc.operators import ops
+from roamc.operators.schemas import name_of
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Objects of torch whose text is their value."""
@@ -83,4 +83,4 @@ def _text(value: Any) -> str:
         return f"tensor{_geometry(value)}"
     if isinstance(value, fx.GraphModule):
         return f"graph({'; '.join(_lines(value))})"
-    return ops.name_of(value)
+    return name_of(value)

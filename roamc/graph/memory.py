@@ -238,7 +238,7 @@ def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, St
     """
     for position, operator in enumerate(memory.operators):
         rule = ops.rule(operator.node.target)
-        gradient = (rule.accumulates or rule.patches) and operator.phase is not Phase.FORWARD
+        gradient = (rule.accumulates or rule.part is not None) and operator.phase is not Phase.FORWARD
         if operator.births and (WROTE_OVER in operator.node.meta or gradient):
             argument = operator.node.args[0]
             if isinstance(argument, fx.Node) and (argument.name, 0) in memory.owner:

@@ -28,6 +28,7 @@ from roamc import files
 from roamc.graph import TrainGraph, operators, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
 from roamc.operators import ops
+from roamc.operators.schemas import name_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -53,7 +54,7 @@ def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
         result.add_node(node.name, kind="input")
     for step, operator in enumerate(memory.operators):
         node = operator.node
-        about = {"operator": ops.name_of(node.target), "source": source_line(node)}
+        about = {"operator": name_of(node.target), "source": source_line(node)}
         result.add_node(node.name, kind="operator", step=step, phase=operator.phase.name.lower(), **about)
     makers = _makers(graph, memory)
     for operator in memory.operators:
@@ -127,7 +128,7 @@ def _operator(graph: TrainGraph, memory: MemoryModel, node: fx.Node, works: bool
     line = source_line(node)
     remarks += [f"# {line}"] if line else []
     given = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
-    call = f"{ops.name_of(node.target).removesuffix('.default')}({', '.join(given)})"
+    call = f"{name_of(node.target).removesuffix('.default')}({', '.join(given)})"
     return "  ".join([f"{node.name}{_tensors(node)} = {call}", *remarks])
 
 
@@ -168,7 +169,7 @@ def _argument(value: Any) -> str:
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value).removeprefix("torch.")
     if callable(value):
-        return ops.name_of(value)
+        return name_of(value)
     return str(value)
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
 from roamc.graph.train_graph import tensors_of
 from roamc.graph.value_numbers import Key, Number
+from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 
 if TYPE_CHECKING:
@@ -70,15 +70,6 @@ def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | No
     return walk.number(call), {position: walk.numbers.of("part", same, position) for position in range(3)}
 
 
-PARTS: dict[object, OpOverload] = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-    aten.as_strided_scatter.default: aten.as_strided.default,
-}
-"""Operators that put a value into a copy of their first argument, to the view of the part that it fills."""
-
-
 def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A write to a part of the first argument, whether that part is written itself or a copy of the whole is made."""
     base, value = call.args[:2]
@@ -87,7 +78,7 @@ def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | Non
         return None
     numbers = walk.numbers
     (lies,), (result,) = numbers.places(base), numbers.places(call.node)
-    view = PARTS[call.target]
+    view: Any = numbers.target(call.target).rule.part
     key = numbers.target(view).number, lies.geometry, call.keys[0][2:]
     (part,) = numbers.lies(key, whole, lambda: view(whole, *call.args[2:]))
     content, elements = walk.content(lies), walk.elements(value)
@@ -122,16 +113,22 @@ def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     return walk.number(call), {0: walk.content(lies)}
 
 
-EQUAL: dict[object, Callable[[Walk, Call], tuple[Number, dict[int, Number]] | None]] = {
+Equal = Callable[["Walk", Call], tuple[Number, dict[int, Number]] | None]
+
+EQUAL: dict[object, Equal] = {
     aten.native_dropout.default: _dropout,
     aten._native_batch_norm_legit.default: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten.copy.default: _copied,
-    aten.fill.Tensor: _copied,
     aten.clone.default: _cloned,
-    **dict.fromkeys(PARTS, _scattered),
 }
 """Operator to the number of a call, and of those of its results that another operator makes as well."""
+
+
+def equal_of(target: Any, rule: ops.OpRule) -> Equal | None:
+    """What gives a call of ``target`` its number, and those of its results that another operator makes as well."""
+    if rule.part is not None:
+        return _scattered
+    return _copied if rule.broadcasts else EQUAL.get(target)
 
 
 def _held(value: float, dtype: torch.dtype) -> float:

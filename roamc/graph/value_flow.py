@@ -32,7 +32,7 @@ from torch import fx
 from roamc.errors import VerifyError
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.rewrite import derived
-from roamc.graph.same_values import EQUAL, Call
+from roamc.graph.same_values import Call, equal_of
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
 from roamc.operators import ops
@@ -252,8 +252,8 @@ class Walk:
         return self.numbers.of("call", self.numbers.target(target).number, *keys, state, once)
 
     def _equal(self, call: Call) -> tuple[Number, dict[int, Number]] | None:
-        rule = EQUAL.get(call.target)
-        return rule(self, call) if rule is not None else None
+        equal = equal_of(call.target, self.numbers.target(call.target).rule)
+        return equal(self, call) if equal is not None else None
 
     def _misplaced(self, node: fx.Node, target: Target, places: Sequence[Place]) -> str | None:
         if target.target is operator.getitem:

@@ -14,6 +14,7 @@ from roamc.compat import OpOverload, fake_mode_of
 from roamc.graph.memory import fills_storage, identity
 from roamc.graph.train_graph import tensors_of
 from roamc.operators import ops
+from roamc.operators.schemas import relative
 
 Number = int
 Key = tuple[Any, ...]
@@ -118,15 +119,7 @@ class Numbers:
 
 def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:
     """The operator that makes what ``target`` writes over its first argument; None if there is none."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or rule.mutates != (0,):
-        return None
-    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
-    return next((twin for twin in overloads if twin is not target and _declared(twin) == _declared(target)), None)
-
-
-def _declared(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    return relative(target, lambda name: name.removesuffix("_")) if rule.mutates == (0,) else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""The operator table: what an operator views, mutates, may write over; whether it draws, talks to ranks, repeats.
-
-Most of it is in the operator's schema and tags. ``ROWS`` holds what a schema does not say. Code asks
-:func:`rule` and never compares operator names itself.
-"""
+"""What is known of an operator: its row of the table, joined with its schema and tags, and what follows for a call."""
 
 from __future__ import annotations
 
@@ -10,21 +6,23 @@ import enum
 import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import fx
 
-from roamc.compat import HigherOrderOperator, OpOverload
+from roamc.compat import OpOverload
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.random import replay, save_rng_state
+from roamc.operators.schemas import argument_of
+from roamc.operators.table import ROWS, Facts, Row
 
 Target = object
 
 
 @dataclass(frozen=True)
-class OpRule:
+class OpRule(Facts):
     """What the planner must know of one operator.
 
     Attributes:
@@ -38,13 +36,6 @@ class OpRule:
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
-        shape_of: positions of the arguments of which the operator reads the shape and no element.
-        compares: (position of a tensor, position of a number): of the tensor's elements the operator reads only whether
-            they are above the number.
-        patches: what functionalization writes for an operator that eager runs on a view of the first argument. The
-            result is that argument with the view replaced; eager makes no new tensor.
-        accumulates: torch's formulas for gradients write it over its first argument in eager, and call this form while
-            they are traced.
     """
 
     view_of: tuple[int, ...] = ()
@@ -55,110 +46,7 @@ class OpRule:
     ordered: bool = False
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
-    shape_of: tuple[int, ...] = ()
-    compares: tuple[int, int] | None = None
-    patches: bool = False
-    accumulates: bool = False
 
-
-@dataclass(frozen=True)
-class Row:
-    """Corrections to what schema and tags say; None leaves a field as derived."""
-
-    view_of: tuple[int, ...] | None = None
-    random: bool | None = None
-    recomputable: bool | None = None
-    overwrites: tuple[int, ...] | None = None
-    shape_of: tuple[int, ...] = ()
-    compares: tuple[int, int] | None = None
-    patches: bool = False
-    accumulates: bool = False
-
-
-ROWS: dict[str, Row] = {
-    # Share storage although their schema declares no alias.
-    "aten::_unsafe_view": Row(view_of=(0,)),
-    "aten::_reshape_alias": Row(view_of=(0,)),
-    "aten::lift": Row(view_of=(0,)),
-    "aten::lift_fresh": Row(view_of=(0,)),
-    "aten::unsafe_split": Row(view_of=(0,)),
-    "aten::unsafe_split_with_sizes": Row(view_of=(0,)),
-    # Draw random numbers although not tagged so in every supported torch.
-    "aten::native_dropout": Row(random=True),
-    "aten::bernoulli_": Row(random=True),
-    "aten::uniform_": Row(random=True),
-    "aten::normal_": Row(random=True),
-    "aten::_fused_dropout": Row(random=True),
-    # Has no dropout: refuses probabilities above 0.
-    "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
-    # Add up or write with atomics on a GPU, or pick one of equals: the same inputs may give other bits. All that
-    # torch.use_deterministic_algorithms lists, and attention's backward.
-    "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::_index_put_impl_": Row(recomputable=False),
-    "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::scatter.src": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::scatter.reduce": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::put": Row(recomputable=False, accumulates=True),
-    "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::max_pool3d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::adaptive_max_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::adaptive_max_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::avg_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
-    **dict.fromkeys(
-        [
-            *("aten::scatter_reduce", "aten::index_reduce", "aten::index_copy", "aten::_unsafe_index_put"),
-            *("aten::cumsum", "aten::histc", "aten::bincount", "aten::kthvalue", "aten::median", "aten::nanmedian"),
-            *("aten::nll_loss2d_forward", "aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
-            "aten::_adaptive_avg_pool3d_backward",
-            *("aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::_embedding_bag_dense_backward"),
-            *(f"aten::upsample_{name}_backward" for name in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
-            *(f"aten::_upsample_{name}2d_aa_backward" for name in ("bilinear", "bicubic")),
-            *(f"aten::grid_sampler_{rank}d_backward" for rank in (2, 3)),
-            *(f"aten::fractional_max_pool{rank}d_backward" for rank in (2, 3)),
-            *(f"aten::{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
-            *(f"aten::_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
-            *(f"aten::_scaled_dot_product_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
-        ],
-        Row(recomputable=False),
-    ),
-    # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
-    "aten::linalg_lstsq": Row(recomputable=False),
-    # Pointwise, though torch does not say so.
-    "aten::hardswish": Row(overwrites=(0,)),
-    **dict.fromkeys(
-        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardtanh", "leaky_relu", "softplus")],
-        Row(overwrites=(0, 1)),
-    ),
-    # Whole rows are read before they are written, and every element of them before its place.
-    "aten::_softmax": Row(overwrites=(0,)),
-    "aten::_log_softmax": Row(overwrites=(0,)),
-    "aten::_softmax_backward_data": Row(overwrites=(0, 1)),
-    "aten::_log_softmax_backward_data": Row(overwrites=(0, 1)),
-    # The addend is copied into the result first, unless it lies there.
-    "aten::addmm": Row(overwrites=(0,)),
-    "aten::baddbmm": Row(overwrites=(0,)),
-    "aten::scatter": Row(overwrites=(0,), accumulates=True),
-    "aten::masked_scatter": Row(accumulates=True),
-    # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
-    "aten::copy": Row(overwrites=(0, 1)),
-    "aten::masked_fill": Row(overwrites=(0,)),
-    "aten::slice_scatter": Row(overwrites=(0,), patches=True),
-    "aten::select_scatter": Row(overwrites=(0,), patches=True),
-    "aten::diagonal_scatter": Row(overwrites=(0,), patches=True),
-    "aten::as_strided_scatter": Row(overwrites=(0,), patches=True),
-    "aten::bernoulli": Row(overwrites=(0,)),
-    **dict.fromkeys(
-        [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
-    ),
-    **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
-    # Work in place: our kernels copy their argument into the result first, unless it lies there.
-    **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
-    # Read less of an argument than its elements.
-    "aten::avg_pool2d_backward": Row(shape_of=(1,)),
-    "aten::threshold_backward": Row(compares=(1, 2)),
-}
 
 COLLECTIVE_NAMESPACES = frozenset(
     {
@@ -186,7 +74,7 @@ def rule(target: Target) -> OpRule:
 
 def _from_schema(target: OpOverload) -> OpRule:
     schema = target._schema
-    row = ROWS.get(f"{schema.name}.{schema.overload_name}", ROWS.get(schema.name, Row()))
+    row = ROWS.get(f"{schema.name}.{schema.overload_name or 'default'}", ROWS.get(schema.name, Row()))
     mutates: list[int | str] = []
     views: list[int] = []
     for position, argument in enumerate(schema.arguments):
@@ -208,10 +96,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
-        shape_of=row.shape_of,
-        compares=row.compares,
-        patches=row.patches,
-        accumulates=row.accumulates,
+        **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )
 
 
@@ -226,14 +111,6 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
 def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether this call draws random numbers: attention does not where its dropout has probability 0."""
     return rule(target).random and argument_of(target, args, kwargs, "dropout_p") != 0
-
-
-def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> Any:
-    """An argument of a call by its name in the schema, given or its default; None if there is none of that name."""
-    for position, argument in enumerate(target._schema.arguments if isinstance(target, OpOverload) else ()):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None
 
 
 def may_overwrite(node: fx.Node) -> tuple[int, ...]:
@@ -266,21 +143,6 @@ def _storages(arguments: Iterable[Any]) -> set[int]:
     values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
     dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
     return {value.untyped_storage()._cdata for value in dense}
-
-
-def name_of(target: Target) -> str:
-    """The qualified name of an operator or a function, the same in every process; of another object that of its type.
-
-    ``aten.mul.Tensor``, ``_operator.getitem``, ``roamc.operators.random.replay``.
-    """
-    if isinstance(target, OpOverload):
-        return str(target)
-    if isinstance(target, HigherOrderOperator):
-        return f"higher_order.{target.name()}"
-    if isinstance(target, functools.partial):
-        return f"partial({name_of(target.func)}, {len(target.args)}, {sorted(target.keywords)})"
-    named = target if hasattr(target, "__qualname__") else type(target)
-    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def is_view(target: Target) -> bool:

@@ -8,8 +8,8 @@
 | ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
 
 An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
-plain operator and copy, which would hide an allocation. So do those of ``COPYING``, though their kernels are their own;
-and those of ``ASKING`` give other numbers in an arena.
+plain operator and copy, which would hide an allocation. Nor does one that does not write its results where it is told
+to: see :class:`roamc.operators.table.OutForm`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import enum
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from roamc.compat import OpOverload, has_kernel, suggested_format
 from roamc.graph import tensors_of
 from roamc.operators.kernels import KERNELS
-
-aten = torch.ops.aten
+from roamc.operators.ops import rule
+from roamc.operators.table import OutForm
 
 
 class FormKind(enum.Enum):
@@ -54,22 +53,6 @@ class Form:
 
 ALLOCATE = Form(FormKind.ALLOCATE)
 
-COPYING = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
-"""Operators that with ``out=`` make their result first and copy it."""
-
-ASKING = frozenset({aten.linalg_qr.default})
-"""Operators that with ``out=`` work differently if two results share a storage, as all tensors of an arena do."""
-
-IN_ROWS = frozenset(
-    {
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_functional.default,
-    }
-)
-"""Operators that with ``out=`` give wrong numbers for a first argument that lies neither in rows nor channels last."""
-
 
 def form_of(node: fx.Node, births: int) -> Form:
     """The form of ``node``, which makes ``births`` new storages."""
@@ -82,7 +65,7 @@ def form_of(node: fx.Node, births: int) -> Form:
     count = len(results) if isinstance(results, list | tuple) else 1
     if not isinstance(target, OpOverload) or len(devices) != 1 or not births == len(tensors) == count:
         return ALLOCATE
-    if target in IN_ROWS and not _in_rows(node.args[0]):
+    if rule(target).out_form is OutForm.IN_ROWS and not _in_rows(node.args[0]):
         return ALLOCATE
     return _form(target, devices.pop())
 
@@ -101,7 +84,8 @@ def _form(target: OpOverload, device: str) -> Form:
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
     found = out_overload(target) if device != "meta" else None  # what nobody reads, until it is erased
-    if found is not None and target not in COPYING | ASKING and has_kernel(found[0].name(), device.upper()):
+    writes = rule(target).out_form in (OutForm.WRITES, OutForm.IN_ROWS)
+    if found is not None and writes and has_kernel(found[0].name(), device.upper()):
         return Form(FormKind.OUT, *found)
     return ALLOCATE
 

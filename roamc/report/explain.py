@@ -26,8 +26,8 @@ from roamc.graph.memory import (
     sizes,
     timeline,
 )
-from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
+from roamc.operators.schemas import name_of
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
@@ -230,7 +230,7 @@ def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = Fa
         step=step,
         steps=len(memory.operators),
         name=operator.node.name,
-        operator=ops.name_of(operator.node.target),
+        operator=name_of(operator.node.target),
         phase=operator.phase.name,
         source=origin(operator.node, operator.phase, parameter_names(graph)),
         live_bytes=int(live[step]),
@@ -261,7 +261,7 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
         made = [storage for storage in births if storage.place is Place.TEMPORARY]
         if not made or form_of(operator.node, len(births)).kind is not FormKind.ALLOCATE:
             continue
-        name = ops.name_of(operator.node.target)
+        name = name_of(operator.node.target)
         before = found.get(name, Allocating(name, 0, 0, 0))
         kept = sum(storage.nbytes for storage in made if storage.name in apart)
         copied = sum(storage.nbytes for storage in made) - kept
@@ -281,7 +281,7 @@ def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s,
             nbytes=storage.nbytes,
             kind=_kind(storage, storage.index in saved),
             place=_place(storage, graph.layout),
-            operator=ops.name_of(maker.node.target) if maker else "",
+            operator=name_of(maker.node.target) if maker else "",
             phase=maker.phase.name if maker else Phase.BACKWARD.name,
             source=origin(maker.node, maker.phase, names) if maker else "",
             born=int(born[row]),

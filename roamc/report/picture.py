@@ -17,7 +17,7 @@ import numpy as np
 
 from roamc.graph import TrainGraph
 from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
-from roamc.operators import ops
+from roamc.operators.schemas import name_of
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
 from roamc.report.origin import origin, parameter_names
 from roamc.solvers.layout import make_problem, solve
@@ -147,7 +147,7 @@ def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
 def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
     names = parameter_names(graph)
     return tuple(
-        Work(op.node.name, ops.name_of(op.node.target), op.phase.name, origin(op.node, op.phase, names))
+        Work(op.node.name, name_of(op.node.target), op.phase.name, origin(op.node, op.phase, names))
         for op in memory.operators
     )
 

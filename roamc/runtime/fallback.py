@@ -29,8 +29,6 @@ from roamc.runtime.whole_storage import extent_of, own
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
-as_strided = torch.ops.aten.as_strided.default
-BY_OFFSET = frozenset({torch.ops.aten.as_strided_scatter.default, torch.ops.aten.as_strided_copy.default})
 """Operators that make a new tensor by offsets into the storage of their first argument."""
 
 
@@ -181,10 +179,10 @@ class _Rest:
         given: Any = fx.map_arg((node.args, node.kwargs), self.value)
         args, kwargs = given
         target: Any = node.target
-        if target is as_strided:
+        if target is torch.ops.aten.as_strided.default:
             self.made[node] = self._as_strided(node, *args, **kwargs)
             return
-        if target in BY_OFFSET:
+        if ops.rule(target).absolute:
             args = (_outside(node.all_input_nodes[0], args[0], self.arena), *args[1:])
         self.made[node] = target(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from roamc.errors import CaptureError
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, verify
 from roamc.graph.memory import identity
 from roamc.operators import ops
+from roamc.operators.schemas import name_of
 from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import assert_same, noise, optimized
 from tests.graphs import joint_graph
@@ -176,6 +177,6 @@ def halves_with(dropout: float) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 def test_attention_of_a_gpu_runs_again_in_backward_only_without_dropout() -> None:
     graph = joint.stitch(*halves_with(0.0), 1, (), "n")
-    assert len([node for node in operators(graph.graph) if ops.name_of(node.target).startswith("aten._scaled")]) == 2
+    assert len([node for node in operators(graph.graph) if name_of(node.target).startswith("aten._scaled")]) == 2
     with pytest.raises(CaptureError, match="would draw random numbers again in backward"):
         joint.stitch(*halves_with(0.1), 1, (), "n")

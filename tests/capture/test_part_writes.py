@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from roamc.capture.in_place_values import writes_over
-from roamc.capture.part_writes import ROUNDED, to_parts
+from roamc.capture.part_writes import to_parts
 from roamc.capture.sharing import Half
 from roamc.graph.memory import WROTE_OVER, build_memory
 from roamc.graph.rewrite import mode_of
+from roamc.operators import ops
 from tests.graphs import assert_same, clones, run_real, traced
+from tests.operator_calls import rows_with
 
 aten = torch.ops.aten
 WHOLE, OTHER = torch.randn(6, 8), torch.randn(6, 4)
@@ -121,7 +123,7 @@ def by_itself(function: Callable[..., Any], *, phases: str = "", marked: bool = 
     """The graph of ``function`` with writes in parts, and how many scatters are gone."""
     graph = traced(function, WHOLE, OTHER, phases=phases)
     for node in graph.graph.nodes:
-        if marked and node.target in (*ROUNDED, aten.tanh.default):
+        if marked and (node.target is aten.tanh.default or ops.rule(node.target).rounds_once):
             node.meta[WROTE_OVER] = True
     mode = mode_of(graph.graph)
     assert mode is not None
@@ -173,11 +175,11 @@ ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     aten.clamp_max.default: (0.0,),
     aten.fill.Scalar: (0.3,),
 }
-"""What an operator of ``ROUNDED`` is called with behind its first argument; others with nothing, or with a tensor."""
+"""What such an operator is called with behind its first argument; others with nothing, or with a tensor."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("target", sorted(ROUNDED, key=str), ids=str)
+@pytest.mark.parametrize("target", rows_with("rounds_once"), ids=str)
 def test_rounded_operators_have_the_same_bits_in_a_part(target: Any, dtype: torch.dtype) -> None:
     whole = torch.tensor(ODD * 7, dtype=dtype).view(10, 7).t().contiguous()
     part = whole[1:6, ::3]

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from roamc.graph import TrainGraph, operators
 from roamc.graph.fingerprint import fingerprint
-from roamc.operators import ops
 from roamc.operators.random import replay
+from roamc.operators.schemas import name_of
 from roamc.options import Options
 from roamc.planning import search
 from tests.end_to_end.helpers import COMPILE_KEEPS_CHECKS
@@ -139,7 +139,7 @@ def test_three_processes_with_three_hash_seeds_agree() -> None:
 def test_the_kinds_of_nodes_are_there() -> None:
     """What the test above is about: functions of ours, constants, casts."""
     found = graphs()
-    names = {name: {ops.name_of(node.target) for node in operators(graph.graph)} for name, graph in found.items()}
+    names = {name: {name_of(node.target) for node in operators(graph.graph)} for name, graph in found.items()}
     for route in ROUTES:
         assert "roamc.operators.random.replay" in names[f"dropout in checkpoint, {route}"]
         assert any(node.op == "get_attr" for node in found[f"constant, {route}"].graph.nodes)
@@ -161,7 +161,7 @@ def test_the_kinds_of_nodes_are_there() -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_names_hold_no_address(target: object, name: str) -> None:
-    assert ops.name_of(target).replace("torch._C.", "torch.") == name
+    assert name_of(target).replace("torch._C.", "torch.") == name
 
 
 def test_literals_are_told_apart() -> None:

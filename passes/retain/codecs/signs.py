@@ -20,9 +20,6 @@ from roamc.units import Bytes
 
 aten = torch.ops.aten
 
-MAKERS = frozenset({aten.relu.default})
-"""Operators whose results are not below zero."""
-
 
 @dataclass(frozen=True)
 class Signs:
@@ -50,7 +47,7 @@ class Signs:
 def fit(saved: Saved) -> Signs | None:
     """Results of relu that fill their storage and of which everybody behind forward reads only the sign."""
     tensor = saved.tensor
-    if saved.node.target not in MAKERS or not tensor.is_floating_point() or not fills_storage(tensor):
+    if not ops.rule(saved.node.target).nonnegative or not tensor.is_floating_point() or not fills_storage(tensor):
         return None
     if not saved.late or not all(_reads_sign(read, saved.node) for read in saved.late):
         return None

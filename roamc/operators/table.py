@@ -1,0 +1,199 @@
+"""The operator table: what no schema says of an operator, one row for each.
+
+Code outside of this folder asks :mod:`roamc.operators.ops`, which joins a row with the operator's schema and tags. It
+compares no operator's name itself, but in a rewriting whose subject that operator is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from roamc.compat import OpOverload
+from roamc.operators.collectives import NAMESPACE
+from roamc.operators.index_ranges import Rule, along, classes, places, rows
+
+aten = torch.ops.aten
+
+
+class OutForm(enum.Enum):
+    """What the overload with ``out=`` arguments does with memory that was planned."""
+
+    WRITES = "writes the results there"
+    COPIES = "makes the results first and copies them"
+    ASKS = "works differently if two results share a storage, as all tensors of an arena do"
+    IN_ROWS = "gives wrong numbers for a first argument that lies neither in rows nor channels last"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What neither an operator's schema nor its tags say.
+
+    Attributes:
+        shape_of: positions of the arguments of which the operator reads the shape and no element.
+        compares: (position of a tensor, position of a number): of the tensor's elements the operator reads only whether
+            they are above the number.
+        part: the view of the first argument that the second argument replaces in the result. Functionalization writes
+            this for an operator that eager runs on that view; eager makes no new tensor.
+        accumulates: torch's formulas for gradients write it over its first argument in eager, and call this form while
+            they are traced.
+        renames: the result is the argument, under a name that nobody but autograd distinguishes.
+        broadcasts: the result has the elements of the second argument in the shape of the first.
+        rounds_once: every element of the result is one of an argument or is rounded once, so that its bits are the same
+            whatever the strides. Of other operators the last bits may depend on the strides.
+        nonnegative: no element of the result is below zero.
+        whole_storage: reads the whole storage of its first argument, which may be the arena.
+        absolute: finds the elements of its first argument by their offset in that storage.
+        out_form: what the overload with ``out=`` arguments does.
+        index_ranges: position of a result to what its indices can be.
+        checked_ranges: position of an argument to the range outside of which the operator raises an error.
+    """
+
+    shape_of: tuple[int, ...] = ()
+    compares: tuple[int, int] | None = None
+    part: OpOverload | None = None
+    accumulates: bool = False
+    renames: bool = False
+    broadcasts: bool = False
+    rounds_once: bool = False
+    nonnegative: bool = False
+    whole_storage: bool = False
+    absolute: bool = False
+    out_form: OutForm = OutForm.WRITES
+    index_ranges: Mapping[int, Rule] = field(default_factory=dict)
+    checked_ranges: Mapping[int, Rule] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row(Facts):
+    """One row: facts, and corrections to what schema and tags say; None leaves a field as derived."""
+
+    view_of: tuple[int, ...] | None = None
+    random: bool | None = None
+    recomputable: bool | None = None
+    overwrites: tuple[int, ...] | None = None
+
+
+ROWS: dict[str, Row] = {
+    "aten::detach": Row(renames=True),
+    "aten::alias": Row(renames=True),
+    # Share storage although their schema declares no alias.
+    "aten::_unsafe_view": Row(view_of=(0,)),
+    "aten::_reshape_alias": Row(view_of=(0,)),
+    "aten::lift": Row(view_of=(0,)),
+    "aten::lift_fresh": Row(view_of=(0,), renames=True),
+    "aten::unsafe_split": Row(view_of=(0,)),
+    "aten::unsafe_split_with_sizes": Row(view_of=(0,)),
+    # Draw random numbers although not tagged so in every supported torch.
+    "aten::native_dropout": Row(random=True),
+    "aten::bernoulli_": Row(random=True),
+    "aten::uniform_": Row(random=True),
+    "aten::normal_": Row(random=True),
+    "aten::_fused_dropout": Row(random=True),
+    # Has no dropout: refuses probabilities above 0.
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
+    # Add up or write with atomics on a GPU, or pick one of equals: the same inputs may give other bits. All that
+    # torch.use_deterministic_algorithms lists, and attention's backward.
+    "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::_index_put_impl_": Row(recomputable=False),
+    "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::scatter.src": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::scatter.reduce": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::put": Row(recomputable=False, accumulates=True),
+    "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::max_pool3d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::adaptive_max_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::adaptive_max_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::avg_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
+    **dict.fromkeys(
+        [
+            *("aten::scatter_reduce", "aten::index_reduce", "aten::index_copy", "aten::_unsafe_index_put"),
+            *("aten::cumsum", "aten::histc", "aten::bincount", "aten::median", "aten::nanmedian"),
+            *("aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
+            "aten::_adaptive_avg_pool3d_backward",
+            *("aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::_embedding_bag_dense_backward"),
+            *(f"aten::upsample_{name}_backward" for name in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+            *(f"aten::_upsample_{name}2d_aa_backward" for name in ("bilinear", "bicubic")),
+            *(f"aten::grid_sampler_{rank}d_backward" for rank in (2, 3)),
+            *(f"aten::fractional_max_pool{rank}d_backward" for rank in (2, 3)),
+            *(f"aten::{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
+            *(f"aten::_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
+            *(f"aten::_scaled_dot_product_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
+        ],
+        Row(recomputable=False),
+    ),
+    # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
+    "aten::linalg_lstsq": Row(recomputable=False),
+    # Pointwise, though torch does not say so.
+    "aten::hardswish": Row(overwrites=(0,)),
+    **dict.fromkeys(
+        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardtanh", "leaky_relu", "softplus")],
+        Row(overwrites=(0, 1)),
+    ),
+    # Whole rows are read before they are written, and every element of them before its place.
+    "aten::_softmax": Row(overwrites=(0,)),
+    "aten::_log_softmax": Row(overwrites=(0,)),
+    "aten::_softmax_backward_data": Row(overwrites=(0, 1)),
+    "aten::_log_softmax_backward_data": Row(overwrites=(0, 1)),
+    # The addend is copied into the result first, unless it lies there.
+    "aten::addmm": Row(overwrites=(0,)),
+    "aten::baddbmm": Row(overwrites=(0,)),
+    "aten::scatter": Row(overwrites=(0,), accumulates=True),
+    "aten::masked_scatter": Row(accumulates=True),
+    # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
+    "aten::copy.default": Row(overwrites=(0, 1), broadcasts=True, rounds_once=True, whole_storage=True),
+    "aten::masked_fill": Row(overwrites=(0,), rounds_once=True),
+    "aten::slice_scatter": Row(overwrites=(0,), part=aten.slice.Tensor, whole_storage=True),
+    "aten::select_scatter": Row(overwrites=(0,), part=aten.select.int, whole_storage=True),
+    "aten::diagonal_scatter": Row(overwrites=(0,), part=aten.diagonal.default, whole_storage=True),
+    "aten::as_strided_scatter": Row(overwrites=(0,), part=aten.as_strided.default, whole_storage=True, absolute=True),
+    "aten::as_strided_copy": Row(whole_storage=True, absolute=True),
+    "aten::bernoulli": Row(overwrites=(0,)),
+    **dict.fromkeys(
+        [f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")], Row(overwrites=(0,))
+    ),
+    **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
+    # Work in place: our kernels copy their argument into the result first, unless it lies there.
+    **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
+    # Their results do not depend on strides.
+    **dict.fromkeys(
+        [f"aten::{name}.Tensor" for name in ("add", "sub", "mul", "div")]
+        + [f"aten::{name}.default" for name in ("neg", "abs", "clamp", "clamp_min", "clamp_max")]
+        + ["aten::fill.Scalar"],
+        Row(rounds_once=True),
+    ),
+    "aten::relu": Row(rounds_once=True, nonnegative=True),
+    "aten::fill.Tensor": Row(broadcasts=True, rounds_once=True),
+    # Not written as they are with out=.
+    **dict.fromkeys([f"aten::_fft_{kind}" for kind in ("r2c", "c2r", "c2c")], Row(out_form=OutForm.COPIES)),
+    "aten::linalg_qr": Row(out_form=OutForm.ASKS),
+    **dict.fromkeys(
+        ["aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_functional"],
+        Row(out_form=OutForm.IN_ROWS),
+    ),
+    # Make indices, or check them.
+    "aten::max_pool2d_with_indices": Row(index_ranges={1: places(2)}),
+    "aten::max_pool3d_with_indices": Row(index_ranges={1: places(3)}),
+    "aten::adaptive_max_pool2d": Row(index_ranges={1: places(2)}),
+    "aten::adaptive_max_pool3d": Row(index_ranges={1: places(3)}),
+    **dict.fromkeys(["aten::argmax", "aten::argmin", "aten::argsort.default"], Row(index_ranges={0: along})),
+    **dict.fromkeys(
+        [f"aten::{name}" for name in ("topk", "sort", "mode", "max.dim", "min.dim", "cummax", "cummin")],
+        Row(index_ranges={1: along}),
+    ),
+    "aten::kthvalue": Row(recomputable=False, index_ranges={1: along}),
+    "aten::median.dim": Row(recomputable=False, index_ranges={1: along}),
+    "aten::embedding": Row(checked_ranges={1: rows}),
+    "aten::gather": Row(checked_ranges={2: along}),
+    "aten::index_select": Row(checked_ranges={2: along}),
+    "aten::nll_loss_forward": Row(checked_ranges={1: classes}),
+    "aten::nll_loss2d_forward": Row(recomputable=False, checked_ranges={1: classes}),
+    # Read less of an argument than its elements.
+    "aten::avg_pool2d_backward": Row(shape_of=(1,)),
+    "aten::threshold_backward": Row(compares=(1, 2)),
+}

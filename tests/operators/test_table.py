@@ -1,0 +1,125 @@
+"""The operator table: what its rows say is what the operators do."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roamc.operators import ops
+from roamc.operators.table import OutForm
+from tests.operator_calls import rows_with
+
+aten = torch.ops.aten
+X = torch.randn(4, 6)
+VIEWS: dict[Any, tuple[Any, ...]] = {
+    aten.slice_scatter.default: (1, 1, 6, 2),
+    aten.select_scatter.default: (1, 3),
+    aten.diagonal_scatter.default: (1,),
+    aten.as_strided_scatter.default: ([2, 3], [1, 4], 2),
+}
+"""Operators with a part, to the arguments that name the part."""
+
+
+@pytest.mark.parametrize("target", rows_with("part"), ids=str)
+def test_the_part_is_what_the_second_argument_replaces(target: Any) -> None:
+    view: Any = ops.rule(target).part
+    wanted = X.clone()
+    replaced = torch.randn_like(view(X, *VIEWS[target]))
+    view(wanted, *VIEWS[target]).copy_(replaced)
+    assert torch.equal(target(X, replaced, *VIEWS[target]), wanted)
+    assert set(VIEWS) == set(rows_with("part"))
+
+
+@pytest.mark.parametrize("target", rows_with("renames"), ids=str)
+def test_another_name_has_the_elements_and_the_memory_of_its_argument(target: Any) -> None:
+    result = target(X)
+    assert result.data_ptr() == X.data_ptr()
+    assert (result.shape, result.stride()) == (X.shape, X.stride())
+    assert ops.is_view(target)
+
+
+@pytest.mark.parametrize("target", rows_with("broadcasts"), ids=str)
+def test_a_broadcast_has_the_elements_of_its_second_argument(target: Any) -> None:
+    number = torch.tensor(-0.0)
+    assert torch.equal(target(X, number).view(torch.int32), number.expand(4, 6).contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("target", rows_with("nonnegative"), ids=str)
+def test_no_element_is_below_zero(target: Any) -> None:
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, -2.0, 3.0])
+    result = target(odd)
+    assert not bool((result < 0).any())
+    assert torch.equal(result != 0, (odd > 0) | odd.isnan())
+
+
+@pytest.mark.parametrize("target", rows_with("absolute"), ids=str)
+def test_what_goes_by_offsets_reads_what_lies_around_its_argument(target: Any) -> None:
+    storage = torch.arange(24.0)
+    inside = storage[6:12].view(2, 3)
+    if target is aten.as_strided_copy.default:
+        assert torch.equal(target(inside, [2], [1], 0), storage[:2])
+    else:
+        replaced = target(inside, torch.zeros(2), [2], [1], 6)
+        assert torch.equal(replaced, torch.tensor([[0.0, 0, 8], [9, 10, 11]]))
+    assert ops.rule(target).whole_storage
+
+
+def test_forms_that_do_not_write_where_they_are_told_are_in_the_table() -> None:
+    forms = {
+        form: [str(target) for target in rows_with("out_form") if ops.rule(target).out_form is form] for form in OutForm
+    }
+    assert forms[OutForm.ASKS] == ["aten.linalg_qr.default"]
+    assert len(forms[OutForm.COPIES]) == 3
+    assert "aten._native_batch_norm_legit.no_stats" in forms[OutForm.IN_ROWS]
+
+
+ROOT = Path(__file__).parent.parent.parent
+SUBJECTS = {
+    "passes/normalize.py": "dropout",
+    "passes/retain/recompute_variants.py": "batch norm",
+    "roamc/capture/caller_writes.py": "copies to the caller's tensors",
+    "roamc/capture/in_place_values.py": "clones that autograd keeps",
+    "roamc/capture/in_place_views.py": "views in place",
+    "roamc/capture/recurrent.py": "recurrent layers",
+    "roamc/capture/returned_inputs.py": "copies to the caller's tensors",
+    "roamc/capture/step.py": "detach",
+    "roamc/compat_aot.py": "the backward of batch norm",
+    "roamc/graph/same_values.py": "dropout, batch norm and clone, for the judge",
+    "roamc/runtime/fallback.py": "as_strided",
+}
+"""Files that compare the names of operators, to the operators that they are about."""
+
+
+def compared_operators(source: str) -> list[str]:
+    """The operators that a file compares with, or looks up: not those that it calls, or puts into a graph."""
+    tree = ast.parse(source)
+    about: list[ast.expr] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare():
+                for side in (node.left, *node.comparators):
+                    about += side.elts if isinstance(side, ast.Tuple) else [side]
+            case ast.Dict():
+                about += [key for key in node.keys if key is not None]
+            case ast.Set() | ast.List() | ast.Assign(targets=[ast.Name()], value=ast.Tuple()):
+                about += node.value.elts if isinstance(node, ast.Assign) else node.elts  # type: ignore[attr-defined]
+    names = [ast.unparse(one) for one in about]
+    return [name for name in names if name.startswith(("aten.", "torch.ops.", "'aten::"))]
+
+
+def test_only_rewritings_compare_operators_and_only_their_subject() -> None:
+    files = [path for folder in ("roamc", "passes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    outside = [path for path in files if ROOT / "roamc" / "operators" not in path.parents]
+    compared = {str(path.relative_to(ROOT)): compared_operators(path.read_text(encoding="utf-8")) for path in outside}
+    assert {name: found for name, found in compared.items() if found and name not in SUBJECTS} == {}
+    assert [name for name in SUBJECTS if not compared[name]] == []
+
+
+def test_a_comparison_is_found_and_a_call_is_not() -> None:
+    assert compared_operators("if node.target is aten.mm.default: pass") == ["aten.mm.default"]
+    assert compared_operators("ROWS = {torch.ops.aten.mm.default: 1, 'aten::mm': 2}") != []
+    assert compared_operators("y = w.call(aten.mm.default, x, x)") == []
