@@ -45,6 +45,7 @@ __all__ = [
     "fake_parameter",
     "has_kernel",
     "has_open_size",
+    "is_traced",
     "keeps_graph",
     "reparametrized",
     "saved_tensor_hooks_active",
@@ -441,6 +442,13 @@ def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> Non
             return compiled(*args, **kwargs)
 
     model._compiled_call_impl = with_recurrent_layers
+
+
+def is_traced(value: object) -> bool:
+    """Whether ``value`` is a tensor of a trace, without elements of its own."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def has_open_size(fake: torch.Tensor) -> bool:

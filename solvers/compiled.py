@@ -6,6 +6,7 @@ more. Small problems take a fraction of a second in plain Python, so they do not
 
 import contextlib
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -103,15 +104,26 @@ _process, _thread = _Process(), _Thread()
 
 
 class _Cache(FunctionCache):
-    """numba's cache of one function; counts as empty where it names modules or classes that another version had."""
+    """numba's cache of one function; counts as empty where its files cannot be read, whatever is wrong with them.
+
+    They may be cut short, or name modules or classes that another version had.
+    """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled for `sig`, or None."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except (ImportError, AttributeError):
+        except Exception:  # unpickling raises whatever the bytes lead to
             self.flush()  # type: ignore[no-untyped-call]
             return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled for `sig`."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except (EOFError, pickle.UnpicklingError):  # it reads its index first
+            self.flush()  # type: ignore[no-untyped-call]
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 class _Function(CPUDispatcher):

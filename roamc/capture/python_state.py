@@ -152,6 +152,10 @@ class Reads:
         """The trace sets an attribute: what it reads of it from now on is its own."""
         self._written.add((id(module), name))
 
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether the trace has read this attribute before it set it."""
+        return (id(module), name) in self._found
+
     def end(self) -> None:
         """What the trace has changed in place, such as a list that it has appended to, counts by identity alone."""
         for key, (slot, before) in self._found.items():

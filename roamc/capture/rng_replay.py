@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -59,7 +60,7 @@ class _Generator:
             fresh.append(node)
         for node in reversed(fresh):
             self.last = node
-            if node.op == "call_function" and ops.rule(node.target).random:
+            if node.op == "call_function" and _is_replayed(node.target):
                 self._draw(node)
 
     def _draw(self, node: fx.Node) -> None:
@@ -70,6 +71,12 @@ class _Generator:
         self.place += 1
 
 
+def _is_replayed(target: Any) -> bool:
+    """Whether ``target`` draws, or may, so that another run has to draw what the first drew."""
+    rule = ops.rule(target)
+    return rule.random or (rule.unknown and not rule.mutates)
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
     """While tracing: mark what draws again. To be left before the trace ends."""
@@ -77,9 +84,18 @@ def followed() -> Iterator[None]:
     with (
         mock.patch.object(torch, "get_rng_state", generator.get_state),
         mock.patch.object(torch, "set_rng_state", generator.set_state),
+        mock.patch.object(torch, "manual_seed", _refuse_seed),
+        mock.patch.object(torch, "seed", _refuse_seed),
     ):
         yield
     generator.catch_up()
+
+
+def _refuse_seed(*_: object) -> torch.Generator:
+    raise CaptureError(
+        "the step seeds torch's generator (torch.manual_seed), which a captured step would do once, while it is "
+        "traced, and not in every step; seed outside of the step, or use roamc.optimize or torch.compile"
+    )
 
 
 def replay_marked(graph: fx.Graph) -> None:

@@ -212,13 +212,13 @@ class _Trace:
             rng_replay.followed(), closures, followed(self.replicas) as called,
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
-            self._write_back(held)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             with user_line.of_backward():
                 found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            self._write_back(held)  # by now: backward may read what a buffer was
         check_gradients(wanted, found)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
         check_called(self.replicas, called, self.updated)

@@ -351,7 +351,7 @@ class _Emitter:
             return repr(value)
         if isinstance(value, torch.device):
             return f'torch.device("{value}")'
-        return self._constant(f"constant_{len(self.constants)}", value)
+        return self._constant(f"{ARGUMENT}{len(self.constants)}", value)
 
     def _attribute(self, node: fx.Node) -> str:
         return self._constant(f"attribute_{node.name}", attribute(self.graph.module, str(node.target)))
@@ -368,6 +368,9 @@ class _Emitter:
         self.constants[name] = value
         return name
 
+
+ARGUMENT = "constant_"
+"""How the names of constants begin that are arguments of operators, and not called."""
 
 RESERVED = frozenset({"torch", "arena", "args", "bind", "step", "forward", "backward", "_"})
 """Names that the program uses itself."""

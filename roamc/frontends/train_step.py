@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices
-from roamc.capture import python_state
+from roamc.capture import attributes, python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
@@ -345,8 +345,10 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
     """The step as a graph, what tracing has read of modules, and what capturing it has taken."""
     start = time.perf_counter()
     try:
-        with _capturing(), python_state.followed(tuple(request.model.modules())) as reads:
+        modules = tuple(request.model.modules())
+        with _capturing(), attributes.put_back(modules) as changes, python_state.followed(modules) as reads:
             captured = capture_step(request)
+        attributes.check_carried(request.model, changes, reads)
     except Exception as error:
         error.add_note(
             "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"

@@ -29,6 +29,8 @@ class OpRule(Facts):
         view_of: positions of the arguments whose storage a result shares.
         mutates: positions or keyword names of the arguments that are written.
         random: draws from a generator, so that its place among random operators matters.
+        unknown: nobody says whether it draws or counts its calls, such as an operator that ``torch.library.custom_op``
+            makes without tags: it keeps its place among random operators, and runs as often as in the graph.
         collective: talks to other ranks; all ranks must issue it in the same order.
         asynchronous: may return before its results are there or its arguments are read. A graph that runs has none:
             capture puts operators of :mod:`roamc.operators.collectives` in their place, or refuses the graph.
@@ -41,6 +43,7 @@ class OpRule(Facts):
     view_of: tuple[int, ...] = ()
     mutates: tuple[int | str, ...] = ()
     random: bool = False
+    unknown: bool = False
     collective: bool = False
     asynchronous: bool = False
     ordered: bool = False
@@ -56,6 +59,11 @@ COLLECTIVE_NAMESPACES = frozenset(
 )
 """Namespaces of operators that talk to other ranks, or that prepare and unpack what such operators move."""
 
+KNOWN_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "onednn", "roamc"}
+)
+"""Namespaces of which an operator without tags draws nothing and gives the same again."""
+
 SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
 """The operators of these namespaces whose results are there when they return."""
 
@@ -69,7 +77,9 @@ def rule(target: Target) -> OpRule:
         return _from_schema(target)
     if target is replay:  # leaves the generator as it finds it
         return OpRule(recomputable=False)
-    return OpRule(random=target is save_rng_state, ordered=target is not save_rng_state, recomputable=False)
+    if target is save_rng_state:
+        return OpRule(random=True, recomputable=False)
+    return OpRule(unknown=True, ordered=True, recomputable=False)
 
 
 def _from_schema(target: OpOverload) -> OpRule:
@@ -84,13 +94,15 @@ def _from_schema(target: OpOverload) -> OpRule:
             mutates.append(argument.name if argument.kwarg_only else position)
         elif not argument.kwarg_only:
             views.append(position)
-    random = torch.Tag.nondeterministic_seeded in target.tags if row.random is None else row.random
     collective = target.namespace in COLLECTIVE_NAMESPACES
-    exact = not (random or collective or mutates)
+    random = torch.Tag.nondeterministic_seeded in target.tags if row.random is None else row.random
+    unknown = not (random or collective or views or target.namespace in KNOWN_NAMESPACES)
+    exact = not (random or unknown or collective or mutates)
     return OpRule(
         view_of=tuple(views) if row.view_of is None else row.view_of,
         mutates=tuple(mutates),
         random=random,
+        unknown=unknown,
         collective=collective,
         asynchronous=collective and schema.name not in SYNCHRONOUS,
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
@@ -176,7 +188,7 @@ def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
 def has_effect(target: Target) -> bool:
     """Whether ``target`` changes anything beside its results, so that it must run even if nobody reads them."""
     found = rule(target)
-    return bool(found.mutates) or found.random or found.collective or found.ordered
+    return bool(found.mutates) or found.random or found.unknown or found.collective or found.ordered
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

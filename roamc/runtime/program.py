@@ -16,7 +16,7 @@ import torch
 from roamc import compat
 from roamc.codegen.judge import check_program
 from roamc.codegen.partition import partitioned
-from roamc.codegen.source import Entry, Program, emit
+from roamc.codegen.source import ARGUMENT, Entry, Program, emit
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
@@ -352,7 +352,9 @@ def compiled(program: Program, filename: str) -> CodeType:
 
 def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
     """The program's ``bind``, from its compiled source."""
-    namespace = {key: compat.direct(value) for key, value in program.constants.items()}
+    namespace = {
+        name: value if name.startswith(ARGUMENT) else compat.direct(value) for name, value in program.constants.items()
+    }
     exec(code, namespace)
     bind: Callable[[Arena], Bound] = namespace["bind"]
     return bind

@@ -209,7 +209,7 @@ def test_saving_the_random_state_keeps_its_place_and_replaying_is_free() -> None
 
 
 def test_unknown_higher_order_operator_keeps_its_place() -> None:
-    assert rule(torch.ops.higher_order.cond) == OpRule(ordered=True, recomputable=False)
+    assert rule(torch.ops.higher_order.cond) == OpRule(unknown=True, ordered=True, recomputable=False)
 
 
 def test_custom_operator_is_read_off_its_schema() -> None:
@@ -221,6 +221,10 @@ def test_custom_operator_is_read_off_its_schema() -> None:
         assert rule(namespace.scale_.default).mutates == (0, "z")
         assert rule(namespace.part.default).view_of == (1,)
         assert rule(namespace.draw.default).random
+        assert not rule(namespace.draw.default).unknown
+        library.define("plain(Tensor x) -> Tensor")
+        assert rule(namespace.plain.default) == OpRule(unknown=True, recomputable=False)
+        assert ops.has_effect(namespace.plain.default), "it may draw"
 
 
 def written_by(function: Any, *inputs: torch.Tensor) -> list[int]:

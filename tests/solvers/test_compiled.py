@@ -120,3 +120,20 @@ def test_a_constant_argument_compiles_nothing_anew(monkeypatch: pytest.MonkeyPat
     outer = compiled.compiled(lambda array: inner(array, 0) + inner(array, 1) + inner(array, len(array)))
     assert outer(np.arange(4.0)) == 23.0
     assert len(inner.overloads) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("kept", [0, 1, 40])
+def test_a_cache_that_is_cut_short_counts_as_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept: int
+) -> None:
+    monkeypatch.setattr(compiled._process, "patience", 0.0)
+    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
+    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    (file,) = tmp_path.rglob(kind)
+    file.write_bytes(file.read_bytes()[:kept])
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    read = compiled.compiled(added)
+    assert read(np.arange(4.0)) == 6.0
+    assert sum(read.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
