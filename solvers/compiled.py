@@ -103,6 +103,13 @@ class _Thread(threading.local):
 _process, _thread = _Process(), _Thread()
 
 
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, ValueError, TypeError, LookupError),
+    *(ArithmeticError, MemoryError, RuntimeError),
+)
+"""What unpickling damaged bytes raises, and LLVM where they are machine code."""
+
+
 class _Cache(FunctionCache):
     """numba's cache of one function; counts as empty where its files cannot be read, whatever is wrong with them.
 
@@ -113,7 +120,7 @@ class _Cache(FunctionCache):
         """What was compiled for `sig`, or None."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception:  # unpickling raises whatever the bytes lead to
+        except UNREADABLE:
             self.flush()  # type: ignore[no-untyped-call]
             return None
 
@@ -121,7 +128,7 @@ class _Cache(FunctionCache):
         """Keep what was compiled for `sig`."""
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
-        except (EOFError, pickle.UnpicklingError):  # it reads its index first
+        except UNREADABLE:  # it reads its index first
             self.flush()  # type: ignore[no-untyped-call]
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 

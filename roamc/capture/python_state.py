@@ -3,8 +3,9 @@
     modules      which they are, where they hang, their numbers, flags, strings and functions
     attributes   everything else that tracing reads of modules: lists, dicts, configurations, tensors that are neither
                  parameter nor buffer, functions and numbers of a class
-    functions    loss function and methods: numbers, strings, tensors and functions that they name as global variables,
-                 or have in their closures; and so on through the functions that they name
+    functions    loss function and methods: numbers, strings, tensors, functions, and lists and dicts of these, which
+                 they name as global variables, have in their closures or as defaults; and so on through the functions
+                 that they name; numbers and strings of the object that a method belongs to
     torch        what is set for all: default dtype and device, kernels of attention, modes
 
 Attributes of other objects, such as those of a global configuration, are not watched.
@@ -41,8 +42,10 @@ LONG = 1_000
 """Containers with more in them are only known by identity and length."""
 
 
-NAMED = (*PLAIN, *FUNCTIONS, torch.Tensor, nn.Module)
-"""Types of global variables and of what is in closures that are looked at."""
+CONTAINERS = (list, tuple, set, frozenset, dict)
+
+NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
+"""Types of global variables, defaults and of what is in closures that are looked at."""
 
 
 class Same:
@@ -78,8 +81,10 @@ def _own_values(module: nn.Module) -> Iterator[object]:
             yield name, _described(value, 0)
 
 
-def of_function(function: object) -> object:
-    """A function, and what it names: a loss function."""
+def of_function(function: object, *, inside: bool = True) -> object:
+    """A function, and what it names: a loss function. ``inside``: what lists and dicts hold, too."""
+    if isinstance(function, FUNCTIONS):
+        return _function(function, set(), inside=inside)
     return _described(function, 0)
 
 
@@ -261,19 +266,31 @@ def _record(value: Any, depth: int) -> object:
     return Same(value), tuple(inside.items())
 
 
-def _function(value: Any, seen: set[int]) -> object:
+def _function(value: Any, seen: set[int], *, inside: bool = True) -> object:
     """A function and what it names; those of torch do not change."""
     if isinstance(value, types.MethodType):
-        return Same(value.__self__), _function(value.__func__, seen)
+        return Same(value.__self__), _plain_values(value.__self__), _function(value.__func__, seen, inside=inside)
     if not isinstance(value, types.FunctionType) or id(value) in seen or _is_torch(value.__module__):
         return Same(value)
     seen.add(id(value))
     named = [(name, value.__globals__.get(name, _ABSENT)) for name in _names(value.__code__)]
     named += zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+    named += [("", default) for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())]
     found = [(name, item) for name, item in named if isinstance(item, NAMED)]
-    return Same(value), tuple(
-        (name, _function(item, seen) if isinstance(item, FUNCTIONS) else _described(item, 0)) for name, item in found
-    )
+    return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in found)
+
+
+def _named(value: Any, seen: set[int], *, inside: bool) -> object:
+    """What a function names."""
+    if isinstance(value, FUNCTIONS):
+        return _function(value, seen, inside=inside)
+    return Same(value) if isinstance(value, CONTAINERS) and not inside else _described(value, DEEP - 1)
+
+
+def _plain_values(owner: object) -> object:
+    """Numbers, strings and flags of the object that a method belongs to; those of modules are looked at elsewhere."""
+    own = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    return tuple((name, type(value), value) for name, value in own.items() if type(value) in PLAIN)
 
 
 def _content(cell: types.CellType) -> object:

@@ -92,6 +92,10 @@ def _lock_of(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
+LOSS = 2
+"""Place of the loss function in a key."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Key:
     """What a program was captured for.
@@ -139,6 +143,7 @@ class TrainStep:
         self._rule = rule_for(optimizer)
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
+        self._watches_inside = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
@@ -249,7 +254,7 @@ class TrainStep:
         return (
             nest.key(),
             tuple(map(describe, leaves)),
-            (python_state.of_function(self.loss_fn), self.clip_grad_norm),
+            self._loss_key(inside=self._watches_inside),
             python_state.of_modules(modules),
             held,
             sharing((*parameters, *buffers, *tensors)),
@@ -259,6 +264,9 @@ class TrainStep:
             hooks_key(modules, parameters),
         )
 
+    def _loss_key(self, *, inside: bool) -> tuple[object, ...]:
+        return python_state.of_function(self.loss_fn, inside=inside), self.clip_grad_norm
+
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
         """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
         asked = self._key(leaves, nest)
@@ -266,7 +274,11 @@ class TrainStep:
         bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
+            outside, inside = self._loss_key(inside=False), self._loss_key(inside=True)
             bound, reads = self._build(leaves, nest)
+            if self._watches_inside and self._loss_key(inside=True) != inside:  # it appends to a list, say
+                self._watches_inside = False
+                asked = (*asked[:LOSS], outside, *asked[LOSS + 1 :])
             fresh = _Key(asked, reads)
             if key is not None:
                 del self._steps[key]

@@ -62,7 +62,10 @@ COLLECTIVE_NAMESPACES = frozenset(
 KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "onednn", "roamc"}
 )
-"""Namespaces of which an operator without tags draws nothing and gives the same again."""
+"""Namespaces of which an operator without tags draws nothing and gives the same again.
+
+Of others, such as those of ``torch.library.custom_op``, nobody says so.
+"""
 
 SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
 """The operators of these namespaces whose results are there when they return."""

@@ -236,16 +236,16 @@ class PlanSearch:
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
         """A plan; that of the program's order where the one of ours could take more than eager does."""
         planned = make(maker)
-        over = layout.above_eager(planned.graph, maker.options)
+        over = _above_eager(planned, maker)
         if not over or not other_orders.may_look_again(maker.options):
             return planned
         other = make(maker.in_program_order)
-        return other if layout.above_eager(other.graph, maker.options) < over else planned
+        return other if _above_eager(other, maker) < over else planned
 
     @property
     def _copy_if_needed(self) -> State:
         """What the shared passes left; a copy where a second plan may begin there."""
-        return fresh(self._start) if self._start.graph.eager_floor else self._start
+        return fresh(self._start) if other_orders.may_look_again(self._maker.options) else self._start
 
     @functools.cached_property
     def alone(self) -> Seconds:
@@ -263,6 +263,14 @@ class PlanSearch:
     def _noted(self, planned: Planned) -> Planned:
         self.plans.append(planned.plan)
         return planned
+
+
+def _above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
+    """Bytes by which a plan may take more than eager does, operators' own memory included; 0 under a budget."""
+    if maker.options.limit_bytes is not None:
+        return 0
+    more = planned.plan.needed_bytes - maker.eager_needs
+    return max(more, layout.above_eager(planned.graph, maker.options), 0)
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:

@@ -217,8 +217,8 @@ def test_what_forward_leaves_in_its_module_is_no_change() -> None:
     for _ in range(5):
         step(X)
         gc.collect()
-    assert len(step._steps) == 2, "before kept was set, and after"
-    assert len(model.list) == 2
+    assert len(step._steps) == 1
+    assert (model.kept, model.list) == (None, []), "a trace leaves nothing behind"
 
 
 def test_inference_mode_is_refused() -> None:
@@ -266,3 +266,66 @@ def test_two_steps_of_one_model_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert_same(found, [wanted] * 12)
+
+
+SETTINGS: dict[str, Any] = {"scale": 2.0, "parts": [1.0]}
+DEFAULTS = [2.0]
+LOSSES: list[Any] = []
+
+
+class Scaled:
+    """A loss that is a method, of an object that holds a number."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def loss_of(self, model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, x) * self.scale
+
+
+def by_settings(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * SETTINGS["scale"] * SETTINGS["parts"][0]
+
+
+def by_default(model: nn.Module, x: Tensor, *, scale: list[float] = DEFAULTS) -> Tensor:
+    return square(model, x) * scale[0]
+
+
+def noting(model: nn.Module, x: Tensor) -> Tensor:
+    loss = square(model, x)
+    LOSSES.append(loss.detach())
+    return loss
+
+
+def changes_between_steps(loss_of: Any, change: Callable[[], object]) -> roamc.TrainStep:
+    """Two steps, a change, two steps more: losses and weights are eager's."""
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+    ours, theirs = sgd(model), sgd(twin)
+    step = roamc.train_step(model, loss_of, ours, strict=True)
+    for number in range(4):
+        x = torch.randn(4, 8)
+        if number == 2:
+            change()
+        assert torch.equal(step(x), eager_step(twin, loss_of, theirs, x))
+    assert_same(tensors_of(model), tensors_of(twin), "weights")
+    return step
+
+
+def test_lists_and_dicts_that_the_loss_names_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "scale", 2.0)
+    changes_between_steps(by_settings, lambda: SETTINGS.update(scale=3.0))
+    changes_between_steps(by_default, lambda: DEFAULTS.__setitem__(0, 5.0))
+    scaled = Scaled()
+    changes_between_steps(scaled.loss_of, lambda: setattr(scaled, "scale", 7.0))
+    held = {"scale": torch.tensor(2.0)}
+    changes_between_steps(
+        lambda model, x: square(model, x) * held["scale"], lambda: held.update(scale=torch.tensor(3.0))
+    )
+
+
+def test_a_list_that_the_loss_appends_to_makes_no_plan_for_every_step() -> None:
+    LOSSES.clear()
+    step = changes_between_steps(noting, lambda: None)
+    assert len(step.plans) == 1
+    LOSSES.clear()

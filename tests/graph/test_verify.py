@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from roamc import cost
 from roamc.errors import OptionError, VerifyError, way_out
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, placeholders
-from roamc.graph.layout import Layout
+from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import Place, build_memory, lifetimes
 from roamc.graph.verify import Constraints, check_graph, constraints
 from roamc.operators import ops
@@ -368,6 +369,20 @@ def test_what_operators_take_for_themselves_is_left_out() -> None:
     assert graph.layout is not None
     low = graph.layout.peak_bytes
     refused_layout(with_layout(graph, needed_bytes=low), f"at _linalg_eigh, above the {low} that the layout says")
+
+
+def test_objects_of_tensors_and_an_arena_taken_as_a_whole_are_left_out(arenas_of_any_size: None) -> None:
+    x = torch.randn(512, 512)
+    graph = search.run(traced(lambda x: (x.sin() @ x).exp().sum(), x), Options()).graph
+    layout = graph.layout
+    assert layout is not None
+    low = layout.peak_bytes + cost.objects(layout.peak_bytes) - 1
+    refused_layout(with_layout(graph, needed_bytes=low), f"above the {low} that the layout says")
+    first = operators(graph.graph)[0].name
+    trims = (Trim(0, 4096, "", first),)
+    whole = layout.arena_bytes + (2 << 20)
+    check_layout(with_layout(graph, trims=trims, needed_bytes=max(whole, layout.needed_bytes)))
+    refused_layout(with_layout(graph, trims=trims, needed_bytes=whole - 1), f"{whole} bytes at")
 
 
 def test_a_result_that_is_copied_into_the_arena_exists_twice(arenas_of_any_size: None) -> None:

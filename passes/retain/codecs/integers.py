@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,8 @@ def _holds(dtype: torch.dtype, within: Range) -> bool:
 def _all_ranges(saved: Saved) -> Iterator[Range]:
     made = saved.node
     picked = made.target is operator.getitem
-    pick, maker = (made.args[1], made.all_input_nodes[0]) if picked else (0, made)
+    pick: Any = made.args[1] if picked else 0
+    maker = made.all_input_nodes[0] if picked else made
     makes = ops.rule(maker.target).index_ranges.get(pick)
     if makes is not None:
         yield makes(maker)
