@@ -15,9 +15,9 @@ from __future__ import annotations
 from roamc.passes.retain.apply import apply
 from roamc.passes.retain.choose import Choice
 from roamc.passes.retain.compress import Code, compress
-from roamc.passes.retain.decide import NOTHING, Decision, decide
+from roamc.passes.retain.decide import ALLOWED, NOTHING, Decision, decide
 from roamc.passes.retain.recompute import Rerun, rerun
 
-__all__ = ["NAME", "NOTHING", "Choice", "Code", "Decision", "Rerun", "apply", "compress", "decide", "rerun"]
+__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "Rerun", "apply", "compress", "decide", "rerun"]
 
 NAME = "retain"

@@ -32,6 +32,9 @@ from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
 
+ROUNDING = 1e-9
+"""Share by which two sums of the same seconds may differ."""
+
 
 def run(
     graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False, quick: bool = False
@@ -60,6 +63,7 @@ def run(
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
+    _check_numbers(asked, plan.budget_bytes)
     return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 
 
@@ -321,6 +325,24 @@ def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
     missing = REQUIRED.difference(plan.decisions)
     if missing:
         raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
+    unknown = set(plan.decisions).difference(step.name for step in pipeline.PIPELINE)
+    if unknown:
+        raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
+
+
+def _check_numbers(plan: Plan, budget_bytes: Bytes) -> None:
+    """Refuse a plan from elsewhere whose numbers, which no pass counts again, contradict each other."""
+    allowed = plan.decisions.get(retain.NAME, {}).get("allowed", "all")
+    if allowed not in retain.ALLOWED:
+        raise PlanError(f"retain: {allowed!r} is none of {', '.join(retain.ALLOWED)}")
+    for low, high, says in (
+        (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
+        (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
+        (plan.added_bound_seconds, plan.added_seconds * (1 + ROUNDING), "bound_seconds above its added_seconds"),
+        (plan.needed_bytes if budget_bytes else 0, budget_bytes, "needed_bytes above its budget_bytes"),
+    ):
+        if low > high:
+            raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
 
 
 def _check_names(options: Options) -> None:

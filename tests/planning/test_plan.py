@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import FORMAT, Plan
@@ -353,3 +353,27 @@ def test_str_is_a_short_table() -> None:
 
 def test_repr_is_short() -> None:
     assert len(repr(small_plan())) < 1000
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("decisions", "reorder", "bound_bytes"), 10**12, "bound_bytes above its peak_bytes"),
+        (("decisions", "layout", "live_bytes"), 10**12, "live_bytes above its arena_bytes"),
+        (("decisions", "retain", "bound_seconds"), 1e9, "bound_seconds above its added_seconds"),
+        (("decisions", "retain", "allowed"), "banana", "'banana' is none of all, light"),
+        (("decisions", "evil"), {"a": 1}, "a decision of evil, which is no pass"),
+        (("budget_bytes",), 1, "needed_bytes above its budget_bytes"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_numbers_that_contradict_each_other_are_refused(place: tuple[str, ...], value: Any, says: str) -> None:
+    graph = model_graph("nanogpt", "step")[0]
+    data = json.loads(search.run(copied(graph), Options(memory_budget="70%")).plan.to_json())
+    *path, last = place
+    inner = data
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    with pytest.raises(PlanError, match=says):
+        search.run(graph, Options(), Plan.from_json(json.dumps(data)))
