@@ -47,6 +47,7 @@ __all__ = [
     "has_open_size",
     "is_traced",
     "keeps_graph",
+    "node_of",
     "reparametrized",
     "saved_tensor_hooks_active",
     "trace",
@@ -168,6 +169,16 @@ def graph_so_far() -> fx.Graph:
         raise RuntimeError("nothing is being traced")
     graph: fx.Graph = mode.tracer.graph
     return graph
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """Inside a function that is being traced: the node that stands for ``tensor``; None if there is none."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    mode = get_proxy_mode()
+    held = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    node: fx.Node | None = held.proxy.node if held is not None else None
+    return node
 
 
 @contextlib.contextmanager

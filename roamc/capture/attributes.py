@@ -14,11 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from roamc import compat
 from roamc.capture import python_state
 from roamc.errors import CaptureError
+from roamc.operators import ops
+
+DEEP = 3
+"""Lists of lists are looked into so far."""
 
 LONG = 1_000
 """Lists, dicts and sets of more elements are not looked into."""
@@ -26,37 +31,46 @@ LONG = 1_000
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that held a tensor of the trace: of which module, and its name."""
+    """An attribute that held a tensor of the trace.
+
+    Attributes:
+        module: whose it is.
+        name: its name.
+        varies: whether the tensor may be another in the next step: it is made of the batch, a weight or random numbers.
+    """
 
     module: nn.Module
     name: str
+    varies: bool
 
 
 @contextlib.contextmanager
 def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
     """Keep tensors of a trace out of the plain attributes of ``modules``; yields what it has put back, at the end."""
     before = [(module, dict(vars(module))) for module in modules]
-    inside = {id(value): (value, type(value)(value)) for _, own in before for value in own.values() if _is_plain(value)}
+    held = [value for _, own in before for value in own.values()]
+    inside = {id(value): (value, type(value)(value)) for value in _containers(held, DEEP)}
     changes: list[Change] = []
     try:
         yield changes
     finally:
         for module, own in before:
             changes += _put_back(module, own)
-        for value, content in inside.values():
-            if _holds_traced(value):
-                _refill(value, content)
+        for value, content in [pair for pair in inside.values() if _holds_traced(pair[0], DEEP)]:
+            _refill(value, content)
 
 
 def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_state.Reads) -> None:
-    """Refuse a step that reads an attribute and then sets it to a tensor: the next one would read the old tensor.
+    """Refuse a step that reads an attribute and then sets it to a tensor: the next one would read the old value.
+
+    A tensor that is the same in every step, such as a mask that is made once, is made in every step instead.
 
     Raises:
         CaptureError: one line that names the attribute.
     """
     names = {id(module): name for name, module in model.named_modules()}
     for change in changes:
-        if reads.has_read(change.module, change.name):
+        if change.varies and reads.has_read(change.module, change.name):
             owner = names.get(id(change.module)) or "the model"
             raise CaptureError(
                 f"forward reads {change.name!r} of {owner} and then sets it to a tensor for the next step, which a "
@@ -67,17 +81,34 @@ def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_sta
 
 def _put_back(module: nn.Module, own: dict[str, Any]) -> list[Change]:
     """Give a module the attributes that it had, where others hold tensors of the trace."""
-    traced = [name for name, value in vars(module).items() if value is not own.get(name) and _is_traced(value)]
+    set_anew = {name: value for name, value in vars(module).items() if value is not own.get(name)}
+    traced = {name: value for name, value in set_anew.items() if _is_traced(value)}
     for name in traced:
         if name in own:
             vars(module)[name] = own[name]
         else:
             del vars(module)[name]
-    return [Change(module, name) for name in traced]
+    return [Change(module, name, _varies(value)) for name, value in traced.items()]
+
+
+def _varies(value: Any) -> bool:
+    """Whether a tensor of the trace depends on anything that it is fed, or draws; taken so for lists of tensors."""
+    node = compat.node_of(value) if isinstance(value, torch.Tensor) else None
+    waiting, seen = [node], {node}
+    while waiting:
+        made = waiting.pop()
+        if made is None or made.op not in ("call_function", "get_attr"):
+            return True
+        if made.op == "call_function" and ops.has_effect(made.target):
+            return True
+        fresh = [argument for argument in made.all_input_nodes if argument not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return False
 
 
 def _is_traced(value: Any) -> bool:
-    return compat.is_traced(value) or (_is_plain(value) and _holds_traced(value))
+    return compat.is_traced(value) or (_is_plain(value) and _holds_traced(value, DEEP))
 
 
 def _is_plain(value: Any) -> bool:
@@ -85,8 +116,23 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (list, dict, set) and len(value) <= LONG
 
 
-def _holds_traced(value: Any) -> bool:
-    return any(compat.is_traced(item) for item in (value.values() if isinstance(value, dict) else value))
+def _items(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def _holds_traced(value: Any, depth: int) -> bool:
+    """Whether a tensor of the trace is in a list, dict or set, or in those that it holds down to ``depth``."""
+    items = _items(value)
+    inner = [item for item in items if depth and _is_plain(item)]
+    return any(map(compat.is_traced, items)) or any(_holds_traced(item, depth - 1) for item in inner)
+
+
+def _containers(values: Sequence[Any], depth: int) -> Iterator[Any]:
+    """The lists, dicts and sets among ``values``, and those that they hold down to ``depth``."""
+    for value in filter(_is_plain, values):
+        yield value
+        if depth:
+            yield from _containers(_items(value), depth - 1)
 
 
 def _refill(value: Any, content: Any) -> None:

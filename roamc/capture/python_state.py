@@ -133,6 +133,7 @@ class Reads:
         """``known``: modules whose numbers and functions :func:`of_modules` tells."""
         self._known = {id(module) for module in known}
         self._found: dict[tuple[int, str], tuple[Slot, object]] = {}
+        self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
 
     def hold(self) -> bool:
@@ -144,6 +145,8 @@ class Reads:
         """The trace reads an attribute; that of a module's own number or function is in :func:`of_modules`."""
         if name in OWN or name.startswith("__"):
             return
+        if (id(module), name) not in self._written:
+            self._read.add((id(module), name))
         mine = name in module.__dict__
         owner = module if mine else _class_with(type(module), name)
         if owner is None or (id(owner) in self._known and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
@@ -159,7 +162,7 @@ class Reads:
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether the trace has read this attribute before it set it."""
-        return (id(module), name) in self._found
+        return (id(module), name) in self._read
 
     def end(self) -> None:
         """What the trace has changed in place, such as a list that it has appended to, counts by identity alone."""

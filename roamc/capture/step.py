@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from roamc import compat, compat_dynamo
 from roamc.capture import recurrent, refusals, rng_replay, user_line
+from roamc.capture.attributes import Change, put_back
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
 from roamc.capture.hooks import check_hooks, follow_hooks
@@ -72,6 +73,7 @@ class CapturedStep:
         cohorts: parameter name to its cohort at capture, for all that the optimizer updates.
         replicas: the DistributedDataParallel modules of the model.
         reduced: names of the parameters whose gradients they average, in the order of the collectives.
+        changes: attributes of modules that held tensors of the trace, and have what they had.
     """
 
     graph: TrainGraph
@@ -79,6 +81,7 @@ class CapturedStep:
     cohorts: dict[str, Cohort]
     replicas: tuple[Replica, ...] = ()
     reduced: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class _Trace:
         self.trained = trained
         self.tensor_leaves = [i for i, leaf in enumerate(request.leaves) if isinstance(leaf, torch.Tensor)]
         self.updated: list[str] = []
+        self.changes: Sequence[Change] = ()
         self.replicas = replicas_of(request.model)
 
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
@@ -208,6 +212,7 @@ class _Trace:
             batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
         model = self.request.model
         with (
+            put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
             rng_replay.followed(), closures, followed(self.replicas) as called,
         ):  # fmt: skip
@@ -314,7 +319,10 @@ class _Assembly:
             waits=waits,
             notes=self._notes([*grads.values()]),
         )
-        return CapturedStep(captured, tuple(self.sources), self.cohorts, tuple(self.traced.replicas), reduced)
+        traced = self.traced
+        return CapturedStep(
+            captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced, tuple(traced.changes)
+        )
 
     def _describe_inputs(self, inputs: list[fx.Node]) -> None:
         for name in self.traced.parameters:

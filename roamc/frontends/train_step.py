@@ -358,9 +358,9 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
-        with _capturing(), attributes.put_back(modules) as changes, python_state.followed(modules) as reads:
+        with _capturing(), python_state.followed(modules) as reads:
             captured = capture_step(request)
-        attributes.check_carried(request.model, changes, reads)
+        attributes.check_carried(request.model, captured.changes, reads)
     except Exception as error:
         error.add_note(
             "roamc.train_step has changed nothing. If the step runs without it, roamc.optimize(model) takes it"

@@ -270,11 +270,13 @@ class PlanSearch:
 
 
 def _above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
-    """Bytes by which a plan may take more than eager does, operators' own memory included; 0 under a budget."""
-    if maker.options.limit_bytes is not None:
-        return 0
-    more = planned.plan.needed_bytes - maker.eager_needs
-    return max(more, layout.above_eager(planned.graph, maker.options), 0)
+    """Bytes by which a plan may take more than eager does, operators' own memory included; 0 under a budget.
+
+    Of small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; of others the worst.
+    """
+    if planned.graph.eager_floor or maker.options.limit_bytes is not None:
+        return layout.above_eager(planned.graph, maker.options)
+    return max(planned.plan.needed_bytes - maker.eager_needs, 0)
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:

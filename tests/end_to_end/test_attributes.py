@@ -28,13 +28,14 @@ class Notes(Base):
         super().__init__()
         self.last: Any = None
         self.seen: list[Tensor] = [torch.ones(8)]
-        self.by_name: dict[str, Tensor] = {"first": torch.ones(8)}
+        self.by_name: dict[str, Any] = {"first": [torch.ones(8)]}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         self.last, self.new = h.detach(), h
         self.seen.append(h.mean())
-        self.by_name["h"] = h
+        self.by_name["h"] = {"h": h}
+        self.by_name["first"].append(h)
         return h * self.new.sigmoid()
 
 
@@ -50,6 +51,33 @@ class Carries(Base):
         y: Tensor = h * self.t
         self.t = self.t * 0.5 + h.detach().mean(0)
         return y
+
+
+class Starts(Base):
+    """The same, from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        y = h if self.t is None else h * self.t
+        self.t = h.detach().mean(0)
+        return y
+
+
+class Caches(Base):
+    """Makes a mask once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or self.mask.size(0) != len(x):
+            self.mask = torch.triu(torch.ones(len(x), 8)).masked_fill(torch.eye(len(x), 8) > 0, 2.0)
+        return self.a(x) * self.mask
 
 
 class Rebinds(Base):
@@ -95,17 +123,20 @@ def test_no_tensor_of_a_trace_stays_in_a_module(way: str) -> None:
     assert not hasattr(model, "new")
     assert model.seen == [seen]
     assert list(model.by_name) == ["first"]
+    assert len(model.by_name["first"]) == 1
     assert copy.deepcopy(model)(x).shape == (4, 8)
 
 
-def test_what_a_step_keeps_and_reads_back_is_its_own() -> None:
+@pytest.mark.parametrize("kind", [Notes, Caches])
+def test_what_a_step_keeps_and_reads_back_is_its_own(kind: type[Base]) -> None:
     assert_steps_equal(
-        Notes(), total, lambda model: torch.optim.SGD(model.parameters(), 0.1), [(torch.randn(4, 8),)] * 3
+        kind(), total, lambda model: torch.optim.SGD(model.parameters(), 0.1), [(torch.randn(4, 8),)] * 3
     )
 
 
-def test_a_tensor_for_the_next_step_is_refused_by_the_name_of_its_attribute() -> None:
-    model = nn.Sequential(Carries())
+@pytest.mark.parametrize("kind", [Carries, Starts])
+def test_a_tensor_for_the_next_step_is_refused_by_the_name_of_its_attribute(kind: type[Base]) -> None:
+    model = nn.Sequential(kind())
     before = model[0].t
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"forward reads 't' of 0 and then sets it .*; make it a buffer"):
