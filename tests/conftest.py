@@ -50,7 +50,9 @@ def allow_arenas_of_any_size(patch: pytest.MonkeyPatch) -> None:
     """What the fixture does, for a process of its own."""
     from roamc.passes import layout
     from roamc.passes.layout import choose, placement
+    from roamc.planning import search
 
     patch.setattr(layout, "SMALL", 0)
+    patch.setattr(search, "above_eager", lambda planned, maker: 0)
     for module in (choose, placement):
         patch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + placement.LITTLE)

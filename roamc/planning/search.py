@@ -240,11 +240,11 @@ class PlanSearch:
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
         """A plan; that of the program's order where the one of ours could take more than eager does."""
         planned = make(maker)
-        over = _above_eager(planned, maker)
+        over = above_eager(planned, maker)
         if not over or not other_orders.may_look_again(maker.options):
             return planned
         other = make(maker.in_program_order)
-        return other if _above_eager(other, maker) < over else planned
+        return other if above_eager(other, maker) < over else planned
 
     @property
     def _copy_if_needed(self) -> State:
@@ -269,7 +269,7 @@ class PlanSearch:
         return planned
 
 
-def _above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
+def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
     """Bytes by which a plan may take more than eager does, operators' own memory included; 0 under a budget.
 
     Of small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; of others the worst.
