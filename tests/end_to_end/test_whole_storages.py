@@ -32,9 +32,11 @@ class Window(torch.autograd.Function):
         return gradients[0] * 2 + torch.sin(window).exp()
 
 
-@torch.library.custom_op("roamc_test_whole_storages::pass_on", mutates_args=())
+@torch.library.custom_op(
+    "roamc_test_whole_storages::pass_on", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def pass_on(x: Tensor) -> Tensor:
-    """Raises once after each ``FAILS.append``."""
+    """Raises once after each ``FAILS.append``. By its tag it draws at most, so that it may be called again."""
     if FAILS:
         FAILS.pop()
         raise RuntimeError("once")
