@@ -397,7 +397,7 @@ class _Builder:
         self._storage_edges(edges)
         self._scalar_edges(edges)
         self._update_edges(edges)
-        self._chain(edges, lambda rule: rule.random or rule.unknown)
+        self._chain(edges, lambda rule: rule.may_draw)
         self._chain(edges, lambda rule: rule.collective)
         self._chain(edges, lambda rule: rule.ordered)
         self._check_edges(edges)

@@ -217,9 +217,9 @@ class Walk:
         rule = known.rule if known.twin is None else self.numbers.target(known.twin).rule
         keys = self.keys(target, args, kwargs)
         once = node.name if not (rule.recomputable or rule.random) else None
-        call = Call(node, known.twin or target, args, keys, state if rule.random or rule.unknown else None, once)
+        call = Call(node, known.twin or target, args, keys, state if rule.may_draw else None, once)
         number, made = self._equal(call) or (self.number(call), {})
-        if (rule.random or rule.unknown) and node.target is not replay:
+        if rule.may_draw and node.target is not replay:
             self.state = self._note("after", number, by=node.name)
         return number, made
 

@@ -50,6 +50,11 @@ class OpRule(Facts):
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether it draws, or nobody says that it does not."""
+        return self.random or self.unknown
+
 
 COLLECTIVE_NAMESPACES = frozenset(
     {
@@ -191,7 +196,7 @@ def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
 def has_effect(target: Target) -> bool:
     """Whether ``target`` changes anything beside its results, so that it must run even if nobody reads them."""
     found = rule(target)
-    return bool(found.mutates) or found.random or found.unknown or found.collective or found.ordered
+    return bool(found.mutates) or found.may_draw or found.collective or found.ordered
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

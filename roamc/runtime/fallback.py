@@ -147,7 +147,7 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
     births = sum(1 for value in _leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
     kernel = form_of(node, births).kind is FormKind.KERNEL and KERNELS[node.target].function  # type: ignore[index]
     if kernel and not _is_one_call(kernel):
-        return node.name not in graph.reuse and not (rule.random or rule.unknown)
+        return node.name not in graph.reuse and not rule.may_draw
     return not rule.unknown and (part == 0 or not rule.random)
 
 
