@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -77,21 +77,37 @@ def _is_replayed(target: Any) -> bool:
     return rule.random or (rule.unknown and not rule.mutates)
 
 
+SEEDING = [
+    *((module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed")),
+    *((module, name) for module in (torch.cuda, torch.cuda.random) for name in ("manual_seed", "manual_seed_all")),
+    *((module, name) for module in (torch.cuda, torch.cuda.random) for name in ("seed", "seed_all")),
+]
+"""Modules with the names of their functions that seed a generator of torch's."""
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """While tracing: mark what draws again. To be left before the trace ends."""
+    """While tracing: mark what draws again. To be left before the trace ends.
+
+    Raises:
+        CaptureError: torch's generator is seeded inside of the step.
+    """
     generator = _Generator()
-    with (
-        mock.patch.object(torch, "get_rng_state", generator.get_state),
-        mock.patch.object(torch, "set_rng_state", generator.set_state),
-        mock.patch.object(torch, "manual_seed", _refuse_seed),
-        mock.patch.object(torch, "seed", _refuse_seed),
-    ):
+    seed, state = torch.default_generator.initial_seed(), torch.get_rng_state()
+    with contextlib.ExitStack() as patches:
+        for module in (torch, torch.random):
+            patches.enter_context(mock.patch.object(module, "get_rng_state", generator.get_state))
+            patches.enter_context(mock.patch.object(module, "set_rng_state", generator.set_state))
+        for module, name in SEEDING:
+            patches.enter_context(mock.patch.object(module, name, _refuse_seed))
         yield
+    if torch.default_generator.initial_seed() != seed:  # by its own method, which cannot be patched
+        torch.set_rng_state(state)
+        _refuse_seed()
     generator.catch_up()
 
 
-def _refuse_seed(*_: object) -> torch.Generator:
+def _refuse_seed(*_: object) -> NoReturn:
     raise CaptureError(
         "the step seeds torch's generator (torch.manual_seed), which a captured step would do once, while it is "
         "traced, and not in every step; seed outside of the step, or use roamc.optimize or torch.compile"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,9 +96,23 @@ class Rebinds(Base):
 
 
 class Seeds(Base):
+    def __init__(self, seed: Callable[[], object] = lambda: torch.manual_seed(3)) -> None:
+        super().__init__()
+        self.seed = seed
+
     def forward(self, x: Tensor) -> Tensor:
-        torch.manual_seed(3)
+        self.seed()
         return F.dropout(self.a(x), 0.5)
+
+
+SEEDS: dict[str, Callable[[], object]] = {
+    "manual_seed": lambda: torch.manual_seed(3),
+    "its module's": lambda: torch.random.manual_seed(3),
+    "seed": lambda: torch.random.seed(),
+    "of a device": lambda: torch.cuda.manual_seed(3),
+    "of all devices": lambda: torch.cuda.random.manual_seed_all(3),
+    "the generator's": lambda: torch.default_generator.manual_seed(3),
+}
 
 
 def total(model: nn.Module, x: Tensor) -> Tensor:
@@ -152,9 +167,18 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_set_it() -> None:
     )
 
 
-def test_a_seed_inside_of_the_step_is_refused() -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_inside_of_the_step_is_refused(seed: str) -> None:
+    before = torch.get_rng_state()
+    step = step_of(Seeds(SEEDS[seed]))
+    x, state = torch.randn(4, 8), torch.get_rng_state()
     with pytest.raises(CaptureError, match=r"seeds torch's generator \(torch.manual_seed\).*seed outside"):
-        step_of(Seeds())(torch.randn(4, 8))
+        step(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(before)
+
+
+def test_a_seed_inside_of_forward_is_kept_by_optimize() -> None:
     model = Seeds()
     wanted = seeded(lambda: [total(model, torch.ones(4, 8)) for _ in range(2)])
     compiled = roamc.optimize(model)
