@@ -14,7 +14,7 @@ Budget = Bytes | str
 """Bytes; or ``"80%"`` of what eager holds, ``"min"``, ``"light"``, or ``"device"`` for what the device has free."""
 
 LIGHT = "light"
-"""As little as can be if nothing heavy runs again, see :data:`roamc.cost.kinds.LIGHT`."""
+"""As little as can be if nothing heavy runs again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
 
 MARGIN = 0.9
 """Of what a device has free, this share is planned with: operators need workspace, allocators lose some."""

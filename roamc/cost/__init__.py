@@ -4,7 +4,7 @@
     seconds(node, profile)              what the node takes on the device that ``profile`` describes
     load_profile("cpu")                 the profile that was measured here, or the shipped one
 
-:mod:`roamc.cost.kinds` holds the table of operators, :mod:`roamc.cost.measure` the micro-benchmarks.
+:mod:`roamc.operators.costs` holds what is known of operators, :mod:`roamc.cost.measure` the micro-benchmarks.
 """
 
 from roamc.cost.count import Traffic, flops, traffic

@@ -14,12 +14,15 @@ import itertools
 import torch
 from torch import fx
 
-from roamc.cost.attention import causal_share
-from roamc.cost.call import call_of, fakes, tensors_in
 from roamc.cost.count import elements, flops, own_bytes, traffic
-from roamc.cost.kinds import CONVOLUTIONS, FREE, PRODUCTS, UNKNOWN, VIEW, kind_of
+from roamc.cost.kinds import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
 from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.operators import ops
+from roamc.operators.call import call_of, fakes, tensors_in
+from roamc.operators.costs.attention import causal_share
+from roamc.operators.costs.kinds import CONVOLUTIONS, FREE, PRODUCTS, UNKNOWN, VIEW
+from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
 UNKNOWN_PASSES = 32
@@ -78,20 +81,19 @@ def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     call = call_of(node)
     weights = [tensor for tensor in tensors_in(fakes(call.args[1:3])) if tensor.dim() > 2]
     count = max((own_bytes(tensor) // tensor.itemsize for tensor in weights[-1:]), default=0)
-    ways = 2 if call.name == "convolution_backward" else 1
+    ways = 2 if ops.rule(call.target).cost.kind == "convolution_backward" else 1
     return _per(ways * count, profile.elements, "convolution_weights", node)
 
 
 def _share(node: fx.Node) -> float:
     """Fused attention under a causal mask leaves out what the mask hides: half of the products, on a CPU less."""
     call = call_of(node)
-    named = getattr(getattr(call.target, "_schema", None), "arguments", ())
-    at = next((at for at, argument in enumerate(named) if argument.name == "is_causal"), len(call.args))
-    if (call.args[at] if at < len(call.args) else call.kwargs.get("is_causal")) is not True:
+    if argument_of(call.target, call.args, call.kwargs, "is_causal") is not True:
         return 1.0
-    if "for_cpu" not in call.name:
+    cost = ops.rule(call.target).cost
+    if not cost.causal_blocks:
         return 0.5
-    query, key = itertools.islice(tensors_in(fakes(call.args[call.name.endswith("backward") :])), 2)
+    query, key = itertools.islice(tensors_in(fakes(call.args[cost.kind == "attention_backward" :])), 2)
     return causal_share(query.shape[-2], key.shape[-2])
 
 

@@ -6,7 +6,7 @@ import enum
 import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,15 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.operators.collectives import FINISHED, NAMESPACE
+from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.kinds import UNKNOWN, VIEW
+from roamc.operators.costs.rows import COSTS
 from roamc.operators.random import replay, save_rng_state
-from roamc.operators.schemas import argument_of
+from roamc.operators.schemas import argument_of, stem
 from roamc.operators.table import ROWS, Facts, Row
 
 Target = object
+UNKNOWN_COST = Cost(UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class OpRule(Facts):
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
+        cost: what bounds its time and what it takes for itself; its kind is never "".
     """
 
     view_of: tuple[int, ...] = ()
@@ -49,6 +54,7 @@ class OpRule(Facts):
     ordered: bool = False
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
+    cost: Cost = UNKNOWN_COST
 
     @property
     def may_draw(self) -> bool:
@@ -80,14 +86,15 @@ SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name fo
 def rule(target: Target) -> OpRule:
     """The row of ``target``: an ATen or custom overload, ``operator.getitem`` or a higher-order operator."""
     if target is operator.getitem:
-        return OpRule(view_of=(0,))
+        return OpRule(view_of=(0,), cost=Cost(VIEW))
     if isinstance(target, OpOverload):
         return _from_schema(target)
     if target is replay:  # leaves the generator as it finds it
         return OpRule(recomputable=False)
     if target is save_rng_state:
-        return OpRule(random=True, recomputable=False)
-    return OpRule(unknown=True, ordered=True, recomputable=False)
+        return OpRule(random=True, recomputable=False, cost=Cost("pointwise"))
+    cost = COSTS.get(stem(target), UNKNOWN_COST)
+    return OpRule(unknown=True, ordered=True, recomputable=False, cost=cost)
 
 
 def _from_schema(target: OpOverload) -> OpRule:
@@ -106,8 +113,9 @@ def _from_schema(target: OpOverload) -> OpRule:
     random = torch.Tag.nondeterministic_seeded in target.tags if row.random is None else row.random
     unknown = not (random or collective or views or target.namespace in KNOWN_NAMESPACES)
     exact = not (random or unknown or collective or mutates)
+    view_of = tuple(views) if row.view_of is None else row.view_of
     return OpRule(
-        view_of=tuple(views) if row.view_of is None else row.view_of,
+        view_of=view_of,
         mutates=tuple(mutates),
         random=random,
         unknown=unknown,
@@ -116,6 +124,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
+        cost=_cost(target, is_view=bool(view_of) and not mutates),
         **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )
 
@@ -126,6 +135,23 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
         return ()
     arguments = enumerate(target._schema.arguments)
     return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
+
+
+def _cost(target: OpOverload, *, is_view: bool) -> Cost:
+    """The row of ``target``; a kind that it leaves open is that of torch's tags."""
+    cost = COSTS.get(stem(target), Cost())
+    if is_view:
+        return replace(cost, kind=VIEW)
+    return cost if cost.kind else replace(cost, kind=_tagged_kind(target))
+
+
+def _tagged_kind(target: OpOverload) -> str:
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return "random"
+    if torch.Tag.pointwise in target.tags:
+        return "pointwise"
+    reduction = getattr(torch.Tag, "reduction", None)  # a tag since torch 2.12
+    return "reduction" if reduction is not None and reduction in target.tags else UNKNOWN
 
 
 def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

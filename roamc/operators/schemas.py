@@ -36,6 +36,15 @@ def name_of(target: Target) -> str:
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
+def stem(target: Target) -> str:
+    """``"gelu"`` for every ATen overload of gelu, those in place included; ``"mine::op"`` for operators of others."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return str(getattr(target, "__name__", target))
+    name = str(schema.name)
+    return name.removeprefix("aten::").rstrip("_") if name.startswith("aten::") else name
+
+
 def relative(target: Target, rename: Callable[[str], str]) -> OpOverload | None:
     """The ATen operator of another name, such as that without the underscore, which takes the same arguments.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roamc.cost import DeviceProfile
-from roamc.cost.kinds import KINDS
+from roamc.operators.costs.kinds import KINDS
 from roamc.units import format_bytes
 
 Row = tuple[str, str, str]

@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from roamc.operators import ops
+from roamc.operators.costs import linear_algebra
+from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.kinds import KINDS, UNKNOWN
+from roamc.operators.costs.rows import COSTS, KIND_ALONE, ROWS
 from roamc.operators.table import OutForm
 from tests.operator_calls import rows_with
 
@@ -77,6 +81,28 @@ def test_forms_that_do_not_write_where_they_are_told_are_in_the_table() -> None:
     assert "aten._native_batch_norm_legit.no_stats" in forms[OutForm.IN_ROWS]
 
 
+def test_rows_on_costs_name_operators_that_torch_has() -> None:
+    gone = [name for name in COSTS if not hasattr(aten, name) and not hasattr(aten, f"{name}_")]
+    assert set(gone) <= {"flex_attention", "flex_attention_backward"}, "these are higher-order operators"
+    assert {cost.kind for cost in COSTS.values()} <= {*KINDS, ""}
+
+
+def test_an_operator_has_one_row_on_costs() -> None:
+    alone = [name for names in KIND_ALONE.values() for name in names.split()]
+    assert len(set(alone)) == len(alone)
+    assert set(alone).isdisjoint(ROWS)
+    assert [name for name, cost in ROWS.items() if cost == Cost(cost.kind)] == []
+
+
+def test_what_a_row_on_costs_leaves_open_is_read_off_tags() -> None:
+    assert ops.rule(aten.sin_.default).cost == Cost("tanh")
+    assert ops.rule(aten.bitwise_xor.Tensor).cost == Cost("pointwise")
+    assert ops.rule(aten.view.default).cost == Cost("view")
+    assert ops.rule(aten.linalg_qr.default).cost.kind == UNKNOWN
+    assert ops.rule(aten.linalg_qr.default).cost.workspace is linear_algebra.reflectors
+    assert ops.rule(print).cost == Cost(UNKNOWN)
+
+
 ROOT = Path(__file__).parent.parent.parent
 SUBJECTS = {
     "passes/normalize.py": "dropout",
@@ -108,7 +134,18 @@ def compared_operators(source: str) -> list[str]:
             case ast.Set() | ast.List() | ast.Assign(targets=[ast.Name()], value=ast.Tuple()):
                 about += node.value.elts if isinstance(node, ast.Assign) else node.elts  # type: ignore[attr-defined]
     names = [ast.unparse(one) for one in about]
-    return [name for name in names if name.startswith(("aten.", "torch.ops.", "'aten::"))]
+    return [name for name in names if name.startswith(("aten.", "torch.ops.", "'aten::"))] + bare_names(tree)
+
+
+def bare_names(tree: ast.Module) -> list[str]:
+    """The names of operators, without a namespace, in tables and sets of two or more that have nothing else."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+        if len(names) > 1 and len(names) == len(keys) and all(name in COSTS and name not in KINDS for name in names):
+            found += names
+    return found
 
 
 def test_only_rewritings_compare_operators_and_only_their_subject() -> None:
@@ -122,4 +159,7 @@ def test_only_rewritings_compare_operators_and_only_their_subject() -> None:
 def test_a_comparison_is_found_and_a_call_is_not() -> None:
     assert compared_operators("if node.target is aten.mm.default: pass") == ["aten.mm.default"]
     assert compared_operators("ROWS = {torch.ops.aten.mm.default: 1, 'aten::mm': 2}") != []
+    assert compared_operators("RULES = {'bmm': 1, 'baddbmm': 2}") == ["bmm", "baddbmm"]
+    assert compared_operators("if name in ('bmm', 'baddbmm'): pass") == ["bmm", "baddbmm"]
+    assert compared_operators("KINDS = {'sum': 1, 'other': 2}") == []
     assert compared_operators("y = w.call(aten.mm.default, x, x)") == []

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc.cost import flops
-from roamc.cost.kinds import LIGHT, kind_of
+from roamc.cost import flops, kind_of
 from roamc.graph import TrainGraph, operators
 from roamc.graph.memory import build_memory
+from roamc.operators.costs.kinds import LIGHT
 from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.plan import Plan

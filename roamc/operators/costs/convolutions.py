@@ -12,8 +12,8 @@ from math import prod
 
 import torch
 
-from roamc.cost.call import Call, tensor_at
-from roamc.cost.products import THREADS
+from roamc.operators.call import Call, tensor_at
+from roamc.operators.costs.products import THREADS
 from roamc.units import Bytes
 
 BLOCK = 16

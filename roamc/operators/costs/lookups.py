@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from roamc.cost.call import Call, tensor_at
+from roamc.operators.call import Call, tensor_at
 from roamc.units import Bytes
 
 INDEX: Bytes = 8
@@ -19,13 +17,13 @@ SPREAD = 16
 """Columns from which on rows with one index each are sorted, not scattered element by element."""
 
 
-def _bags(call: Call, made: torch.Tensor) -> Bytes:
+def bags(call: Call, made: torch.Tensor) -> Bytes:
     """Of which bag every index is, for means; else the bags themselves."""
     indices, offsets = tensor_at(call, 1), tensor_at(call, 2)
     return INDEX * (max(indices.numel(), offsets.numel()) if _mode(call, 4) == MEAN else offsets.numel())
 
 
-def _bags_backward(call: Call, made: torch.Tensor) -> Bytes:
+def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The indices and their places, sorted too, and of which bag they are; of largest elements, these and theirs."""
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
@@ -33,7 +31,7 @@ def _bags_backward(call: Call, made: torch.Tensor) -> Bytes:
     return 5 * INDEX * indices.numel()
 
 
-def _bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
+def bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The same."""
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
@@ -45,14 +43,14 @@ def _mode(call: Call, position: int) -> int:
     return call.args[position] if len(call.args) > position else 0
 
 
-def _median(call: Call, made: torch.Tensor) -> Bytes:
+def median(call: Call, made: torch.Tensor) -> Bytes:
     """A copy to sort, unless the elements to choose from lie side by side; with them all, always."""
     read = tensor_at(call, 0)
     ordered = len(call.args) > 1 and read.dim() > 0 and read.stride(call.args[1]) == 1
     return 0 if ordered else read.nbytes
 
 
-def _scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
+def scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
     """Means count and mark, in half precision in float32; where whole rows have one index, it is sorted instead."""
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     half = made.itemsize == 2 and made.is_floating_point()
@@ -72,26 +70,12 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
     return expanded and wide and tensor.is_contiguous() and source.is_contiguous()
 
 
-def _index_reduce(call: Call, made: torch.Tensor) -> Bytes:
+def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
     """Means count: ones like the source, summed like it."""
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
 
 
-def _masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
+def masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
     """The mask as numbers and their running sums: by several threads; one alone takes a result or three."""
     return 2 * INDEX * tensor_at(call, 1).numel()
-
-
-LOOKUPS: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
-    "_embedding_bag": _bags,
-    "_embedding_bag_forward_only": _bags,
-    "_embedding_bag_backward": _bags_backward,
-    "_embedding_bag_dense_backward": _bags_dense_backward,
-    "median": _median,
-    "nanmedian": _median,
-    "scatter_reduce": _scatter_reduce,
-    "index_reduce": _index_reduce,
-    "masked_scatter_backward": _masked_scatter_backward,
-}
-"""By operator: bytes beside its arguments and its first result."""

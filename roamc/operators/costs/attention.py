@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roamc.cost.products import THREADS
+from roamc.operators.costs.products import THREADS
 from roamc.units import Bytes
 
 QUERIES = ((768, 256), (192, 64), (0, 32))

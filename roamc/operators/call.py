@@ -20,15 +20,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        """``"gelu"`` for every ATen overload of gelu, in-place ones included; ``"mine::op"`` for others."""
-        schema = getattr(self.target, "_schema", None)
-        if schema is None:
-            return str(getattr(self.target, "__name__", self.target))
-        name = str(schema.name)
-        return name.removeprefix("aten::").rstrip("_") if name.startswith("aten::") else name
-
 
 def call_of(node: fx.Node) -> Call:
     """What ``node`` runs; a replayed random operator counts as the operator that it replays."""

@@ -5,11 +5,9 @@ A batch of matrices counts once, the buffers of LAPACK once for all of them, its
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from roamc.cost.call import Call, rows_of, tensor_at
+from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.units import Bytes
 
 EXPONENTIAL, EXPONENTIALS = 12, 14
@@ -29,24 +27,24 @@ TALL = 11 / 6
 """From so many times as many rows as columns on, or the other way round, matrices are first made square."""
 
 
-def _exponential(call: Call, made: torch.Tensor) -> Bytes:
+def exponential(call: Call, made: torch.Tensor) -> Bytes:
     """Powers and sums of them, at the upper end: see :data:`EXPONENTIAL`."""
     count = _matrices(made)
     return made.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
-def _inverse(call: Call, made: torch.Tensor) -> Bytes:
+def inverse(call: Call, made: torch.Tensor) -> Bytes:
     """The factors, and a pivot a row."""
     return made.nbytes + rows_of(made) * PIVOT + _matrices(made) * FLAGS
 
 
-def _pivots(call: Call, made: torch.Tensor) -> Bytes:
+def pivots(call: Call, made: torch.Tensor) -> Bytes:
     """Signs or places that pivots stand for, twice the size of these."""
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
-def _singular(call: Call, made: torch.Tensor) -> Bytes:
+def singular(call: Call, made: torch.Tensor) -> Bytes:
     """The argument, and the buffer of one matrix: with vectors three squares, four of what is made square first."""
     read = tensor_at(call, 0)
     full = call.args[1] if len(call.args) > 1 else False
@@ -59,7 +57,7 @@ def _singular(call: Call, made: torch.Tensor) -> Bytes:
     return read.nbytes + buffer * read.itemsize
 
 
-def _pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
+def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
     """Singular vectors, and products of them."""
     short = min(made.shape[-2:])
     squares = _matrices(made) * short * short * made.itemsize
@@ -67,37 +65,23 @@ def _pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
     return squares + max(first, 2 * made.nbytes) + 3 * squares // max(1, short)
 
 
-def _eigen(call: Call, made: torch.Tensor) -> Bytes:
+def eigen(call: Call, made: torch.Tensor) -> Bytes:
     """The buffer of one matrix: two squares of it and some rows."""
     side = tensor_at(call, 0).shape[-1]
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
-def _reflectors(call: Call, made: torch.Tensor) -> Bytes:
+def reflectors(call: Call, made: torch.Tensor) -> Bytes:
     """A factor a row or column, and the buffer of one matrix: blocks of an eighth of its columns."""
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
     return _matrices(read) * short * read.itemsize + max(LINES, short) * long * read.itemsize // 8
 
 
-def _second(call: Call, made: torch.Tensor) -> Bytes:
+def second(call: Call, made: torch.Tensor) -> Bytes:
     """The factor is copied."""
     return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
 
 
 def _matrices(tensor: torch.Tensor) -> int:
     return rows_of(tensor) // max(1, tensor.shape[-2])
-
-
-LINEAR_ALGEBRA: dict[str, Callable[[Call, torch.Tensor], Bytes]] = {
-    "linalg_matrix_exp": _exponential,
-    "linalg_inv_ex": _inverse,
-    "_linalg_svd": _singular,
-    "linalg_pinv": _pseudo_inverse,
-    "_linalg_eigh": _eigen,
-    "linalg_qr": _reflectors,
-    "linalg_householder_product": _reflectors,
-    "cholesky_solve": _second,
-    **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "lu_unpack"), _pivots),
-}
-"""By operator: bytes beside its arguments and its first result."""

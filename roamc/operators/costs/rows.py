@@ -1,0 +1,195 @@
+"""The rows on costs: the name of an operator for all of its overloads and its form in place, without namespace."""
+
+from __future__ import annotations
+
+from roamc.operators.costs import flops, linear_algebra, lookups, others
+from roamc.operators.costs.arguments import image, in_order, matrix, plain
+from roamc.operators.costs.convolutions import convolution, convolution_backward
+from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.kinds import FREE
+
+_PRODUCT = Cost("matmul", flops.product)
+_ATTENTION = Cost("attention", flops.attention)
+_ATTENTION_BACKWARD = Cost("attention_backward", flops.attention_backward)
+_FILL = Cost("pointwise", unread=(0,))
+_COPY = Cost("pointwise", any_dtypes=True)
+_LOSS = Cost("pointwise", workspace=others.losses)
+_DRAW = Cost("random", unread_in_place=(0,))
+_REDUCTION = Cost("reduction", workspace=others.cast)
+_PICK = Cost("gather", picks_from=0)
+_FACTORS = Cost(workspace=linear_algebra.reflectors)
+_PIVOTS = Cost(workspace=linear_algebra.pivots)
+
+ROWS: dict[str, Cost] = {
+    # Products.
+    "mm": Cost("matmul", read_as={0: matrix, 1: matrix}, workspace=others.matrix_products),
+    "addmm": Cost("matmul", read_as={1: matrix, 2: matrix}, workspace=others.matrix_products),
+    "mv": Cost("matmul", flops.product, read_as={0: matrix, 1: matrix}),
+    "addmv": Cost("matmul", flops.product_and_sum),
+    **dict.fromkeys(("_int_mm", "dot", "vdot"), _PRODUCT),
+    "linear": Cost("matmul", flops.linear),
+    "addr": Cost("matmul", flops.outer_and_sum),
+    **dict.fromkeys(("outer", "ger"), Cost("matmul", flops.outer)),
+    **dict.fromkeys(("bmm", "baddbmm"), Cost("batched_matmul", workspace=others.matrix_products)),
+    "addbmm": Cost("batched_matmul", flops.product_and_sum),
+    "matmul": Cost("batched_matmul", flops.product),
+    **{f"_scaled_dot_product_{kernel}_attention": _ATTENTION for kernel in ("flash", "efficient", "cudnn")},
+    **{
+        f"_scaled_dot_product_{kernel}_attention_backward": _ATTENTION_BACKWARD
+        for kernel in ("flash", "efficient", "cudnn")
+    },
+    "_scaled_dot_product_flash_attention_for_cpu": Cost(
+        "attention", flops.attention, causal_blocks=True, workspace=others.attention
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": Cost(
+        "attention_backward", flops.attention_backward, causal_blocks=True, workspace=others.attention_backward
+    ),
+    "convolution": Cost("convolution", read_as={0: image, 1: image}, workspace=convolution),
+    "convolution_backward": Cost("convolution_backward", read_as={0: image, 1: image}, workspace=convolution_backward),
+    # Pointwise.
+    **dict.fromkeys([f"{kind}_like" for kind in ("zeros", "ones", "full")], _FILL),
+    **dict.fromkeys([f"new_{kind}" for kind in ("zeros", "ones", "full")], _FILL),
+    **dict.fromkeys(("fill", "zero"), _FILL),
+    **dict.fromkeys(("where", "masked_fill"), _COPY),
+    "copy": Cost("pointwise", any_dtypes=True, unread=(0,)),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "detach_copy", "alias_copy"), _COPY),
+    **dict.fromkeys(("tril", "triu"), Cost("pointwise", read_as={0: in_order})),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _LOSS),
+    "pow": Cost("tanh", exponent=1),
+    "log_sigmoid_forward": Cost("exponential", read_as={0: plain}),
+    **dict.fromkeys(
+        ("binary_cross_entropy", "soft_margin_loss"),
+        Cost("exponential", workspace=others.losses, eager_workspace=others.losses_behind),
+    ),
+    "binary_cross_entropy_with_logits": Cost("exponential", workspace=others.logits_loss),
+    # In another order than memory's.
+    "roll": Cost("strided", workspace=others.rolled),
+    **dict.fromkeys(("pixel_shuffle", "reflection_pad2d", "replication_pad2d"), Cost("strided", read_as={0: image})),
+    "reflection_pad2d_backward": Cost(like_first=True),
+    "im2col": Cost("strided", read_as={0: plain}, eager_workspace=others.first_again),
+    # Random.
+    **dict.fromkeys(("bernoulli", "uniform", "normal", "exponential", "random"), _DRAW),
+    **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
+    "multinomial": Cost("random", workspace=others.multinomial),
+    "native_dropout": Cost("random", workspace=others.first_again),
+    "native_dropout_backward": Cost("random_backward", workspace=others.piece, eager_workspace=others.first_again),
+    # Over rows.
+    **dict.fromkeys(("_softmax", "_log_softmax"), Cost("softmax", read_as={0: plain}, workspace=others.across)),
+    "_safe_softmax": Cost("safe_softmax", read_as={0: plain}, workspace=others.safe_softmax),
+    **dict.fromkeys(
+        ("_softmax_backward_data", "_log_softmax_backward_data"),
+        Cost("softmax_backward", read_as={0: plain, 1: plain}, workspace=others.across),
+    ),
+    "logsumexp": Cost("softmax", workspace=others.first_again),
+    "native_layer_norm": Cost("norm", read_as={0: plain}),
+    "native_layer_norm_backward": Cost("norm_backward", read_as={0: plain, 1: plain}),
+    "_fused_rms_norm": Cost("norm", workspace=others.rms_norm),
+    "native_batch_norm_backward": Cost("batch_norm_backward", workspace=others.batch_norm_backward),
+    "sum": Cost("reduction", workspace=others.summed),
+    "mean": Cost("reduction", workspace=others.averaged),
+    **dict.fromkeys(("prod", "linalg_vector_norm", "nansum"), _REDUCTION),
+    **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast)),
+    "median": Cost("reduction", workspace=lookups.median),
+    "nanmedian": Cost(workspace=lookups.median),
+    "kthvalue": Cost("scan", workspace=others.kth_value),
+    # By index.
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
+    "nll_loss_backward": Cost("scatter", written_into=1),
+    **dict.fromkeys(("embedding", "index", "take", "_unsafe_index"), _PICK),
+    "gather": Cost("gather", picks_from=0, workspace=others.half),
+    "index_select": Cost("gather", picks_from=0, read_as={0: plain}),
+    "embedding_dense_backward": Cost("scatter", written_into=None, read_as={0: plain}),
+    "embedding_backward": Cost("scatter", written_into=None),
+    "_embedding_bag": Cost("gather", picks_from=0, workspace=lookups.bags),
+    "_embedding_bag_forward_only": Cost("gather", workspace=lookups.bags),
+    "_embedding_bag_backward": Cost(workspace=lookups.bags_backward),
+    "_embedding_bag_dense_backward": Cost("scatter", workspace=lookups.bags_dense_backward),
+    **dict.fromkeys(("scatter", "scatter_add"), Cost("scatter", workspace=others.half)),
+    "scatter_reduce": Cost("scatter", workspace=lookups.scatter_reduce),
+    "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
+    "masked_scatter": Cost("scatter", read_as={2: plain}),
+    "masked_scatter_backward": Cost("scatter", workspace=lookups.masked_scatter_backward),
+    # Pooling.
+    **dict.fromkeys(
+        ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), Cost("pool", read_as={0: image})
+    ),
+    "max_pool2d_with_indices_backward": Cost("pool_backward", read_as={0: image, 7: image}),
+    **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), Cost("pool_backward", like_first=True)),
+    **{
+        f"upsample_{kind}2d_backward": Cost("pool_backward", read_as={0: image})
+        for kind in ("nearest", "bilinear", "bicubic")
+    },
+    "col2im": Cost("pool_backward", read_as={0: plain}),
+    # Transforms, distances, linear algebra.
+    **dict.fromkeys(("_fft_r2c", "_fft_c2c"), Cost(workspace=others.fourier)),
+    "_fft_c2r": Cost(workspace=others.fourier_to_real),
+    "_euclidean_dist": Cost(workspace=others.distances),
+    "_cdist_forward": Cost("reduction", read_as={0: plain, 1: plain}, workspace=others.pairs),
+    "_cdist_backward": Cost(read_as={1: plain, 2: plain}, workspace=others.pairs_backward),
+    "linalg_matrix_exp": Cost(workspace=linear_algebra.exponential),
+    "linalg_inv_ex": Cost(workspace=linear_algebra.inverse),
+    "_linalg_svd": Cost(workspace=linear_algebra.singular),
+    "linalg_pinv": Cost(workspace=linear_algebra.pseudo_inverse),
+    "_linalg_eigh": Cost(workspace=linear_algebra.eigen),
+    **dict.fromkeys(("linalg_qr", "linalg_householder_product"), _FACTORS),
+    "cholesky_solve": Cost(workspace=linear_algebra.second),
+    **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "lu_unpack"), _PIVOTS),
+}
+"""Operators of which more is known than their kind."""
+
+KIND_ALONE: dict[str, str] = {
+    FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
+    "sym_storage_offset _assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range "
+    "sym_constrain_range_for_size _local_scalar_dense _linalg_check_errors",
+    "matmul": "_scaled_mm",
+    "batched_matmul": "_grouped_mm _scaled_grouped_mm",
+    "attention": "_flash_attention_forward _efficient_attention_forward flex_attention",
+    "attention_backward": "_flash_attention_backward _efficient_attention_backward flex_attention_backward",
+    "convolution": "_convolution cudnn_convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward "
+    "miopen_convolution",
+    "pointwise": "arange linspace scalar_tensor zeros ones full eye hardtanh_backward hardswish_backward "
+    "hardsigmoid_backward leaky_relu_backward threshold_backward rrelu_with_noise_backward prelu _prelu_kernel "
+    "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
+    "isin bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
+    "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
+    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward",
+    "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
+    "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
+    "replication_pad1d replication_pad3d unfold_backward as_strided_copy permute_copy transpose_copy t_copy "
+    "expand_copy view_copy _unsafe_masked_index unfold_copy",
+    "root": "sqrt rsqrt hypot",
+    "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu logaddexp "
+    "logit logit_backward",
+    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward "
+    "soft_margin_loss_backward",
+    "tanh": "tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh mish mish_backward lgamma digamma "
+    "erfinv igamma igammac polygamma xlogy special_erfcx special_i0 special_i1",
+    "random": "_fused_dropout rand randn randint randperm cauchy log_normal geometric poisson rrelu_with_noise "
+    "normal_functional alpha_dropout",
+    "softmax": "logcumsumexp",
+    "norm": "native_group_norm rms_norm layer_norm",
+    "norm_backward": "native_group_norm_backward _fused_rms_norm_backward",
+    "batch_norm": "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update "
+    "_batch_norm_with_update_functional miopen_batch_norm _batch_norm_no_update batch_norm_stats",
+    "batch_norm_backward": "cudnn_batch_norm_backward batch_norm_backward miopen_batch_norm_backward",
+    "reduction": "amax amin max min aminmax argmax argmin any all var std var_mean std_mean norm count_nonzero "
+    "_foreach_norm equal _weight_norm_interface trace cdist",
+    "gather": "take_along_dim masked_select",
+    "scatter": "index_put _index_put_impl _unsafe_index_put index_add index_copy index_fill nll_loss2d_backward "
+    "_unsafe_masked_index_put_accumulate put one_hot",
+    "pool": "max_pool3d_with_indices avg_pool1d avg_pool3d _adaptive_avg_pool3d adaptive_max_pool2d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d "
+    "fractional_max_pool2d max_pool2d",
+    "pool_backward": "max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward "
+    "adaptive_max_pool2d_backward upsample_nearest1d_backward upsample_nearest3d_backward upsample_linear1d_backward "
+    "upsample_trilinear3d_backward grid_sampler_2d_backward grid_sampler_3d_backward",
+    "scan": "cummax cummin sort topk argsort unique_consecutive _unique2 nonzero bincount",
+}
+"""Kind to the operators of which no more is known."""
+
+COSTS: dict[str, Cost] = {
+    **{name: Cost(kind) for kind, names in KIND_ALONE.items() for name in names.split()},
+    **ROWS,
+}
