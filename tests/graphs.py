@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from roamc import compat, compat_aot
 from roamc.capture import joint
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
-from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_values, placeholders
+from roamc.graph import Phase, Port, Role, TrainGraph, copied, operators, output_values, placeholders
 from roamc.operators import ops
 from tests.models import make
 
@@ -53,7 +54,14 @@ def joint_graph(model: nn.Module, batch: Sequence[Any]) -> TrainGraph:
 
 
 def model_graph(name: str, route: str) -> tuple[TrainGraph, list[Any]]:
-    """A graph of ``tests.models`` by route ("step" or "joint"), and real inputs for it."""
+    """A graph of ``tests.models`` by route ("step" or "joint"), and real inputs for it: the caller's to change."""
+    graph, inputs = _captured(name, route)
+    return copied(graph), clones(inputs)
+
+
+@functools.cache
+def _captured(name: str, route: str) -> tuple[TrainGraph, list[Any]]:
+    """Captured once in a process: that is most of what planning takes."""
     model, batch, loss = make(name)
     return graph_and_inputs(model, batch, loss, route)
 

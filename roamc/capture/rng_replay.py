@@ -95,9 +95,9 @@ def followed() -> Iterator[None]:
     generator = _Generator()
     seed, state = torch.default_generator.initial_seed(), torch.get_rng_state()
     with contextlib.ExitStack() as patches:
-        for module in (torch, torch.random):
-            patches.enter_context(mock.patch.object(module, "get_rng_state", generator.get_state))
-            patches.enter_context(mock.patch.object(module, "set_rng_state", generator.set_state))
+        # Not those of torch.random, which Dynamo calls around what it compiles.
+        patches.enter_context(mock.patch.object(torch, "get_rng_state", generator.get_state))
+        patches.enter_context(mock.patch.object(torch, "set_rng_state", generator.set_state))
         for module, name in SEEDING:
             patches.enter_context(mock.patch.object(module, name, _refuse_seed))
         yield

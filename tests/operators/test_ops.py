@@ -12,6 +12,7 @@ import torch.distributed.fsdp
 from roamc.graph import operators, placeholders
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
+from roamc.operators.costs.cost import Cost
 from roamc.operators.ops import OpRule, is_view, mutated_arguments, rule
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import name_of
@@ -118,7 +119,7 @@ def test_attention_draws_if_it_drops(target: Any, args: tuple[Any, ...], kwargs:
 )
 def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:
     found = rule(target)
-    assert found == OpRule(overwrites=found.overwrites, rounds_once=found.rounds_once)
+    assert found == OpRule(overwrites=found.overwrites, rounds_once=found.rounds_once, cost=found.cost)
     assert found.recomputable
     assert not ops.has_effect(target)
 
@@ -204,7 +205,7 @@ def test_collective_that_waits_is_finished_but_keeps_its_order(target: Any) -> N
 
 
 def test_saving_the_random_state_keeps_its_place_and_replaying_is_free() -> None:
-    assert rule(save_rng_state) == OpRule(random=True, recomputable=False)
+    assert rule(save_rng_state) == OpRule(random=True, recomputable=False, cost=Cost("pointwise"))
     assert rule(replay) == OpRule(recomputable=False), "it leaves the generator as it finds it"
 
 

@@ -355,6 +355,13 @@ def test_repr_is_short() -> None:
     assert len(repr(small_plan())) < 1000
 
 
+@functools.cache
+def planned_gpt() -> tuple[TrainGraph, str]:
+    """A graph, and a plan of it under a budget."""
+    graph = model_graph("nanogpt", "step")[0]
+    return graph, search.run(copied(graph), Options(memory_budget="70%")).plan.to_json()
+
+
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
@@ -368,12 +375,12 @@ def test_repr_is_short() -> None:
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_numbers_that_contradict_each_other_are_refused(place: tuple[str, ...], value: Any, says: str) -> None:
-    graph = model_graph("nanogpt", "step")[0]
-    data = json.loads(search.run(copied(graph), Options(memory_budget="70%")).plan.to_json())
+    graph, text = planned_gpt()
+    data = json.loads(text)
     *path, last = place
     inner = data
     for key in path:
         inner = inner[key]
     inner[last] = value
     with pytest.raises(PlanError, match=says):
-        search.run(graph, Options(), Plan.from_json(json.dumps(data)))
+        search.run(copied(graph), Options(), Plan.from_json(json.dumps(data)))
