@@ -24,7 +24,6 @@ from torch import fx
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, tensors_of
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory, identity
-from roamc.graph.rewrite import mode_of, move
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.options import Options
@@ -124,29 +123,13 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Let the results, and all views of them, lie in their arguments' storages.
+    """Let the results, and all views of them, lie in their arguments' storages: an entry of the graph says so.
 
     Raises:
         PlanError: the graph has no such operators, or they cannot write over these arguments.
     """
-    allowed = {(node.name, reuse.position): node for node, reuse in _due(build_memory(graph))}
-    sharing = _sharing(graph)
-    mode = mode_of(graph.graph)
+    allowed = {(node.name, reuse.position) for node, reuse in _due(build_memory(graph))}
     for name, position in decision.overwrites:
-        if (name, position) not in allowed or mode is None:
+        if (name, position) not in allowed:
             raise PlanError(f"reuse: {name} cannot write over its argument {position} in this graph")
-        node = allowed[name, position]
-        storage = node.args[position].meta["val"].untyped_storage()  # type: ignore[union-attr]
-        with mode:
-            for other, at in sharing[node]:
-                move(other, at, storage)
     return graph.replace(reuse=dict(decision.overwrites))
-
-
-def _sharing(graph: TrainGraph) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-    """Per node that makes a storage, the tensors of that storage: (node, position)."""
-    found: dict[int, list[tuple[fx.Node, int]]] = {}
-    for node in graph.graph.nodes:
-        for position, tensor in tensors_of(node):
-            found.setdefault(identity(tensor), []).append((node, position))
-    return {tensors[0][0]: tensors for tensors in found.values()}

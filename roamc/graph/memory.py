@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.operators import ops
 from roamc.units import Bytes
@@ -328,6 +329,7 @@ class _Builder:
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
+        self.memory = Memory(graph)
         self.storages: list[Storage] = []
         self.operators: list[Operator] = []
         self.owner: dict[tuple[str, int], int] = {}
@@ -337,9 +339,9 @@ class _Builder:
         self.gradients: set[int] = set()
 
     def build(self) -> MemoryModel:
-        self.handed = identities(output_values(self.graph.graph))
+        self.handed = self.memory.of_all(output_values(self.graph.graph))
         by_name = {node.name: node for node in self.graph.graph.nodes}
-        self.gradients = identities(by_name.get(name) for name in self.graph.gradients)
+        self.gradients = self.memory.of_all(by_name.get(name) for name in self.graph.gradients)
         fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
         for node in self.graph.graph.nodes:
@@ -353,7 +355,7 @@ class _Builder:
 
     def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
         """Record the storage of one tensor; its index if it is new, None if it was known."""
-        key = identity(tensor)
+        key = self.memory.of(tensor)
         new = key not in self.seen
         if new:
             name = node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
@@ -384,7 +386,7 @@ class _Builder:
         self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
 
     def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
-        return Place.OUTPUT if identity(tensor) in self.handed else otherwise
+        return Place.OUTPUT if self.memory.of(tensor) in self.handed else otherwise
 
     def _storage(self, node: fx.Node) -> int:
         return self.owner[node.name, 0]
@@ -461,6 +463,44 @@ class _Builder:
 def identity(tensor: torch.Tensor) -> int:
     """The same number for two fake tensors exactly if they share a storage (while both are alive)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
+    """The argument whose memory the result of ``node`` takes over.
+
+    Raises:
+        VerifyError: argument or result is no single tensor.
+    """
+    at = graph.reuse[node.name]
+    argument = node.args[at] if at < len(node.args) else None
+    if isinstance(argument, fx.Node) and all(isinstance(n.meta.get("val"), torch.Tensor) for n in (node, argument)):
+        return argument
+    raise VerifyError(
+        f"after pass 'reuse': {node.name} is to be written over argument {at}, which is no tensor that it reads"
+    )
+
+
+class Memory:
+    """Which tensors of a graph lie in the same memory: those that share a storage, and results over an argument.
+
+    In-place reuse is an entry in ``TrainGraph.reuse``; the fake tensors of the trace do not know of it.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self._reused: dict[int, int] = {}
+        for node in graph.graph.nodes if graph.reuse else ():
+            if node.name in graph.reuse:
+                argument = reused_argument(graph, node)
+                self._reused[identity(node.meta["val"])] = self.of(argument.meta["val"])
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The same number for two fake tensors of the graph exactly if they lie in the same memory."""
+        own = identity(tensor)
+        return self._reused.get(own, own)
+
+    def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
+        """The numbers of all tensors that ``nodes`` stand for."""
+        return {self.of(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:

@@ -134,6 +134,7 @@ class Walk:
         self.makers: dict[Number, str] = {}
         self.writers: dict[Number, str] = {}
         self._content: dict[int, Number] = {}
+        self._reused: dict[int, int] = {}
         self._other: dict[fx.Node, Number] = {}
         self._decoded: dict[Number, tuple[Need, Number]] = {}
         self._written: set[int] = set()
@@ -143,8 +144,8 @@ class Walk:
         self._other[node] = number
         self.makers.setdefault(number, node.name)
         for place in self.numbers.places(node):
-            if place.storage not in self._content:
-                self._content[place.storage] = content = self.numbers.of("part", number, place.position)
+            if self._memory(place) not in self._content:
+                self._content[self._memory(place)] = content = self.numbers.of("part", number, place.position)
                 self.numbers.born(content, place.geometry)
 
     def call(self, node: fx.Node) -> str | None:
@@ -154,9 +155,9 @@ class Walk:
             What is wrong with ``node`` if it is a view and does not lie where it should; else None.
         """
         places = self.numbers.places(node)
-        fresh = [place for place in places if place.storage not in self._content]
+        fresh = [place for place in places if self._memory(place) not in self._content]
         target = self.numbers.target(node.target)
-        if target.is_view and places and node.name not in self.reuse and not self._makes_anew(node, target, fresh):
+        if target.is_view and places and not self._makes_anew(node, target, fresh):
             return self._misplaced(node, target, places)
         if node.target is save_rng_state:
             self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
@@ -169,10 +170,21 @@ class Walk:
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
             for place in self.numbers.places(argument):
                 self._write(node, place, target, number, made.get(position), position)
-        self._make(node, places if node.name in self.reuse else fresh, made)
         if node.name in self.reuse:
-            self._written.update(place.storage for place in places)
+            self._write_over(node.args[self.reuse[node.name]], places)
+        self._make(node, fresh, made)
         return None
+
+    def _memory(self, place: Place) -> int:
+        """The storage in which a tensor really lies: that of an argument, where it is written over one."""
+        return self._reused.get(place.storage, place.storage)
+
+    def _write_over(self, argument: Any, results: Sequence[Place]) -> None:
+        """The results lie in the memory of ``argument`` from now on."""
+        for place in results:
+            (over,) = self.numbers.places(argument)
+            self._reused[place.storage] = self._memory(over)
+            self._written.add(self._memory(over))
 
     def results(self, returned: Sequence[tuple[fx.Node | None, Port]], part: str) -> dict[str, Number]:
         """Numbers of what lies now in the tensors that are returned, under words for a message."""
@@ -186,12 +198,13 @@ class Walk:
         """Forward has ended. Until backward begins, another forward may write again what this one wrote to the caller's
         tensors; what lies there now has no known value."""
         for place in (place for node in nodes for place in self.numbers.places(node)):
-            if place.storage in self._written:
-                self._content[place.storage] = self.numbers.of("handed", self._content[place.storage])
+            if self._memory(place) in self._written:
+                self._content[self._memory(place)] = self.numbers.of("handed", self._content[self._memory(place)])
 
     def left(self, node: fx.Node, name: str) -> dict[str, Number]:
         """Numbers of what was written to the tensors of ``node``, which are not the step's own."""
-        written = [place.storage for place in self.numbers.places(node) if place.storage in self._written]
+        lies = [self._memory(place) for place in self.numbers.places(node)]
+        written = [storage for storage in lies if storage in self._written]
         return {f"{name} ({node.name})": self._content[storage] for storage in written}
 
     def _write(
@@ -201,10 +214,10 @@ class Walk:
         content = self._note("written", number, position, by=node.name)
         if target.twin is not None:
             result = made if made is not None else self._note("part", number, 0, by=node.name)
-            content = self.numbers.patched(self._content[place.storage], place, self.uncopied(result))
+            content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
         self.writers.setdefault(content, node.name)
-        self._content[place.storage] = content
-        self._written.add(place.storage)
+        self._content[self._memory(place)] = content
+        self._written.add(self._memory(place))
 
     def _run(self, node: fx.Node) -> tuple[Number, dict[int, Number]]:
         """The number of an operator, and of each result; a random one moves the generator."""
@@ -225,7 +238,7 @@ class Walk:
 
     def content(self, place: Place) -> Number:
         """What lies in the storage of ``place`` now; what a codec has decoded without error counts as what it was."""
-        content = self._content[place.storage]
+        content = self._content[self._memory(place)]
         keeps, value = self._decoded.get(content, (None, content))
         return value if keeps is Need.ELEMENTS else content
 
@@ -298,7 +311,7 @@ class Walk:
                 found = self.numbers.of("part", number, place.position)
             self.makers.setdefault(found, node.name)
             self.numbers.born(found, place.geometry)
-            self._content[place.storage] = found
+            self._content[self._memory(place)] = found
             if self.encodings:
                 single = isinstance(node.meta.get("val"), torch.Tensor)
                 for encoding in self.encodings.get(node.name if single else f"{node.name}#{place.position}", ()):
@@ -357,10 +370,10 @@ class Walk:
         if need is Need.SHAPE:
             return ("shape", *[place.shape for place in places])
         if len(places) == 1 and not self._decoded:
-            return ("read", self._content[places[0].storage], places[0].geometry)
+            return ("read", self._content[self._memory(places[0])], places[0].geometry)
         found: list[Number] = []
         for place in places:
-            content = self._content[place.storage]
+            content = self._content[self._memory(place)]
             keeps, value = self._decoded.get(content, (None, content))
             found += (value if keeps in (Need.ELEMENTS, need) else content, place.geometry)
         return ("read", *found)

@@ -17,7 +17,7 @@ from torch import fx
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.graph.memory import build_memory, identity
+from roamc.graph.memory import Memory, build_memory, identity, reused_argument
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
@@ -81,12 +81,13 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
 
 def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
+    memory = Memory(graph)
     owner: dict[int, str] = {}
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
-        touched = {identity(t) for a in node.all_input_nodes for _, t in tensors_of(a)}
+        touched = memory.of_all(node.all_input_nodes)
         for position, tensor in tensors_of(node):
-            key = identity(tensor)
+            key = memory.of(tensor)
             if key not in owner:
                 many = not isinstance(node.meta["val"], torch.Tensor)
                 owner[key] = f"{node.name}#{position}" if many else node.name
@@ -171,13 +172,14 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
         if node.target is operator.getitem and not all(shared):
             _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
-        if shared and any(shared) and not (rule.view_of or rule.mutates or node.name in graph.reuse):
+        if shared and any(shared) and not (rule.view_of or rule.mutates):
             what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
             _fail(graph, after, node, what)
 
 
 def _check_reuse(graph: TrainGraph, after: str) -> None:
     """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
+    memory = Memory(graph)
     known: dict[int, list[fx.Node]] = {}
     stale: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -187,26 +189,26 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
         elif old:
             _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
         if node.name in graph.reuse:
-            argument = node.args[graph.reuse[node.name]]
-            _check_overwriting(graph, after, node, argument)
-            of_storage = known[identity(argument.meta["val"])]
+            argument = reused_argument(graph, node)
+            _check_overwriting(graph, after, node, argument, memory)
+            of_storage = known[memory.of(argument.meta["val"])]
             if of_storage[0].op != "call_function":
                 what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
                 _fail(graph, after, node, what)
             stale.update(of_storage)
         for _, tensor in tensors_of(node):
-            known.setdefault(identity(tensor), []).append(node)
+            known.setdefault(memory.of(tensor), []).append(node)
 
 
-def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node) -> None:
+def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node, memory: Memory) -> None:
     if graph.reuse[node.name] not in ops.may_overwrite(node):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
     result, reused = node.meta["val"], argument.meta["val"]
-    if identity(result) != identity(reused) or _lies(result) != _lies(reused):
+    if _lies(result) != _lies(reused) or result.untyped_storage().nbytes() != reused.untyped_storage().nbytes():
         _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
     for other in node.all_input_nodes:
         if any(
-            identity(tensor) == identity(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
+            memory.of(tensor) == memory.of(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
         ):
             what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
             _fail(graph, after, node, what)

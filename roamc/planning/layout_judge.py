@@ -15,7 +15,7 @@ from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.layout import Layout
-from roamc.graph.memory import identity
+from roamc.graph.memory import Memory
 from roamc.graph.verify import Life, storage_lives
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
@@ -47,21 +47,17 @@ def check_layout(graph: TrainGraph) -> None:
 
 def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
     """Only what the step makes and keeps to itself may lie in the arena, whose bytes the next step writes over."""
-    nodes, handed = list(graph.graph.nodes), _handed(graph)
+    nodes, memory = list(graph.graph.nodes), Memory(graph)
+    handed = memory.of_all(output_values(graph.graph))
     for name in layout.offset:
         node = nodes[lives[name][0]]
-        if node.op != "call_function" or identity(_tensor(node, name)) in handed:
+        if node.op != "call_function" or memory.of(_tensor(node, name)) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
 
 
 def _tensor(node: fx.Node, name: str) -> torch.Tensor:
     """The result of ``node`` that makes the storage ``name``."""
     return dict(tensors_of(node))[0 if name == node.name else int(name.rpartition("#")[2])]
-
-
-def _handed(graph: TrainGraph) -> set[int]:
-    """Identities of the storages that are handed to the caller."""
-    return {identity(t) for node in output_values(graph.graph) if node is not None for _, t in tensors_of(node)}
 
 
 def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
@@ -92,11 +88,11 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
 
 def _check_elements(graph: TrainGraph, layout: Layout) -> None:
     """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
-    owner: dict[int, str] = {}
+    memory, owner = Memory(graph), dict[int, str]()
     for node in graph.graph.nodes:
         many = not isinstance(node.meta.get("val"), torch.Tensor)
         for position, tensor in tensors_of(node):
-            name = owner.setdefault(identity(tensor), f"{node.name}#{position}" if many else node.name)
+            name = owner.setdefault(memory.of(tensor), f"{node.name}#{position}" if many else node.name)
             if layout.offset.get(name, 0) % tensor.dtype.itemsize:
                 raise VerifyError(
                     f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "
@@ -174,8 +170,8 @@ def _too_low(nbytes: Bytes, where: str, said: Bytes) -> str:
 
 def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:
     """Birth and death of storages that come and go with the step and lie outside the arena."""
-    nodes = list(graph.graph.nodes)
-    handed = _handed(graph)
+    nodes, memory = list(graph.graph.nodes), Memory(graph)
+    handed = memory.of_all(output_values(graph.graph))
     backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
     fed = {node: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
     found = {}
@@ -183,7 +179,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
         node = nodes[born]
         if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
             continue
-        end = len(nodes) if identity(_tensor(node, name)) in handed else dead
+        end = len(nodes) if memory.of(_tensor(node, name)) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
     return found
 

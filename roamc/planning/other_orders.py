@@ -18,10 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
-from torch import fx
 
 from roamc import progress
 from roamc.graph import TrainGraph
@@ -44,8 +42,6 @@ TRIAL_NODES = 5_000
 TRIALS = 12
 """How many other orders are laid out."""
 
-Values = dict[fx.Node, Any]
-
 
 def may_look_again(options: Options) -> bool:
     """Whether the order is ours to choose."""
@@ -60,24 +56,6 @@ def first_look(options: Options) -> Options:
 def falls_short(placed: layout.Decision) -> bool:
     """Whether the arena is above what lives in it."""
     return placed.arena_bytes > placed.live_bytes
-
-
-def values_of(graph: TrainGraph) -> Values:
-    """The fake tensors of every node, for :func:`put_back`: pass reuse moves some to other storages."""
-    return {node: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
-
-
-def put_back(graph: TrainGraph, values: Values) -> None:
-    """Give every node the fake tensors that it had when ``values`` were taken."""
-    for node in graph.graph.nodes:
-        if node in values:
-            node.meta["val"] = values[node]
-
-
-def without_reuse(graph: TrainGraph, values: Values) -> TrainGraph:
-    """The graph as it was before pass reuse, when ``values`` were taken, in its present order."""
-    put_back(graph, values)
-    return graph.replace(reuse={}, layout=None)
 
 
 @dataclass(frozen=True)

@@ -131,30 +131,28 @@ class PlanMaker:
         """Run the passes behind the order, check the layout and write the plan."""
         again = self.runner.plan is None and other_orders.may_look_again(self.options)
         first = self._with(other_orders.first_look(self.options)) if again else self
-        values = other_orders.values_of(ordered.graph)
         passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
         end = first.runner.run(ordered, passes)
         if again and other_orders.falls_short(end.decisions[layout.NAME]):
-            end = self._other_orders(end, values)
+            end = self._other_orders(end)
         begun = time.perf_counter()
         layout_judge.check_layout(end.graph)
         plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 
-    def _other_orders(self, end: State, values: other_orders.Values) -> State:
+    def _other_orders(self, end: State) -> State:
         """The layout falls short: take the best of the orders with no higher peak."""
         begun = time.perf_counter()
         first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
-        with_reuse, bare = other_orders.values_of(end.graph), other_orders.without_reuse(end.graph, values)
-        best = other_orders.decide(bare, first, self.options)
+        graph = end.graph.replace(reuse={}, layout=None)
+        best = other_orders.decide(graph, first, self.options)
         decisions = {reorder.NAME: best.ordered, layout.NAME: best.placed}
         anew: tuple[str, ...] = (*decisions, reuse.NAME)
         if best.ordered.order == first.ordered.order:
-            other_orders.put_back(end.graph, with_reuse)
-            bare, anew = end.graph, (layout.NAME,)
+            graph, anew = end.graph, (layout.NAME,)
         seconds = {**end.seconds, other_orders.NAME: time.perf_counter() - begun}
-        state = State(bare, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)
+        state = State(graph, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)
         return self.runner.run(state, [each for each in pipeline.PIPELINE if each.name in anew], decisions)
 
 

@@ -93,15 +93,12 @@ def noted_as_another_tensor(graph: TrainGraph) -> TrainGraph:
 
 def written_over(target: object, graph: TrainGraph) -> TrainGraph:
     """The operator's result lies in its first argument."""
-    node = node_of(graph, target)
-    node.meta["val"] = node.all_input_nodes[0].meta["val"]
-    return graph.replace(reuse={**graph.reuse, node.name: 0})
+    return graph.replace(reuse={**graph.reuse, node_of(graph, target).name: 0})
 
 
-def reused_and_not_moved(graph: TrainGraph) -> TrainGraph:
+def written_over_no_tensor(graph: TrainGraph) -> TrainGraph:
     node = node_of(graph, aten.neg.default)
-    node.meta["val"] = node.meta["val"].clone()
-    return graph.replace(reuse={**graph.reuse, node.name: 0})
+    return graph.replace(reuse={**graph.reuse, node.name: 1})
 
 
 def moved(by: int, graph: TrainGraph) -> TrainGraph:
@@ -150,7 +147,7 @@ FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph], str]] = {
         functools.partial(written_over, aten.mm.default),
         "may not write",
     ),
-    "reused and not moved": ("reuse", reused_and_not_moved, "which lies elsewhere"),
+    "written over an argument that there is not": ("reuse", written_over_no_tensor, "is no tensor that it reads"),
     "one byte before its place": ("layout", functools.partial(moved, -1), "misaligned"),
     "one line before its place": ("layout", functools.partial(moved, -64), "overlap"),
     "beyond the arena": ("layout", functools.partial(moved, 64), "outside the arena"),
