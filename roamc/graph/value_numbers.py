@@ -71,7 +71,8 @@ class Numbers:
                 made = make()
             many = made if isinstance(made, list | tuple) else [made]
             known = tuple(self._place(at, tensor) for at, tensor in enumerate(many))
-            if any(place.storage != identity(base) for place in known):
+            # Fake views of a tensor without elements may have storages of their own.
+            if base.numel() and any(place.storage != identity(base) for place in known):
                 known = ()
             self._views[key] = known
         return known

@@ -51,7 +51,13 @@ def complex_quotient(x: Tensor) -> Tensor:
     return ((z * 2) / z[0].exp()).abs().sum()
 
 
+def bilinear(x: Tensor) -> Tensor:
+    """Of no rows: fake views of a tensor without elements do not share its storage."""
+    return F.bilinear(x, torch.zeros(x.shape[0], 4), torch.ones(5, x.shape[1], 4)).sum()
+
+
 CASES = [
+    *((bilinear, shape) for shape in ((0, 3), (4, 3))),
     *((both_factors, shape) for shape in ((5, 5), (9, 4))),
     *((function, (6, 7)) for function in (low_rank, principal_components, huber, copy_of_a_strided_view)),
     (binary_cross_entropy, (64, 64)),
