@@ -14,6 +14,7 @@ from roamc import compat, compat_aot
 from roamc.capture import joint
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
 from roamc.graph import Phase, Port, Role, TrainGraph, copied, operators, output_values, placeholders
+from roamc.graph.memory import started_by
 from roamc.operators import ops
 from tests.models import make
 
@@ -171,8 +172,14 @@ class _Runner:
         last: dict[Key, fx.Node] = {}
         for node in graph.graph.nodes:
             if node in self.needed:
-                last.update((self._key(node, argument), node) for argument in node.all_input_nodes)
+                last.update((key, node) for key in self._keys(node))
         self.last = last
+
+    def _keys(self, node: fx.Node) -> list[Key]:
+        """What ``node`` needs: its arguments, and those of the operator for whose end it waits."""
+        start = started_by(node)
+        rest = start.all_input_nodes if start is not None else []
+        return [*(self._key(node, argument) for argument in node.all_input_nodes), *((n.name, None) for n in rest)]
 
     def _key(self, node: fx.Node, argument: fx.Node) -> Key:
         """What ``node`` needs of ``argument``."""
@@ -188,8 +195,9 @@ class _Runner:
         alive = self._alive()
         if node.op != "call_function":
             (self.tangents if node in self.late else self.foreign).update(alive.keys() - before.keys())
-        works = node.op == "call_function" and (not ops.is_view(node.target) or alive.keys() - before.keys())
-        for key in [*(self._key(node, argument) for argument in node.all_input_nodes), *mine]:
+        alone = not ops.is_view(node.target) or started_by(node) is not None
+        works = node.op == "call_function" and (alone or alive.keys() - before.keys())
+        for key in [*self._keys(node), *mine]:
             if self.last.get(key, node) is node:
                 del self.values[key]
         if not works:

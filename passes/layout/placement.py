@@ -23,7 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.cost import workspaces
-from roamc.graph.memory import Int64s, MemoryModel, Operator, Place, dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.graph.memory import (
+    Int64s,
+    MemoryModel,
+    Operator,
+    Place,
+    dropped_lifetimes,
+    lifetimes,
+    sizes,
+    started_by,
+    timeline,
+)
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
@@ -64,7 +74,8 @@ class Table:
         foreign: of the caller: outputs and tangents.
         saved: made in forward and waiting for backward, in a graph with a boundary.
         allocated: temporaries made by an operator without an ``out=`` form.
-        elsewhere: temporaries on another device than the arena's.
+        elsewhere: temporaries on another device than the arena's, or written when their operator, which has no ``out=``
+            form, has returned.
         workspace: per step, what its operator takes for itself, as estimated.
         eager: what eager holds at every moment; None if that is no limit.
     """
@@ -116,6 +127,8 @@ def make_table(
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}
+    starts = {started_by(op.node) for op in memory.operators}
+    late = {i for op in memory.operators if op.node in starts and _allocates(op) for i in op.births}
     waiting = {storage.index for storage in memory.saved} if boundary else set()
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
     workspace = workspaces(memory.operators)
@@ -130,7 +143,7 @@ def make_table(
         foreign=~temporary,
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
-        elsewhere=_mask(s.device != device for s in memory.counted) & temporary,
+        elsewhere=_mask(s.device != device or s.index in late for s in memory.counted) & temporary,
         workspace=workspace,
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,
     )

@@ -30,7 +30,7 @@ from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
 from roamc.graph.layout import Layout
-from roamc.graph.memory import Memory
+from roamc.graph.memory import Memory, started_by
 from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
 from roamc.operators import ops
@@ -197,7 +197,8 @@ class _Judge:
     def _is_called(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.target is operator.getitem:
             return False
-        return self._makes(node) or not ops.is_view(node.target) or not self._is_placed(node)
+        waits = started_by(node) is not None
+        return waits or self._makes(node) or not ops.is_view(node.target) or not self._is_placed(node)
 
     def _makes(self, node: fx.Node) -> bool:
         """Whether ``node`` makes a storage."""

@@ -32,7 +32,7 @@ from roamc.compat import OpOverload
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
+from roamc.graph.memory import MemoryModel, Place, Storage, build_memory, started_by
 from roamc.operators import ops
 from roamc.operators.kernels import KERNELS
 from roamc.operators.out_variants import Form, FormKind, form_of
@@ -211,7 +211,7 @@ class _Emitter:
         return bool(owned) and all(self._placed(storage) for storage in owned)
 
     def _is_free_view(self, node: fx.Node) -> bool:
-        return not self._births(node) and ops.is_view(node.target)
+        return not self._births(node) and ops.is_view(node.target) and started_by(node) is None
 
     def _births(self, node: fx.Node) -> list[tuple[int, Storage]]:
         """(result position, storage) for every storage that ``node`` makes."""
@@ -423,7 +423,8 @@ class _LastUses:
     def __init__(self, entry: Entry, nodes: Sequence[fx.Node]) -> None:
         last: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            for argument in node.all_input_nodes:
+            start = started_by(node)
+            for argument in [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]:
                 last[argument] = node
         mine = {*entry.parameters, *nodes}
         kept = {node for node in entry.results if node is not None}

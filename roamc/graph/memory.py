@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import is_
-from typing import NamedTuple
+from operator import getitem, is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from torch import fx
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.operators import ops
+from roamc.operators.table import Space
 from roamc.units import Bytes
 
 Step = int
@@ -55,6 +56,7 @@ class Storage:
         producer: index of the operator that makes it; -1 for inputs and tangents.
         device: type of the device that it is on, such as "cpu".
         gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
+        space: the memory that it lies in.
     """
 
     index: int
@@ -64,11 +66,15 @@ class Storage:
     producer: int
     device: str = "cpu"
     gradient: bool = False
+    space: Space = Space.DEVICE
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One step's work: ``births`` are made by it, ``reads`` and ``writes`` are storages that exist."""
+    """One step's work: ``births`` are made by it, ``reads`` and ``writes`` are storages that exist.
+
+    One that waits for the end of another reads all that the other reads, writes and makes.
+    """
 
     node: fx.Node
     phase: Phase
@@ -96,8 +102,9 @@ class MemoryModel:
 
     @cached_property
     def counted(self) -> tuple[Storage, ...]:
-        """The storages that live and die with the step: what it makes, and tangents."""
-        return tuple(storage for storage in self.storages if storage.place is not Place.INPUT)
+        """The storages of the device that live and die with the step: what it makes, and tangents."""
+        made = (storage for storage in self.storages if storage.place is not Place.INPUT)
+        return tuple(storage for storage in made if storage.space is Space.DEVICE)
 
     @cached_property
     def boundary(self) -> Step:
@@ -362,8 +369,8 @@ class _Builder:
             nbytes = int(tensor.untyped_storage().nbytes())
             gradient = key in self.gradients
             self.seen[key] = len(self.storages)
-            device = tensor.device.type
-            self.storages.append(Storage(len(self.storages), name, nbytes, place, producer, device, gradient))
+            device, space = tensor.device.type, ops.rule(node.target).space if producer >= 0 else Space.DEVICE
+            self.storages.append(Storage(len(self.storages), name, nbytes, place, producer, device, gradient, space))
         self.owner[node.name, position] = self.seen[key]
         return self.seen[key] if new else None
 
@@ -374,16 +381,24 @@ class _Builder:
             new = self._claim(node, position, tensor, self._place(tensor, Place.TEMPORARY), index)
             if new is not None:
                 births.append(new)
-        if not births and ops.is_view(node.target):
+        started = self._started_by(node)
+        if not births and ops.is_view(node.target) and started is None:
             return
         writes = {self._storage(argument) for argument in ops.mutated_arguments(node)}
         if node.name in self.graph.reuse:
             writes.add(self._storage(node))
         reads = {storage for argument in node.all_input_nodes for storage in self._storages(argument)}
+        if started is not None:
+            reads.update(started.reads, started.writes, started.births)
         self.maker[node] = index
         phase = self.graph.phase[node.name]
         kept = tuple(sorted(reads - set(births)))
         self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
+
+    def _started_by(self, node: fx.Node) -> Operator | None:
+        """The operator for whose end ``node`` waits; None if it waits for none."""
+        start = started_by(node)
+        return self.operators[self.maker[start]] if start is not None else None
 
     def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
         return Place.OUTPUT if self.memory.of(tensor) in self.handed else otherwise
@@ -501,6 +516,16 @@ class Memory:
     def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
         """The numbers of all tensors that ``nodes`` stand for."""
         return {self.of(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
+
+
+def started_by(node: fx.Node) -> fx.Node | None:
+    """The operator for whose end ``node`` waits, which may return before it has ended; None if it waits for none."""
+    position = ops.rule(node.target).finishes if node.op == "call_function" else None
+    if position is None:
+        return None
+    start: Any = node.args[position]
+    made: fx.Node = start.args[0] if start.target is getitem else start
+    return made
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.graph.memory import Memory, build_memory, identity, reused_argument
+from roamc.graph.memory import Memory, build_memory, identity, reused_argument, started_by
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
@@ -85,7 +85,8 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     owner: dict[int, str] = {}
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
-        touched = memory.of_all(node.all_input_nodes)
+        start = started_by(node)
+        touched = memory.of_all([*node.all_input_nodes, *_under_way(start)])
         for position, tensor in tensors_of(node):
             key = memory.of(tensor)
             if key not in owner:
@@ -93,7 +94,7 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
                 owner[key] = f"{node.name}#{position}" if many else node.name
                 lives[owner[key]] = (step, step + 1, int(tensor.untyped_storage().nbytes()))
             touched.add(key)
-        if node.op == "call_function" and ops.is_view(node.target):
+        if node.op == "call_function" and ops.is_view(node.target) and start is None:
             continue
         for key in touched:
             born, _, nbytes = lives[owner[key]]
@@ -142,11 +143,43 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
         crossed = crossed or not forward
 
 
+def _under_way(start: fx.Node | None) -> list[fx.Node]:
+    """The nodes whose memory an operator reads and writes until it has ended."""
+    return [] if start is None else [start, *start.all_input_nodes]
+
+
 def _check_finished(graph: TrainGraph, after: str) -> None:
-    """No operator may return before its results are there: nothing here keeps its arguments and results until then."""
+    """Operators that may return before they have ended: somebody waits for each in the same part of the step."""
+    waits = {start: node for node in operators(graph.graph) if (start := started_by(node)) is not None}
     for node in operators(graph.graph):
-        if ops.rule(node.target).asynchronous:
+        if ops.rule(node.target).asynchronous and node not in waits:
             _fail(graph, after, node, f"{node.name} may not be finished when it returns: {node.target}")
+    for start, wait in waits.items():
+        if graph.boundary and graph.phase[start.name] is not graph.phase[wait.name]:
+            _fail(graph, after, wait, f"{wait.name} waits in another part of the step than {start.name} begins in")
+    if waits:
+        _check_under_way(graph, after, set(waits))
+
+
+def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> None:
+    """From its start to its end nobody writes what an operator reads, nor reads or writes what it writes."""
+    memory = Memory(graph)
+    under_way: dict[fx.Node, tuple[set[int], set[int]]] = {}  # operator to what it reads, and what it writes
+    for node in operators(graph.graph):
+        ended = started_by(node)
+        if ended is not None and under_way.pop(ended, None) is None:
+            _fail(graph, after, node, f"{node.name} waits for {ended.name}, which has ended")
+        if ops.is_view(node.target):
+            continue
+        read, written = memory.of_all(node.all_input_nodes), memory.of_all(ops.mutated_arguments(node))
+        if node.name in graph.reuse:
+            written.add(memory.of(reused_argument(graph, node).meta["val"]))
+        for start, (reads, writes) in under_way.items():
+            if not (read.isdisjoint(writes) and written.isdisjoint(reads | writes)):
+                _fail(graph, after, node, f"{node.name} needs the memory of {start.name}, which has not ended")
+        if node in starts:
+            made = memory.of_all([node]) | written
+            under_way[node] = read - made, made
 
 
 def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:

@@ -19,6 +19,14 @@ from roamc.operators.index_ranges import Rule, along, classes, places, rows
 aten = torch.ops.aten
 
 
+class Space(enum.Enum):
+    """A memory of its own: bytes of one do not count in the peak of another."""
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
 class OutForm(enum.Enum):
     """What the overload with ``out=`` arguments does with memory that was planned."""
 
@@ -50,6 +58,9 @@ class Facts:
         out_form: what the overload with ``out=`` arguments does.
         index_ranges: position of a result to what its indices can be.
         checked_ranges: position of an argument to the range outside of which the operator raises an error.
+        finishes: position of an argument: waits until the operator that made it has ended. Until then that operator
+            reads its arguments and writes its results, whatever runs in between.
+        space: the memory that its results lie in.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -65,6 +76,8 @@ class Facts:
     out_form: OutForm = OutForm.WRITES
     index_ranges: Mapping[int, Rule] = field(default_factory=dict)
     checked_ranges: Mapping[int, Rule] = field(default_factory=dict)
+    finishes: int | None = None
+    space: Space = Space.DEVICE
 
 
 @dataclass(frozen=True)

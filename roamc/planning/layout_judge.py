@@ -19,6 +19,7 @@ from roamc.graph.memory import Memory
 from roamc.graph.verify import Life, storage_lives
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
+from roamc.operators.table import Space
 from roamc.units import Bytes
 
 PAGE: Bytes = 2 << 20
@@ -53,6 +54,8 @@ def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> 
         node = nodes[lives[name][0]]
         if node.op != "call_function" or memory.of(_tensor(node, name)) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
+        if ops.rule(node.target).space is not Space.DEVICE:
+            raise VerifyError(f"after pass 'layout': {name} lies in the arena and belongs into another memory")
 
 
 def _tensor(node: fx.Node, name: str) -> torch.Tensor:
@@ -178,6 +181,8 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
     for name, (born, dead, _) in lives.items():
         node = nodes[born]
         if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
+            continue
+        if node.op == "call_function" and ops.rule(node.target).space is not Space.DEVICE:
             continue
         end = len(nodes) if memory.of(_tensor(node, name)) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
