@@ -14,7 +14,7 @@ The bits are those of the operator that allocates its result. Which arguments ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +63,33 @@ class Reuse:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """In the graph's present order, every result that can take over an argument's bytes does."""
     memory = build_memory(graph)
-    chosen: dict[fx.Node, Reuse] = {}
-    for node, reuse in _due(memory):
-        chosen.setdefault(node, reuse)
+    chosen = due(memory, range(len(memory.operators)), all_reuses(memory))
     return Decision(
-        overwrites=tuple((node.name, reuse.position) for node, reuse in chosen.items()),
-        nbytes=sum(memory.storages[reuse.result].nbytes for reuse in chosen.values()),
+        overwrites=tuple((_maker(memory, reuse), reuse.position) for reuse in chosen),
+        nbytes=sum(memory.storages[reuse.result].nbytes for reuse in chosen),
     )
 
 
-def _due(memory: MemoryModel) -> Iterator[tuple[fx.Node, Reuse]]:
-    """The reuses that are possible in the graph's present order: the operator is the argument's last use."""
-    for index, operator in enumerate(memory.operators):
-        for reuse in reuses(memory, operator):
-            if memory.uses[reuse.reused][-1] == index:
-                yield operator.node, reuse
+def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> list[Reuse]:
+    """What is written over what in ``order``: of the reuses of each result the first that is possible."""
+    chosen: dict[int, Reuse] = {}
+    for reuse in possible(memory, order, reuses):
+        chosen.setdefault(reuse.result, reuse)
+    return list(chosen.values())
+
+
+def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> Iterator[Reuse]:
+    """The reuses whose operator is the last to use the argument's storage, for operators in ``order``."""
+    position = {operator: step for step, operator in enumerate(order)}
+    for reuse in reuses:
+        maker = memory.storages[reuse.result].producer
+        if max(position[user] for user in memory.uses[reuse.reused]) == position[maker]:
+            yield reuse
+
+
+def _maker(memory: MemoryModel, reuse: Reuse) -> str:
+    """The name of the operator that makes the result."""
+    return memory.operators[memory.storages[reuse.result].producer].node.name
 
 
 def all_reuses(memory: MemoryModel) -> list[Reuse]:
@@ -128,7 +140,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     Raises:
         PlanError: the graph has no such operators, or they cannot write over these arguments.
     """
-    allowed = {(node.name, reuse.position) for node, reuse in _due(build_memory(graph))}
+    memory = build_memory(graph)
+    now = possible(memory, range(len(memory.operators)), all_reuses(memory))
+    allowed = {(_maker(memory, reuse), reuse.position) for reuse in now}
     for name, position in decision.overwrites:
         if (name, position) not in allowed:
             raise PlanError(f"reuse: {name} cannot write over its argument {position} in this graph")

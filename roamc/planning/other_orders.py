@@ -137,14 +137,7 @@ class _Scene:
 
 def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[reuse.Reuse]) -> dict[int, int]:
     """What pass reuse decides in ``order``: storage of a result to that of the argument that it is written over."""
-    position = {operator: step for step, operator in enumerate(order)}
-    found: dict[int, int] = {}
-    for possible in reuses:
-        maker = memory.storages[possible.result].producer
-        last = max(position[user] for user in memory.uses[possible.reused])
-        if possible.result not in found and last == position[maker]:
-            found[possible.result] = possible.reused
-    return found
+    return {one.result: one.reused for one in reuse.due(memory, order, reuses)}
 
 
 def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
