@@ -6,17 +6,22 @@
               same bits again; encoded values fill their storage and are written by nobody
 
 Without a budget nothing is recomputed or encoded. The choice is made by :mod:`roamc.solvers.retain` on a model of the
-graph in bytes and seconds, for the whole graph at once. Read ``choose.py`` first, then ``compress.py`` (encodings) and
-``recompute.py``.
+graph in bytes and seconds, for the whole graph at once:
+
+    problem.py      the graph as numbers
+    search.py       reruns and codecs for one peak after another
+    compress.py     writes codecs into the graph; recompute.py reruns; apply.py both, as decided
 """
 
 from __future__ import annotations
 
 from roamc.passes.retain.apply import apply
-from roamc.passes.retain.choose import Choice
 from roamc.passes.retain.compress import Code, compress
-from roamc.passes.retain.decide import ALLOWED, NOTHING, Decision, decide
+from roamc.passes.retain.decide import decide
+from roamc.passes.retain.decision import NOTHING, Decision
+from roamc.passes.retain.problem import ALLOWED
 from roamc.passes.retain.recompute import Rerun, rerun
+from roamc.passes.retain.search import Choice
 
 __all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "Rerun", "apply", "compress", "decide", "rerun"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roamc.graph import TrainGraph
 from roamc.passes import reorder
 from roamc.passes.retain.compress import Code, compress
-from roamc.passes.retain.decide import Decision
+from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.recompute import Rerun, rerun
 
 

@@ -29,7 +29,7 @@ class Terms:
 
     Attributes:
         limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
-        allowed: what may be recomputed, see :data:`roamc.passes.retain.decide.ALLOWED`.
+        allowed: what may be recomputed, see :data:`roamc.passes.retain.problem.ALLOWED`.
     """
 
     limit: Bytes | None

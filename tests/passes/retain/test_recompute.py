@@ -18,7 +18,7 @@ from roamc.operators.random import save_rng_state
 from roamc.options import Options
 from roamc.passes import normalize, reorder
 from roamc.passes.retain import Rerun, rerun
-from roamc.passes.retain.decide import droppable, expiries, question
+from roamc.passes.retain.problem import droppable, expiries, question
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, schedule
 from roamc.solvers.status import Status

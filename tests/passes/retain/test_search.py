@@ -16,10 +16,10 @@ from roamc import cost
 from roamc.graph import Phase, TrainGraph, copied
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
-from roamc.passes import reorder, retain
+from roamc.passes import reorder, retain, reuse
 from roamc.passes.retain import Choice, compress
-from roamc.passes.retain.choose import coded_order
-from roamc.passes.retain.decide import Decision, choose
+from roamc.passes.retain.decision import Decision
+from roamc.passes.retain.search import choose, coded_order
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
@@ -80,6 +80,18 @@ def test_decision_is_what_it_says_and_never_dearer_than_reruns_alone(route: str)
         assert {again[1] for again in decision.reruns} <= {*names, *decision.order}
         used += decision.added_seconds < plain.seconds
     assert used
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_pass_decides_by_itself(route: str) -> None:
+    graph, _ = cleaned(*tower(), route)
+    assert retain.decide(graph, Options()) is retain.NOTHING
+    target = int(peak_of(graph) * 0.7)
+    kept, least = (retain.decide(graph, Options(memory_budget=limit)) for limit in (target, 0))
+    assert least.peak_bytes < kept.peak_bytes <= target
+    assert least.added_seconds > kept.added_seconds > 0
+    after = retain.apply(copied(graph), kept)
+    assert peak_of(reuse.apply(after, reuse.decide(after, Options()))) <= kept.peak_bytes
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -25,13 +25,15 @@ import numpy as np
 
 from roamc import cost
 from roamc.cost import DeviceProfile
+from roamc.errors import VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values, written
-from roamc.passes.retain.decide import Decision, Question, choose, decision, question
+from roamc.passes.retain.decision import Decision
+from roamc.passes.retain.problem import Question, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import SIMULATIONS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule
+from roamc.solvers.retain import SIMULATIONS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule, validate
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
@@ -347,3 +349,47 @@ def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[st
             shape = min((position[read.reader.name] for read in value.shapes), default=len(position))
             found[value.storage.name] = max(last + [step for step in early if step < late]), late, shape
     return found
+
+
+def choose(
+    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = SIMULATIONS
+) -> RetainSolution:
+    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time; judged.
+
+    Args:
+        asked: the graph as a problem.
+        target: live bytes.
+        known: what was found for other targets, to begin with; this answer goes there too. None to begin anew.
+        simulations: limit of the solver's work, as of :data:`roamc.solvers.retain.SIMULATIONS`.
+
+    Raises:
+        VerifyError: the solver broke a rule of its problem.
+    """
+    known = known or Frontier(asked.ground)
+    solution = known.solve(target, work_limit=simulations * asked.problem.num_ops)
+    report = validate(asked.problem, target, solution)
+    if not report.good:
+        raise VerifyError(f"pass 'retain': the solver gave reruns that are not legal: {report.detail}")
+    return solution
+
+
+def decision(asked: Question, solution: RetainSolution) -> Decision:
+    """What the solver chose, by names."""
+    names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
+    return Decision(
+        order=tuple(name for name in names if name),
+        reruns=tuple(
+            (
+                names[again.before],
+                asked.operators[again.operator],
+                tuple(asked.storages[k].name for k in again.renews),
+                float(asked.problem.seconds[again.operator]),
+            )
+            for again in solution.reruns
+        ),
+        peak_bytes=int(solution.peak_bytes),
+        added_seconds=float(solution.seconds),
+        bound_seconds=float(solution.bound_seconds) if math.isfinite(solution.bound_seconds) else 0.0,
+        status=str(solution.status.value),
+        allowed=asked.allowed,
+    )
