@@ -135,7 +135,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Let the results, and all views of them, lie in their arguments' storages: an entry of the graph says so.
+    """Enter in ``TrainGraph.reuse`` that each result, with its views, takes over the memory of its argument.
 
     Raises:
         PlanError: the graph has no such operators, or they cannot write over these arguments.

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.errors import CaptureError
 
@@ -51,7 +52,11 @@ __all__ = [
     "reparametrized",
     "saved_tensor_hooks_active",
     "trace",
+    "without_modes",
 ]
+
+without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
+"""While a graph is traced: a block whose operators run on real tensors and leave nothing in the graph."""
 
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException

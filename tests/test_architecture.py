@@ -174,7 +174,7 @@ def test_imports_keep_to_the_rules(folder: str) -> None:
         ("roamc.graph.verify", "from roamc.solvers.order import validate"),
         ("roamc.units", "from roamc.graph import TrainGraph"),
         ("roamc.graph.memory", "import roamc.cli.commands"),
-        ("roamc.cost.kinds", "from roamc.passes import retain"),
+        ("roamc.cost.kind", "from roamc.passes import retain"),
         ("roamc.frontends.backend", "from roamc.passes.retain import Choice"),
         ("roamc.frontends.backend", "from torch._inductor import config"),
         ("roamc.frontends.backend", "from torch.utils import _pytree as pytree"),

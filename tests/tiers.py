@@ -1,8 +1,8 @@
-"""Which cases of a test belong to the first tier: ``make test`` runs it, ``make test-rest`` the others.
+"""How many cases of a test are in the first tier, which ``make test`` runs; ``make test-rest`` runs the others.
 
-A test that is not named here is in the first tier with all its cases. Of one that is, so many of its cases are, evenly
-spread over them in their order; none of those with 0. The others get the mark ``thorough``. What is named takes more
-than some seconds; every claim keeps a test in the first tier.
+Named are tests that take more than some seconds. The number of cases that stay in the first tier are spread evenly over
+the cases of the test; 0 moves all of them to the second tier, by the mark ``thorough``. A test that is not named stays
+in the first tier with all its cases. Every claim keeps a test there.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from roamc.cost import workspaces
-from roamc.cost.kinds import is_light
+from roamc.cost.kind import is_light
 from roamc.graph import Phase, TrainGraph, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory

@@ -85,29 +85,53 @@ SEEDING = [
 """Modules with the names of their functions that seed a generator of torch's."""
 
 
+MARKER = 0x5EED_0F_A_57EB
+"""Stands for the seed of the CPU's generator during a trace: seeds and states from elsewhere take its place."""
+
+SEED_BYTES = 8
+"""Where a state of that generator has its seed: in front of the numbers from which it draws."""
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
     """While tracing: mark what draws again. To be left before the trace ends.
 
     Raises:
-        CaptureError: torch's generator is seeded inside of the step.
+        CaptureError: a generator is seeded inside of the step, or set to a state from outside of it.
     """
     generator = _Generator()
-    seed, state = torch.default_generator.initial_seed(), torch.get_rng_state()
     with contextlib.ExitStack() as patches:
-        # Not those of torch.random, which Dynamo calls around what it compiles.
+        # Those of torch.random stay: Dynamo calls them around what it compiles.
         patches.enter_context(mock.patch.object(torch, "get_rng_state", generator.get_state))
         patches.enter_context(mock.patch.object(torch, "set_rng_state", generator.set_state))
         for module, name in SEEDING:
             patches.enter_context(mock.patch.object(module, name, _refuse_seed))
+        patches.enter_context(_untouched())
         yield
-    if torch.default_generator.initial_seed() != seed:  # by its own method, which cannot be patched
-        torch.set_rng_state(state)
-        _refuse_seed()
     generator.catch_up()
 
 
-def _refuse_seed(*_: object) -> NoReturn:
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Refuse whatever moves the CPU's generator, from which traced operators do not draw; it is then put back.
+
+    Meanwhile it has another seed, with which it draws the same: to be seeded with the seed that it has is seen, too.
+    """
+    generator = torch.default_generator
+    with compat.without_modes():
+        before = generator.get_state()
+        marked = torch.cat((torch.tensor([MARKER]).view(torch.uint8), before[SEED_BYTES:]))
+        generator.set_state(marked)
+    try:
+        yield
+        with compat.without_modes():
+            if not torch.equal(generator.get_state(), marked):
+                _refuse_seed()
+    finally:
+        generator.set_state(before)
+
+
+def _refuse_seed(*_: object, **__: object) -> NoReturn:
     raise CaptureError(
         "the step seeds torch's generator (torch.manual_seed), which a captured step would do once, while it is "
         "traced, and not in every step; seed outside of the step, or use roamc.optimize or torch.compile"

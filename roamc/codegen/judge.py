@@ -30,7 +30,7 @@ from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
 from roamc.graph.layout import Layout
-from roamc.graph.memory import Memory, started_by
+from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
 from roamc.operators import ops
@@ -71,7 +71,7 @@ class _Fault(Exception):
 
 
 class _Cell:
-    """Memory: the arena, or one storage outside it. Gone when no stand-in lies in it any more."""
+    """SharedStorages: the arena, or one storage outside it. Gone when no stand-in lies in it any more."""
 
     bound = False
 
@@ -134,11 +134,11 @@ class _Judge:
         self.line, self.node = 0, ""
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._position = {name: at for at, name in enumerate(self._nodes)}
-        self._memory, self._names = Memory(graph), dict[int, str]()
+        self._shared, self._names = SharedStorages(graph), dict[int, str]()
         for node in graph.graph.nodes:
             for position, tensor in tensors_of(node):
                 single = isinstance(node.meta["val"], torch.Tensor)
-                self._names.setdefault(self._memory.of(tensor), node.name if single else f"{node.name}#{position}")
+                self._names.setdefault(self._shared.of(tensor), node.name if single else f"{node.name}#{position}")
         self._constants = {node: _Cell() for node in graph.graph.nodes if node.op == "get_attr"}
         last = ((dead, name) for name, (_, dead, _) in storage_lives(graph).items())
         self._deaths = sorted((dead, name) for dead, name in last if name not in layout.offset)[::-1]
@@ -346,7 +346,7 @@ class _Judge:
     # -- what is what -----------------------------------------------------------------------------
 
     def _name(self, tensor: torch.Tensor) -> str:
-        return self._names[self._memory.of(tensor)]
+        return self._names[self._shared.of(tensor)]
 
     def _is_placed(self, node: fx.Node) -> bool:
         names = [self._name(tensor) for _, tensor in tensors_of(node)]

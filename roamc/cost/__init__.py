@@ -1,14 +1,14 @@
-"""Time, FLOPs and bytes of a node on a device profile; the only place that knows them.
+"""Time, FLOPs and bytes of a node on a device profile, by its operator's row in :mod:`roamc.operators.costs`.
 
     flops(node), traffic(node)          counted off the fake tensors, the same on every device
     seconds(node, profile)              what the node takes on the device that ``profile`` describes
     load_profile("cpu")                 the profile that was measured here, or the shipped one
 
-:mod:`roamc.operators.costs` holds what is known of operators, :mod:`roamc.cost.measure` the micro-benchmarks.
+:mod:`roamc.cost.measure` holds the micro-benchmarks that make a profile.
 """
 
 from roamc.cost.count import Traffic, flops, traffic
-from roamc.cost.kinds import kind_of
+from roamc.cost.kind import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
 from roamc.cost.workspace import objects, workspace_bytes, workspaces

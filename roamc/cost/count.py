@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
-from roamc.cost.kinds import kind_of
+from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
 from roamc.graph.memory import identity
 from roamc.operators import ops
@@ -43,7 +43,7 @@ def flops(node: fx.Node) -> Flops:
     """Multiplications and additions of the products in ``node``, two for each pair, by torch's own formulas.
 
     0 for pointwise operators, reductions and views, whose time is not bound by arithmetic, and for custom operators,
-    of which nothing is known: :func:`roamc.cost.kinds.kind_of` tells these apart.
+    of which nothing is known: :func:`roamc.cost.kind.kind_of` tells these apart.
     """
     call = call_of(node)
     own = ops.rule(call.target).cost.flops

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from roamc.cost.count import elements, flops, own_bytes, traffic
-from roamc.cost.kinds import kind_of
+from roamc.cost.kind import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.operators import ops
@@ -93,7 +93,8 @@ def _share(node: fx.Node) -> float:
     cost = ops.rule(call.target).cost
     if not cost.causal_blocks:
         return 0.5
-    query, key = itertools.islice(tensors_in(fakes(call.args[cost.kind == "attention_backward" :])), 2)
+    first = 1 if cost.kind == "attention_backward" else 0  # behind the gradient
+    query, key = itertools.islice(tensors_in(fakes(call.args[first:])), 2)
     return causal_share(query.shape[-2], key.shape[-2])
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from roamc.cost.kinds import kind_of
+from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
 from roamc.graph.memory import Int64s, Operator
 from roamc.operators import ops

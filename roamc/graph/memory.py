@@ -1,9 +1,9 @@
 """Storages, aliases, lifetimes and live bytes of a graph. The only place that knows them.
 
-A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one is
-read off the fake tensors of the trace. An *operator* here is a node that does work: views and picks of one
-result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order:
-a storage lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
+A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one is read off the
+fake tensors of the trace and off ``TrainGraph.reuse``. An *operator* here is a node that does work: views and picks of
+one result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order: a storage
+lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class _Builder:
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
-        self.memory = Memory(graph)
+        self.shared = SharedStorages(graph)
         self.storages: list[Storage] = []
         self.operators: list[Operator] = []
         self.owner: dict[tuple[str, int], int] = {}
@@ -346,9 +346,9 @@ class _Builder:
         self.gradients: set[int] = set()
 
     def build(self) -> MemoryModel:
-        self.handed = self.memory.of_all(output_values(self.graph.graph))
+        self.handed = self.shared.of_all(output_values(self.graph.graph))
         by_name = {node.name: node for node in self.graph.graph.nodes}
-        self.gradients = self.memory.of_all(by_name.get(name) for name in self.graph.gradients)
+        self.gradients = self.shared.of_all(by_name.get(name) for name in self.graph.gradients)
         fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
         for node in self.graph.graph.nodes:
@@ -362,7 +362,7 @@ class _Builder:
 
     def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
         """Record the storage of one tensor; its index if it is new, None if it was known."""
-        key = self.memory.of(tensor)
+        key = self.shared.of(tensor)
         new = key not in self.seen
         if new:
             name = node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
@@ -401,7 +401,7 @@ class _Builder:
         return self.operators[self.maker[start]] if start is not None else None
 
     def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
-        return Place.OUTPUT if self.memory.of(tensor) in self.handed else otherwise
+        return Place.OUTPUT if self.shared.of(tensor) in self.handed else otherwise
 
     def _storage(self, node: fx.Node) -> int:
         return self.owner[node.name, 0]
@@ -495,7 +495,7 @@ def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
     )
 
 
-class Memory:
+class SharedStorages:
     """Which tensors of a graph lie in the same memory: those that share a storage, and results over an argument.
 
     In-place reuse is an entry in ``TrainGraph.reuse``; the fake tensors of the trace do not know of it.

@@ -100,7 +100,8 @@ class TrainGraph:
         notes: sentences about the capture that the plan passes on to the user.
         eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
         eager_floor: what it holds at least at every step, of small graphs; see :func:`roamc.passes.layout.eager_floor`.
-        reuse: operator to the position of the argument whose memory its result takes over; both have one storage.
+        reuse: operator to the position of the argument whose memory its result takes over. The fake tensors of both
+            keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
         layout: where every tensor lies, once the layout pass has run.
         encodings: the storages that some readers read from a smaller form.
     """

@@ -181,10 +181,9 @@ class Walk:
 
     def _write_over(self, argument: Any, results: Sequence[Place]) -> None:
         """The results lie in the memory of ``argument`` from now on."""
-        for place in results:
-            (over,) = self.numbers.places(argument)
-            self._reused[place.storage] = self._memory(over)
-            self._written.add(self._memory(over))
+        over = self._memory(self.numbers.places(argument)[0])
+        self._reused.update((place.storage, over) for place in results)
+        self._written.add(over)
 
     def results(self, returned: Sequence[tuple[fx.Node | None, Port]], part: str) -> dict[str, Number]:
         """Numbers of what lies now in the tensors that are returned, under words for a message."""
@@ -329,12 +328,12 @@ class Walk:
             for node in graph.nodes:
                 if node.op == "placeholder":
                     for place in self.numbers.places(node):
-                        walk._content[place.storage] = value
+                        walk._content[walk._memory(place)] = value
                 elif node.op == "call_function":
                     walk.call(node)
                 elif node.op == "output":
                     (place,) = self.numbers.places(node.args[0])
-                    value = walk._content[place.storage]
+                    value = walk._content[walk._memory(place)]
         return value
 
     # -- arguments ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import fx
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.graph.memory import Memory, build_memory, identity, reused_argument, started_by
+from roamc.graph.memory import SharedStorages, build_memory, identity, reused_argument, started_by
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
@@ -81,14 +81,14 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
 
 def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
-    memory = Memory(graph)
+    shared = SharedStorages(graph)
     owner: dict[int, str] = {}
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
         start = started_by(node)
-        touched = memory.of_all([*node.all_input_nodes, *_under_way(start)])
+        touched = shared.of_all([*node.all_input_nodes, *_under_way(start)])
         for position, tensor in tensors_of(node):
-            key = memory.of(tensor)
+            key = shared.of(tensor)
             if key not in owner:
                 many = not isinstance(node.meta["val"], torch.Tensor)
                 owner[key] = f"{node.name}#{position}" if many else node.name
@@ -163,7 +163,7 @@ def _check_finished(graph: TrainGraph, after: str) -> None:
 
 def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> None:
     """From its start to its end nobody writes what an operator reads, nor reads or writes what it writes."""
-    memory = Memory(graph)
+    shared = SharedStorages(graph)
     under_way: dict[fx.Node, tuple[set[int], set[int]]] = {}  # operator to what it reads, and what it writes
     for node in operators(graph.graph):
         ended = started_by(node)
@@ -171,14 +171,14 @@ def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> Non
             _fail(graph, after, node, f"{node.name} waits for {ended.name}, which has ended")
         if ops.is_view(node.target):
             continue
-        read, written = memory.of_all(node.all_input_nodes), memory.of_all(ops.mutated_arguments(node))
+        read, written = shared.of_all(node.all_input_nodes), shared.of_all(ops.mutated_arguments(node))
         if node.name in graph.reuse:
-            written.add(memory.of(reused_argument(graph, node).meta["val"]))
+            written.add(shared.of(reused_argument(graph, node).meta["val"]))
         for start, (reads, writes) in under_way.items():
             if not (read.isdisjoint(writes) and written.isdisjoint(reads | writes)):
                 _fail(graph, after, node, f"{node.name} needs the memory of {start.name}, which has not ended")
         if node in starts:
-            made = memory.of_all([node]) | written
+            made = shared.of_all([node]) | written
             under_way[node] = read - made, made
 
 
@@ -212,8 +212,9 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
 
 def _check_reuse(graph: TrainGraph, after: str) -> None:
     """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
-    memory = Memory(graph)
+    shared = SharedStorages(graph)
     known: dict[int, list[fx.Node]] = {}
+    born: set[int] = set()  # storages
     stale: set[fx.Node] = set()
     for node in graph.graph.nodes:
         old = [argument for argument in node.all_input_nodes if argument in stale]
@@ -223,17 +224,22 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
             _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
         if node.name in graph.reuse:
             argument = reused_argument(graph, node)
-            _check_overwriting(graph, after, node, argument, memory)
-            of_storage = known[memory.of(argument.meta["val"])]
+            if identity(node.meta["val"]) in born:
+                _fail(
+                    graph, after, node, f"{node.name} is to be written over {argument}, and makes no memory of its own"
+                )
+            _check_overwriting(graph, after, node, argument, shared)
+            of_storage = known[shared.of(argument.meta["val"])]
             if of_storage[0].op != "call_function":
                 what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
                 _fail(graph, after, node, what)
             stale.update(of_storage)
         for _, tensor in tensors_of(node):
-            known.setdefault(memory.of(tensor), []).append(node)
+            known.setdefault(shared.of(tensor), []).append(node)
+            born.add(identity(tensor))
 
 
-def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node, memory: Memory) -> None:
+def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node, shared: SharedStorages) -> None:
     if graph.reuse[node.name] not in ops.may_overwrite(node):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
     result, reused = node.meta["val"], argument.meta["val"]
@@ -241,14 +247,14 @@ def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: f
         _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
     for other in node.all_input_nodes:
         if any(
-            memory.of(tensor) == memory.of(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
+            shared.of(tensor) == shared.of(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
         ):
             what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
             _fail(graph, after, node, what)
 
 
 def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), *_geometry(tensor)
+    return tensor.storage_offset(), tensor.is_conj(), tensor.is_neg(), *_geometry(tensor)
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:

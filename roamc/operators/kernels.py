@@ -348,7 +348,7 @@ def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Ten
 @_writes(aten.native_dropout_backward.default, devices=CPU_ONLY, lean=True)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> None:
     """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place; over ``grad`` piece by piece."""
-    if out.data_ptr() != grad.data_ptr():
+    if out.data_ptr() != grad.data_ptr() or out.is_neg() != grad.is_neg():
         out.copy_(mask)
         torch.mul(grad, out, out=out)
     else:

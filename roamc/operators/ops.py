@@ -79,7 +79,7 @@ Of others, such as those of ``torch.library.custom_op``, nobody says so.
 """
 
 SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
-"""The operators of these namespaces whose results are there when they return."""
+"""The operators of :data:`COLLECTIVE_NAMESPACES` whose results are there when they return."""
 
 
 @functools.cache
@@ -123,7 +123,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         asynchronous=collective and schema.name not in SYNCHRONOUS,
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
-        overwrites=_pointwise(target) if row.overwrites is None else row.overwrites,
+        overwrites=() if mutates or view_of else _pointwise(target) if row.overwrites is None else row.overwrites,
         cost=_cost(target, is_view=bool(view_of) and not mutates),
         **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )

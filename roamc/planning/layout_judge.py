@@ -15,7 +15,7 @@ from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.layout import Layout
-from roamc.graph.memory import Memory
+from roamc.graph.memory import SharedStorages
 from roamc.graph.verify import Life, storage_lives
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
@@ -48,11 +48,11 @@ def check_layout(graph: TrainGraph) -> None:
 
 def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
     """Only what the step makes and keeps to itself may lie in the arena, whose bytes the next step writes over."""
-    nodes, memory = list(graph.graph.nodes), Memory(graph)
-    handed = memory.of_all(output_values(graph.graph))
+    nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
+    handed = shared.of_all(output_values(graph.graph))
     for name in layout.offset:
         node = nodes[lives[name][0]]
-        if node.op != "call_function" or memory.of(_tensor(node, name)) in handed:
+        if node.op != "call_function" or shared.of(_tensor(node, name)) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
         if ops.rule(node.target).space is not Space.DEVICE:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and belongs into another memory")
@@ -91,11 +91,11 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
 
 def _check_elements(graph: TrainGraph, layout: Layout) -> None:
     """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
-    memory, owner = Memory(graph), dict[int, str]()
+    shared, owner = SharedStorages(graph), dict[int, str]()
     for node in graph.graph.nodes:
         many = not isinstance(node.meta.get("val"), torch.Tensor)
         for position, tensor in tensors_of(node):
-            name = owner.setdefault(memory.of(tensor), f"{node.name}#{position}" if many else node.name)
+            name = owner.setdefault(shared.of(tensor), f"{node.name}#{position}" if many else node.name)
             if layout.offset.get(name, 0) % tensor.dtype.itemsize:
                 raise VerifyError(
                     f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "
@@ -173,8 +173,8 @@ def _too_low(nbytes: Bytes, where: str, said: Bytes) -> str:
 
 def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:
     """Birth and death of storages that come and go with the step and lie outside the arena."""
-    nodes, memory = list(graph.graph.nodes), Memory(graph)
-    handed = memory.of_all(output_values(graph.graph))
+    nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
+    handed = shared.of_all(output_values(graph.graph))
     backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
     fed = {node: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
     found = {}
@@ -184,7 +184,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
             continue
         if node.op == "call_function" and ops.rule(node.target).space is not Space.DEVICE:
             continue
-        end = len(nodes) if memory.of(_tensor(node, name)) in handed else dead
+        end = len(nodes) if shared.of(_tensor(node, name)) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
     return found
 

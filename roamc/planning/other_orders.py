@@ -44,7 +44,7 @@ TRIALS = 12
 
 
 def may_look_again(options: Options) -> bool:
-    """Whether the order is ours to choose."""
+    """Whether neither option ``order`` nor ``disable`` fixes the order."""
     return options.order == "best" and reorder.NAME not in options.disable
 
 

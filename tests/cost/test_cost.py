@@ -27,7 +27,7 @@ from roamc.cost import (
     traffic,
     workspace_bytes,
 )
-from roamc.cost.kinds import is_light
+from roamc.cost.kind import is_light
 from roamc.cost.measure import calibrate
 from roamc.cost.probes import ELEMENTS
 from roamc.cost.probes import PRODUCTS as PRODUCT_PROBES

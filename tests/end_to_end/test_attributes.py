@@ -105,13 +105,18 @@ class Seeds(Base):
         return F.dropout(self.a(x), 0.5)
 
 
+OUTSIDE = 11
+
 SEEDS: dict[str, Callable[[], object]] = {
     "manual_seed": lambda: torch.manual_seed(3),
     "its module's": lambda: torch.random.manual_seed(3),
     "seed": lambda: torch.random.seed(),
     "of a device": lambda: torch.cuda.manual_seed(3),
     "of all devices": lambda: torch.cuda.random.manual_seed_all(3),
+    "by keyword": lambda: torch.manual_seed(seed=3),
     "the generator's": lambda: torch.default_generator.manual_seed(3),
+    "the seed that it has": lambda: torch.default_generator.manual_seed(torch.default_generator.initial_seed()),
+    "that of outside": lambda: torch.default_generator.manual_seed(OUTSIDE),
 }
 
 
@@ -170,11 +175,13 @@ def test_backward_reads_a_buffer_as_it_was_before_forward_set_it() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_inside_of_the_step_is_refused(seed: str) -> None:
     before = torch.get_rng_state()
+    torch.manual_seed(OUTSIDE)
     step = step_of(Seeds(SEEDS[seed]))
     x, state = torch.randn(4, 8), torch.get_rng_state()
     with pytest.raises(CaptureError, match=r"seeds torch's generator \(torch.manual_seed\).*seed outside"):
         step(x)
     assert torch.equal(torch.get_rng_state(), state)
+    assert torch.initial_seed() == OUTSIDE
     torch.set_rng_state(before)
 
 

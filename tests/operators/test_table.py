@@ -156,6 +156,12 @@ def test_only_rewritings_compare_operators_and_only_their_subject() -> None:
     assert [name for name in SUBJECTS if not compared[name]] == []
 
 
+def test_nobody_else_asks_for_the_bare_name_of_an_operator() -> None:
+    files = [path for folder in ("roamc", "passes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    outside = [path for path in files if ROOT / "roamc" / "operators" not in path.parents]
+    assert [str(path) for path in outside if "import stem" in path.read_text(encoding="utf-8")] == []
+
+
 def test_a_comparison_is_found_and_a_call_is_not() -> None:
     assert compared_operators("if node.target is aten.mm.default: pass") == ["aten.mm.default"]
     assert compared_operators("ROWS = {torch.ops.aten.mm.default: 1, 'aten::mm': 2}") != []

@@ -13,6 +13,7 @@ from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, operators
 from roamc.graph.memory import Place, build_memory, live_bytes
 from roamc.graph.verify import check_graph
+from roamc.operators import ops
 from roamc.options import Options
 from roamc.passes import reuse
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
@@ -148,6 +149,28 @@ def test_judge_sees_an_operator_that_must_not() -> None:
     graph = traced(lambda x: x.sin().cumsum(0).sum(), X)
     with pytest.raises(VerifyError, match="may not write over sin"):
         check_graph(graph.replace(reuse={"cumsum": 0}), "reuse")
+
+
+def test_judge_sees_an_operator_that_writes_in_place() -> None:
+    def function(x: Tensor) -> Tensor:
+        a, b = x.sin(), x.cos()
+        made = a * b
+        a.add_(b)
+        return made.exp() + a
+
+    graph = traced(function, X)
+    assert ops.may_overwrite(next(n for n in operators(graph.graph) if n.name == "add_")) == ()
+    with pytest.raises(VerifyError, match="add_ is to be written over cos, and makes no memory of its own"):
+        check_graph(graph.replace(reuse={"add_": 1}), "reuse")
+
+
+def test_judge_sees_an_argument_that_is_negated_when_it_is_read() -> None:
+    graph = traced(lambda x: x.sin() * x, X)
+    sine = next(n for n in operators(graph.graph) if n.name == "sin")
+    with sine.meta["val"].fake_mode:
+        sine.meta["val"] = aten._neg_view.default(sine.meta["val"])
+    with pytest.raises(VerifyError, match="which lies elsewhere"):
+        check_graph(graph.replace(reuse={"mul": 0}), "reuse")
 
 
 def test_plan_of_another_graph_is_refused() -> None:

@@ -135,12 +135,12 @@ def _blocks(tensor: torch.Tensor, block: int = BLOCK) -> Bytes:
 
 
 def _blocked(tensor: torch.Tensor) -> Bytes:
-    """The same, but images of few channels stay as they are."""
+    """Bytes of ``tensor`` in blocks of channels; one of very few channels stays as it is."""
     return tensor.nbytes if tensor.shape[1] <= BLOCK // 4 else _blocks(tensor)
 
 
 def _packed(tensor: torch.Tensor) -> Bytes:
-    """And those of not so few are in a smaller block."""
+    """Bytes of ``tensor`` in blocks of channels, in blocks of half the size where there are few."""
     return _blocks(tensor, BLOCK // 2) if BLOCK // 4 < tensor.shape[1] <= BLOCK // 2 else _blocked(tensor)
 
 

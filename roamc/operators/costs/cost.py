@@ -11,7 +11,7 @@ from roamc.operators.call import Call
 from roamc.units import Bytes
 
 Ordered = Callable[[torch.Tensor], bool]
-Flops = Callable[..., int]
+FlopFormula = Callable[..., int]
 Workspace = Callable[[Call, torch.Tensor], Bytes]
 """From a call and its first result to the bytes beside its arguments and results while it runs."""
 
@@ -28,17 +28,18 @@ class Cost:
         exponent: position of an exponent, of which some are taken by multiplications or a root.
         causal_blocks: under a causal mask it leaves out whole blocks of hidden scores, not every one.
         unread: positions of arguments of which it reads no element.
-        unread_in_place: the same, for its form that writes in place.
+        unread_in_place: used instead of ``unread`` when the operator writes in place.
         picks_from: position of the argument of which it reads no more elements than results, or indices, there are.
-        written_into: of an operator that writes by index, position of what is written into and not worked through.
-        read_as: position of an argument to what holds of one that a CPU's kernel reads as it is; others are copied.
-        like_first: a CPU's kernel copies its second argument unless both have channels last, or neither has.
-        workspace: what it takes for itself on a CPU; None for what is converted.
-        eager_workspace: the same in eager PyTorch, where a kernel of ours takes less.
+        written_into: only for kind "scatter": position of the tensor written into, whose elements are not counted as
+            work; None if there is none.
+        read_as: position of an argument to a test of its strides; a CPU's kernel copies an argument that fails it.
+        like_first: a CPU's kernel copies the second argument unless both have channels last, or neither has.
+        workspace: bytes that it takes for itself on a CPU; None: only arguments converted to another dtype count.
+        eager_workspace: the same in eager PyTorch, where that is not what a kernel of ours takes.
     """
 
     kind: str = ""
-    flops: Flops | None = None
+    flops: FlopFormula | None = None
     any_dtypes: bool = False
     exponent: int | None = None
     causal_blocks: bool = False

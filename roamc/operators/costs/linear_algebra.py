@@ -78,7 +78,7 @@ def reflectors(call: Call, made: torch.Tensor) -> Bytes:
     return _matrices(read) * short * read.itemsize + max(LINES, short) * long * read.itemsize // 8
 
 
-def second(call: Call, made: torch.Tensor) -> Bytes:
+def copied_factor(call: Call, made: torch.Tensor) -> Bytes:
     """The factor is copied."""
     return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
 

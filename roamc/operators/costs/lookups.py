@@ -32,7 +32,7 @@ def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """The same."""
+    """Of the gradient of a table: the indices, sorted too, and their places; of largest elements, these and theirs."""
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * gradient.shape[0]

@@ -27,7 +27,7 @@ def first_again(call: Call, made: torch.Tensor) -> Bytes:
     return tensor_at(call, 0).nbytes
 
 
-def piece(call: Call, made: torch.Tensor) -> Bytes:
+def dropout_piece(call: Call, made: torch.Tensor) -> Bytes:
     """A part of the first argument."""
     return piece_elements(tensor_at(call, 0)) * made.itemsize
 
@@ -60,7 +60,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.itemsize == 2 and tensor.is_floating_point()
 
 
-def cast(call: Call, made: torch.Tensor) -> Bytes:
+def cast_to_result(call: Call, made: torch.Tensor) -> Bytes:
     """The argument in the dtype of the result; of complex numbers in the same precision, nothing."""
     read = tensor_at(call, 0)
     return 0 if read.dtype == made.dtype or read.is_complex() else read.numel() * made.itemsize
@@ -100,7 +100,7 @@ def pairs(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def pairs_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """The same; the gradient comes before the sets."""
+    """Sets of points that stand for a batch of them are copied for each; the gradient comes before the sets."""
     return _repeated(tensor_at(call, 1), tensor_at(call, 2))
 
 
@@ -123,7 +123,7 @@ def logits_loss(call: Call, made: torch.Tensor) -> Bytes:
     return (8 if read.is_contiguous() else 12) * read.numel()
 
 
-def half(call: Call, made: torch.Tensor) -> Bytes:
+def half_in_float32(call: Call, made: torch.Tensor) -> Bytes:
     """Half precision is computed in float32."""
     return 4 * made.numel() if made.itemsize == 2 else 0
 
@@ -136,16 +136,16 @@ def safe_softmax(call: Call, made: torch.Tensor) -> Bytes:
 def losses(call: Call, made: torch.Tensor) -> Bytes:
     """The loss of every element, where one number is made of them; half precision is summed in float32."""
     read = tensor_at(call, 0)
-    return read.nbytes + half(call, read) if made.numel() < read.numel() else 0
+    return read.nbytes + half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
 def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
-    """The same, where they lie in the storage of the result."""
+    """The losses in float32 for half precision; they themselves lie in the storage of the result."""
     read = tensor_at(call, 0)
-    return half(call, read) if made.numel() < read.numel() else 0
+    return half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
-def across(call: Call, made: torch.Tensor) -> Bytes:
+def softmax_across_rows(call: Call, made: torch.Tensor) -> Bytes:
     """Half precision along another dimension than the last is computed in float32, some rows at a time."""
     dim = next((argument for argument in call.args if isinstance(argument, int)), -1)
     return ACROSS if made.itemsize == 2 and made.dim() > 1 and dim % made.dim() != made.dim() - 1 else 0

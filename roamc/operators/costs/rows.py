@@ -15,7 +15,7 @@ _FILL = Cost("pointwise", unread=(0,))
 _COPY = Cost("pointwise", any_dtypes=True)
 _LOSS = Cost("pointwise", workspace=others.losses)
 _DRAW = Cost("random", unread_in_place=(0,))
-_REDUCTION = Cost("reduction", workspace=others.cast)
+_REDUCTION = Cost("reduction", workspace=others.cast_to_result)
 _PICK = Cost("gather", picks_from=0)
 _FACTORS = Cost(workspace=linear_algebra.reflectors)
 _PIVOTS = Cost(workspace=linear_algebra.pivots)
@@ -72,13 +72,17 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
     "multinomial": Cost("random", workspace=others.multinomial),
     "native_dropout": Cost("random", workspace=others.first_again),
-    "native_dropout_backward": Cost("random_backward", workspace=others.piece, eager_workspace=others.first_again),
+    "native_dropout_backward": Cost(
+        "random_backward", workspace=others.dropout_piece, eager_workspace=others.first_again
+    ),
     # Over rows.
-    **dict.fromkeys(("_softmax", "_log_softmax"), Cost("softmax", read_as={0: plain}, workspace=others.across)),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax"), Cost("softmax", read_as={0: plain}, workspace=others.softmax_across_rows)
+    ),
     "_safe_softmax": Cost("safe_softmax", read_as={0: plain}, workspace=others.safe_softmax),
     **dict.fromkeys(
         ("_softmax_backward_data", "_log_softmax_backward_data"),
-        Cost("softmax_backward", read_as={0: plain, 1: plain}, workspace=others.across),
+        Cost("softmax_backward", read_as={0: plain, 1: plain}, workspace=others.softmax_across_rows),
     ),
     "logsumexp": Cost("softmax", workspace=others.first_again),
     "native_layer_norm": Cost("norm", read_as={0: plain}),
@@ -88,7 +92,7 @@ ROWS: dict[str, Cost] = {
     "sum": Cost("reduction", workspace=others.summed),
     "mean": Cost("reduction", workspace=others.averaged),
     **dict.fromkeys(("prod", "linalg_vector_norm", "nansum"), _REDUCTION),
-    **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast)),
+    **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast_to_result)),
     "median": Cost("reduction", workspace=lookups.median),
     "nanmedian": Cost(workspace=lookups.median),
     "kthvalue": Cost("scan", workspace=others.kth_value),
@@ -96,7 +100,7 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
     "nll_loss_backward": Cost("scatter", written_into=1),
     **dict.fromkeys(("embedding", "index", "take", "_unsafe_index"), _PICK),
-    "gather": Cost("gather", picks_from=0, workspace=others.half),
+    "gather": Cost("gather", picks_from=0, workspace=others.half_in_float32),
     "index_select": Cost("gather", picks_from=0, read_as={0: plain}),
     "embedding_dense_backward": Cost("scatter", written_into=None, read_as={0: plain}),
     "embedding_backward": Cost("scatter", written_into=None),
@@ -104,7 +108,7 @@ ROWS: dict[str, Cost] = {
     "_embedding_bag_forward_only": Cost("gather", workspace=lookups.bags),
     "_embedding_bag_backward": Cost(workspace=lookups.bags_backward),
     "_embedding_bag_dense_backward": Cost("scatter", workspace=lookups.bags_dense_backward),
-    **dict.fromkeys(("scatter", "scatter_add"), Cost("scatter", workspace=others.half)),
+    **dict.fromkeys(("scatter", "scatter_add"), Cost("scatter", workspace=others.half_in_float32)),
     "scatter_reduce": Cost("scatter", workspace=lookups.scatter_reduce),
     "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
     "masked_scatter": Cost("scatter", read_as={2: plain}),
@@ -132,7 +136,7 @@ ROWS: dict[str, Cost] = {
     "linalg_pinv": Cost(workspace=linear_algebra.pseudo_inverse),
     "_linalg_eigh": Cost(workspace=linear_algebra.eigen),
     **dict.fromkeys(("linalg_qr", "linalg_householder_product"), _FACTORS),
-    "cholesky_solve": Cost(workspace=linear_algebra.second),
+    "cholesky_solve": Cost(workspace=linear_algebra.copied_factor),
     **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "lu_unpack"), _PIVOTS),
 }
 """Operators of which more is known than their kind."""
