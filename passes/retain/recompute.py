@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph
+from roamc.graph import Encoding, TrainGraph
 from roamc.graph.rewrite import keep_state
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
@@ -52,7 +53,23 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
     """
     writer = _Writer(graph)
     writer.write(list(reruns))
-    return writer.finished()
+    changed = writer.finished()
+    return changed.replace(encodings=_of_reruns(changed)) if changed.encodings else changed
+
+
+def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
+    """The encodings, each of a storage that is there: where all readers of a first run came to read the second, the
+    first was taken out, and the value that is encoded is that of the second."""
+    there = {node.name for node in graph.graph.nodes}
+    again: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        again.setdefault(node.meta.get("again", ""), node.name)
+    moved = []
+    for encoding in graph.encodings:
+        maker, mark, position = encoding.storage.partition("#")
+        gone = maker not in there and maker in again
+        moved.append(replace(encoding, storage=f"{again[maker]}{mark}{position}") if gone else encoding)
+    return tuple(moved)
 
 
 def may_run_again(node: fx.Node) -> bool:

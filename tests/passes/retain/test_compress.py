@@ -14,13 +14,15 @@ from torch.nn import functional as F
 
 import roamc
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, verify
+from roamc.graph import Phase, TrainGraph, value_flow, verify
 from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import normalize
-from roamc.passes.retain import Code, compress, rerun
+from roamc.passes.retain import Code, Rerun, compress, rerun
 from roamc.passes.retain.codecs import shapes
 from roamc.passes.retain.compress import MARK, best_codec, values
+from roamc.passes.retain.problem import droppable
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real
 from tests.models import NanoGPT, next_token, tokens
 from tests.passes.retain.test_recompute import some_reruns
@@ -102,9 +104,10 @@ def check(graph: TrainGraph, inputs: Sequence[Any], change: Callable[[TrainGraph
     torch.manual_seed(5)
     expected, _ = run_real(graph, used)
     state = torch.get_rng_state()
-    kept = verify.constraints(graph)
+    kept, flow = verify.constraints(graph), value_flow.read(graph, Numbers())
     after = change(graph)
     verify.check_graph(after, "retain", kept, deep=True)
+    value_flow.check(after, flow, "retain")
     torch.manual_seed(5)
     got, measured = run_real(after, again)
     assert torch.equal(torch.get_rng_state(), state)
@@ -140,6 +143,26 @@ def test_random_codecs_with_random_reruns_on_top_leave_every_bit(name: str, seed
         return rerun(coded, some_reruns(coded, seed, 0.3))
 
     check(graph, inputs, change)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_value_of_a_second_run_is_encoded_where_nobody_reads_the_first(route: str) -> None:
+    graph, inputs = cleaned(*MODELS["pictures"](), route)
+    codes = all_codes(graph)
+
+    def change(graph: TrainGraph) -> TrainGraph:
+        memory = build_memory(coded := compress(graph, codes))
+        by_name = {storage.name: storage for storage in memory.counted}
+        makers = [(memory.operators[by_name[c.storage].producer].node.name, by_name[c.storage]) for c in codes]
+        may_drop = dict(zip(memory.counted, droppable(memory, memory.counted), strict=True))
+        first = [(memory.operators[memory.uses[s.index][0]].node.name, name, s) for name, s in makers if may_drop[s]]
+        return rerun(coded, [Rerun(before, name, (storage.name,)) for before, name, storage in first])
+
+    after = check(graph, inputs, change)
+    there = {node.name for node in after.graph.nodes}
+    gone = [code.storage for code in codes if code.storage.partition("#")[0] not in there]
+    assert gone
+    assert all(encoding.storage.partition("#")[0] in there for encoding in after.encodings)
 
 
 def names_of(graph: TrainGraph, target: Any) -> list[str]:
