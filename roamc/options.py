@@ -16,6 +16,9 @@ from roamc.units import Bytes
 
 IDLE = ("keep", "free")
 
+LARGEST_ALIGNMENT: Bytes = 2 << 20
+"""A huge page: no kernel asks for more."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -73,6 +76,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
         OptionError: names the nearest valid option, or the range that was left.
         ProfileError: there is no such profile, or the file is none.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"options must be a dict such as {{'memory_budget': 'min'}}, not {given!r}")
     given = dict(given or {})
     known = [field.name for field in dataclasses.fields(Options)]
     for name in given:
@@ -105,6 +110,8 @@ def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
 def _check_ranges(options: Options) -> None:
     if not _is_int(options.alignment) or options.alignment < 0 or options.alignment & (options.alignment - 1):
         raise OptionError(f"alignment must be 0 or a power of two, not {options.alignment!r}")
+    if options.alignment > LARGEST_ALIGNMENT:
+        raise OptionError(f"alignment must be at most {LARGEST_ALIGNMENT} bytes, not {options.alignment}")
     if not _is_int(options.layout_nodes) or options.layout_nodes < 0:
         raise OptionError(f"layout_nodes must be a whole number from 0, not {options.layout_nodes!r}")
     if not _is_int(options.max_plans) or options.max_plans < 1:

@@ -74,6 +74,7 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
     [
         ("alignment", 3, "power of two, not 3"),
         ("alignment", -64, "power of two, not -64"),
+        ("alignment", 2**30, "at most 2097152 bytes, not 1073741824"),
         ("alignment", 64.0, "power of two, not 64.0"),
         ("alignment", "64", "power of two, not '64'"),
         ("alignment", True, "power of two, not True"),
@@ -140,3 +141,9 @@ def test_key_is_hashable_and_tells_options_apart() -> None:
 def test_options_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().order = "program"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("given", ["min", 0.5, ["memory_budget"]])
+def test_options_that_are_no_dict_are_refused(given: Any) -> None:
+    with pytest.raises(OptionError, match="options must be a dict such as"):
+        parse_options(given)

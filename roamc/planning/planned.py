@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
@@ -86,17 +87,20 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     again = "all that can be dropped and made again dropped" if plan.step_seconds else "nothing dropped"
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}, with {again}; most of it at that step: {_largest(planned.graph)}. "
+        f"memory_budget={format_bytes(limit)}, with {again}; the largest at that step: {_largest(planned.graph)}. "
         + RAISE,
         plan,
     )
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:
-    """The largest storages at the worst step, for a message."""
+    """What is largest at the step that needs most, for a message: storages, and what its operator takes for itself."""
     memory = build_memory(graph)
     born, dead = lifetimes(memory)
-    step = int(timeline(sizes(memory.counted), born, dead, len(memory.operators)).argmax())
+    own = workspaces(memory.operators)
+    step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())
     alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
-    alive.sort(key=lambda storage: -storage.nbytes)
-    return ", ".join(f"{storage.name} {format_bytes(storage.nbytes)}" for storage in alive[:count])
+    parts = [(storage.name, storage.nbytes) for storage in alive]
+    parts.append((f"workspace of {memory.operators[step].node.name}", int(own[step])))
+    parts.sort(key=lambda part: -part[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts[:count])
