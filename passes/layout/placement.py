@@ -128,7 +128,7 @@ def make_table(
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}
     starts = {started_by(op.node) for op in memory.operators}
-    late = {i for op in memory.operators if op.node in starts and _allocates(op) for i in op.births}
+    late = makers.intersection(i for op in memory.operators if op.node in starts for i in op.births)
     waiting = {storage.index for storage in memory.saved} if boundary else set()
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
     workspace = workspaces(memory.operators)
