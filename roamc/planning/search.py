@@ -63,7 +63,7 @@ def run(
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
-    _check_numbers(asked, plan.budget_bytes)
+    _check_numbers(asked)
     return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 
 
@@ -332,8 +332,11 @@ def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
         raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
 
 
-def _check_numbers(plan: Plan, budget_bytes: Bytes) -> None:
-    """Refuse a plan from elsewhere whose numbers, which no pass counts again, contradict each other."""
+def _check_numbers(plan: Plan) -> None:
+    """Refuse a plan from elsewhere whose numbers, which no pass counts again, contradict each other.
+
+    A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
+    """
     allowed = plan.decisions.get(retain.NAME, {}).get("allowed", "all")
     if allowed not in retain.ALLOWED:
         raise PlanError(f"retain: {allowed!r} is none of {', '.join(retain.ALLOWED)}")
@@ -341,7 +344,6 @@ def _check_numbers(plan: Plan, budget_bytes: Bytes) -> None:
         (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
         (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
         (plan.added_bound_seconds, plan.added_seconds * (1 + ROUNDING), "bound_seconds above its added_seconds"),
-        (plan.needed_bytes if budget_bytes else 0, budget_bytes, "needed_bytes above its budget_bytes"),
     ):
         if low > high:
             raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
