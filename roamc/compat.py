@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -301,6 +301,12 @@ def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
     """What ATen's ``suggest_memory_format`` says of a tensor: channels last, or rows."""
     found: torch.memory_format = suggest_memory_format(tensor)
+    return found
+
+
+def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The strides that ATen's ``TensorIterator`` gives the result of ``operands``, which have one shape."""
+    found: tuple[int, ...] = compute_elementwise_output_strides(*operands)
     return found
 
 

@@ -17,7 +17,7 @@ from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
-from roamc.operators import ops
+from roamc.operators import ops, pointwise
 from roamc.operators.fakes import statistics_dtype
 
 aten = torch.ops.aten
@@ -42,29 +42,25 @@ def correct(graph: fx.Graph) -> dict[str, str]:
         if node.op != "call_function":
             continue
         _refuse(node)
-        if node.target in FIXES:
-            fixed = FIXES[node.target](node, mode)
-            if fixed is not None:
-                moved.update([node] if _geometry(fixed) != _geometry(node.meta["val"]) else [])
-                node.meta["val"] = fixed
-                changed.add(node)
-        elif not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
+        noted = fresh = node.meta.get("val")
+        if not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
             fresh = _derive(node, mode, copies)
-            moved.update([node] if _geometry(fresh) != _geometry(node.meta["val"]) else [])
-            if node in moved or _shares(node):
-                node.meta["val"] = fresh
-                changed.add(node)
         elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
-            node.meta["val"] = derived(node, mode)
+            fresh = derived(node, mode)
+        fixed = corrected(node, fresh, mode)
+        if _geometry(fixed) != _geometry(noted):
+            moved.add(node)
+        if node in moved or (fixed is not noted and (fixed is not fresh or _shares(node))):
+            node.meta["val"] = fixed
             changed.add(node)
     return copies
 
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
     """``fake``, what the fake kernel of ``node`` gives, as the real one gives it; ``node`` stays as it is."""
-    if not isinstance(node.target, OpOverload) or node.target not in FIXES:
+    fix = FIXES.get(node.target) or (pointwise.lies if pointwise.is_ordered(node.target) else None)  # type: ignore
+    if fix is None:
         return fake
-    fix = FIXES[node.target]
     noted, node.meta["val"] = node.meta["val"], fake
     try:
         fixed = fix(node, mode)

@@ -1,0 +1,62 @@
+"""How results of pointwise operators lie in memory where torch's fake kernels note another order.
+
+torch's kernels order the dimensions of a result by the strides of all operands in turn, passing over dimensions that
+are expanded (``TensorIterator``; strides of operands that are promoted on a CPU are those of a promoted copy). The fake
+kernels compute 16-bit floats through copies in float32, which an expanded operand leaves without its order, and some
+follow a decomposition that reads its operands in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from roamc.compat import FakeTensorMode, OpOverload, ordered_strides
+from roamc.graph.rewrite import given
+from roamc.operators import ops
+
+aten = torch.ops.aten
+
+UNPROMOTED = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar})
+"""Operators that read a mask as it is; torch notes them right."""
+
+BACKWARDS = frozenset({aten.threshold_backward.default})
+"""Operators whose kernel takes its operands from the last to the first."""
+
+
+def is_ordered(target: Any) -> bool:
+    """Whether :func:`lies` knows how results of ``target`` lie."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target in UNPROMOTED:
+        return False
+    rule = ops.rule(target)
+    return not rule.mutates and not rule.view_of
+
+
+def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The result of a pointwise operator as the kernel lays it out; None where that is what ``node`` has noted."""
+    noted = node.meta["val"]
+    arguments, keywords = given(node)
+    operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]
+    if not isinstance(noted, Tensor) or len(operands) < 2:
+        return None
+    if all(tensor.is_contiguous() for tensor in (noted, *operands)):
+        return None
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    if not common.is_floating_point:
+        return None
+    with mode:
+        promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
+        strides = ordered_strides(promoted[::-1] if node.target in BACKWARDS else promoted)
+        if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
+            return None
+        return torch.empty_strided(noted.shape, strides, dtype=noted.dtype, device=noted.device)
+
+
+def _promoted(operand: Tensor, common: torch.dtype) -> Tensor:
+    """What the kernel reads: on a CPU, operands of another dtype are copied first."""
+    if operand.dtype is common or operand.device.type != "cpu":
+        return operand
+    return torch.empty_like(operand, dtype=common)
