@@ -390,6 +390,7 @@ def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     with pytest.raises(BudgetError) as refused:
         search.run(copied(graph), Options(memory_budget="5%"))
     lowest = refused.value.plan
-    assert lowest is not None and lowest.needed_bytes > lowest.budget_bytes > 0
+    assert lowest is not None
+    assert lowest.needed_bytes > lowest.budget_bytes > 0
     again = search.run(graph, Options(), Plan.from_json(lowest.to_json())).plan
     assert again.needed_bytes == lowest.needed_bytes
