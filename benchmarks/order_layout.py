@@ -37,8 +37,9 @@ from benchmarks.rivals.caching_allocator import peak_reserved
 from benchmarks.rivals.precedence import is_legal
 from roamc.graph.memory import input_bytes
 from roamc.options import Options
-from roamc.passes import reorder, reuse
 from roamc.planning import search
+from roamc.rewriting.in_place import all_reuses
+from roamc.rewriting.order_problem import order_problem
 from roamc.solvers import layout as layouts
 from roamc.solvers import order as orders
 from roamc.solvers.arrays import IntArray, LongArray
@@ -110,7 +111,7 @@ def measure(name: str, batch: int, kind: str, seconds: float) -> Row:
     start = time.process_time()
     clean, memory = normalized(graph(name, batch, kind))
     captured = time.process_time() - start
-    whole, _ = reorder.order_problem(clean, memory, reuse.all_reuses(memory))
+    whole, _ = order_problem(clean, memory, all_reuses(memory))
     problem = orders.without_reuse(whole)  # as rivals get it: none lets a result take over the bytes of an input
     ours, order = _ours(problem)
     return {

@@ -27,7 +27,9 @@ from roamc.frontends.workload import OPTIMIZERS, Workload, capture
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, input_bytes
 from roamc.options import Options
-from roamc.passes import normalize, reorder, reuse
+from roamc.passes import normalize
+from roamc.rewriting.in_place import all_reuses
+from roamc.rewriting.order_problem import order_problem
 from roamc.solvers.order import OrderProblem, evaluate
 
 IMAGE, CLASSES = 224, 1000
@@ -182,7 +184,7 @@ def dump(folder: Path, name: str, batch: int, kind: str) -> dict[str, Any]:
     captured = graph(name, batch, kind)
     seconds = time.perf_counter() - start
     clean, memory = normalized(captured)
-    problem, _ = reorder.order_problem(clean, memory, reuse.all_reuses(memory))
+    problem, _ = order_problem(clean, memory, all_reuses(memory))
     save(problem, folder / f"{name}-b{batch}-{kind}.npz")
     return {
         "graph": clean.name,

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
-from roamc.passes.retain.problem import droppable, expiries
-from roamc.passes.retain.recompute import Rerun, rerun
+from roamc.rewriting.expiry import droppable, expiries
+from roamc.rewriting.rerun import Rerun, rerun
 
 NAME = "checkpoint"
 

@@ -10,7 +10,7 @@ graph in bytes and seconds, for the whole graph at once:
 
     problem.py      the graph as numbers
     search.py       reruns and codecs for one peak after another
-    compress.py     writes codecs into the graph; recompute.py reruns; apply.py both, as decided
+    compress.py     writes codecs into the graph; apply.py codecs and reruns, as decided
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decide import decide
 from roamc.passes.retain.decision import NOTHING, Decision
 from roamc.passes.retain.problem import ALLOWED
-from roamc.passes.retain.recompute import Rerun, rerun
 from roamc.passes.retain.search import Choice
 
-__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "Rerun", "apply", "compress", "decide", "rerun"]
+__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "apply", "compress", "decide"]
 
 NAME = "retain"

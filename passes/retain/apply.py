@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from roamc.graph import TrainGraph
-from roamc.passes import reorder
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
-from roamc.passes.retain.recompute import Rerun, rerun
+from roamc.rewriting.arrange import arrange
+from roamc.rewriting.rerun import Rerun, rerun
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -18,5 +18,5 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if decision.codes:
         graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
     if decision.order and (decision.codes or decision.reruns):
-        graph = reorder.arrange(graph, decision.order)
+        graph = arrange(graph, decision.order)
     return rerun(graph, [Rerun(*again[:3]) for again in decision.reruns]) if decision.reruns else graph

@@ -31,7 +31,7 @@ from roamc.operators import ops
 from roamc.operators.schemas import name_of
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
-from roamc.passes.retain.ssa import Versions
+from roamc.rewriting.versions import Versions
 
 MARK = "code"
 """Key of ``node.meta``: the :class:`Mark` of nodes that belong to a codec."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from roamc import cost
 from roamc.graph import TrainGraph, main_device
+from roamc.graph.memory import build_memory
 from roamc.options import Options
-from roamc.passes import reorder
 from roamc.passes.retain.decision import NOTHING, Decision
 from roamc.passes.retain.search import Choice
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Keep everything without a budget; under one the least added time within as many live bytes.
+    """Keep everything without a budget; under one the least added time within as many live bytes, for operators
+    in the order in which they are.
 
     What a plan needs beside live bytes, such as gaps in the arena, is not known here:
     :mod:`roamc.planning.search` asks a :class:`Choice` for one peak after another until a whole plan keeps the budget.
@@ -23,6 +24,6 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if limit is None:
         return NOTHING
     profile = cost.load_profile(main_device(graph), options.profile)
-    order = reorder.decide(graph, options).order
+    order = tuple(operator.node.name for operator in build_memory(graph).operators)
     choice = Choice(graph, options, order, profile, cost.prices(graph, profile))
     return choice.decide(limit) if limit else choice.lowest()[0]

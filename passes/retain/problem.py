@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,13 @@ from torch import fx
 
 from roamc.cost import workspaces
 from roamc.cost.kind import is_light
-from roamc.graph import Phase, TrainGraph, tensors_of
-from roamc.graph.keep import is_kept
-from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
+from roamc.graph import TrainGraph
+from roamc.graph.memory import Storage, build_memory
 from roamc.options import Options
-from roamc.passes import reorder, reuse
-from roamc.passes.retain.recompute import may_run_again
-from roamc.passes.retain.recompute_variants import recompute_variant, results_of
+from roamc.rewriting.expiry import Able, droppable, expiries
+from roamc.rewriting.in_place import wanted
+from roamc.rewriting.order_problem import HANDOVER, buffers_of, order_problem
+from roamc.rewriting.rerun import may_run_again
 from roamc.solvers.retain import Ground, RetainProblem, make_problem, reference_order
 from roamc.units import Seconds
 
@@ -53,11 +53,10 @@ def question(
     """
     able = ALLOWED[allowed]
     memory = build_memory(graph)
-    reuses = () if reuse.NAME in options.disable else reuse.all_reuses(memory)
-    problem, names = reorder.order_problem(graph, memory, reuses, workspaces(memory.operators).tolist())
+    problem, names = order_problem(graph, memory, wanted(memory, options), workspaces(memory.operators).tolist())
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
-    storages = reorder.buffers_of(memory)
+    storages = buffers_of(memory)
     made = make_problem(
         problem,
         sequence,
@@ -73,8 +72,6 @@ def _may_run_lightly(node: fx.Node) -> bool:
     return may_run_again(node) and is_light(node)
 
 
-Able = Callable[[fx.Node], bool]
-
 ALLOWED: dict[str, Able] = {"all": may_run_again, "light": _may_run_lightly}
 """Which operators may run again, by what :attr:`roamc.passes.retain.decision.Decision.allowed` says."""
 
@@ -83,57 +80,6 @@ def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list
     """The order as numbers; the caller hands in the tangents right behind forward."""
     number = {name: index for index, name in enumerate(names)}
     sequence = [number[name] for name in order]
-    if reorder.HANDOVER in number:
-        sequence.insert(boundary, number[reorder.HANDOVER])
+    if HANDOVER in number:
+        sequence.insert(boundary, number[HANDOVER])
     return sequence
-
-
-def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may_run_again) -> list[bool]:
-    """Temporaries that another run of one ``able`` operator makes again, and that nothing writes after the first."""
-    written = {storage for op in memory.operators for storage in op.writes}
-    made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
-    again = made - written
-    return [s.place is Place.TEMPORARY and s.nbytes > 0 and s.index in again for s in storages]
-
-
-def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]:
-    """The storages that another run of ``operator`` would make."""
-    kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
-    if not operator.births or kept or not able(operator.node):
-        return set()
-    target, _, _ = recompute_variant(operator.node)
-    count = results_of(target, operator.node)
-    results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
-    return results.intersection(operator.births)
-
-
-def expiries(
-    memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int], *, boundary: bool
-) -> list[int]:
-    """Per operator the first step in front of which it must not run again: what it reads is written before that.
-
-    Where forward and backward are run apart (``boundary``), a tensor of the caller's that the graph writes may be
-    written between the two: by another forward.
-    """
-    steps = {names[index]: step for step, index in enumerate(sequence)}
-    writes: dict[int, list[int]] = {}
-    for op in memory.operators:
-        for storage in op.writes:
-            writes.setdefault(storage, []).append(steps[op.node.name])
-    handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
-    found = []
-    for name in names:
-        read = _read_again(memory, nodes[name]) if name and writes else ()
-        later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
-        last = min(later, default=len(names) - 1) + 1
-        forward = bool(handed.intersection(read)) and steps[name] < memory.boundary
-        found.append(min(last, memory.boundary) if forward else last)
-    return found
-
-
-def _read_again(memory: MemoryModel, node: fx.Node) -> set[int]:
-    """The storages that another run of ``node`` reads."""
-    _, args, kwargs = recompute_variant(node)
-    read: set[int] = set()
-    fx.map_arg((args, kwargs), lambda given: read.update(memory.owner[given.name, at] for at, _ in tensors_of(given)))
-    return read

@@ -25,7 +25,10 @@ from roamc import progress
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
-from roamc.passes import layout, reorder, reuse
+from roamc.passes import layout, reorder
+from roamc.rewriting import in_place
+from roamc.rewriting.in_place import Reuse, wanted
+from roamc.rewriting.order_problem import HANDOVER, order_problem
 from roamc.solvers.order import OrderProblem
 from roamc.solvers.order.equal_peak import NamedOrder, equal_peaks
 from roamc.units import Bytes, format_bytes
@@ -87,7 +90,7 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
     best, tried = first, [(first.ordered.algorithm, first.total)]
     problem, names = scene.problem()
     for other in islice(equal_peaks(problem, np.arange(problem.num_ops, dtype=np.int32)), TRIALS):
-        order = tuple(names[index] for index in other.order.tolist() if names[index] != reorder.HANDOVER)
+        order = tuple(names[index] for index in other.order.tolist() if names[index] != HANDOVER)
         found = Found(_with_order(first.ordered, other, order), scene.lay_out(order, TRIAL_NODES))
         tried.append((other.name, found.total))
         progress.say(f"layout of order {len(tried)}: {format_bytes(found.total)}, at best {format_bytes(floor)}")
@@ -115,9 +118,9 @@ class _Scene:
     options: Options
 
     @cached_property
-    def reuses(self) -> list[reuse.Reuse]:
+    def reuses(self) -> list[Reuse]:
         """What may be written over what, in any order."""
-        return [] if reuse.NAME in self.options.disable else reuse.all_reuses(self.memory)
+        return wanted(self.memory, self.options)
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -125,8 +128,8 @@ class _Scene:
         return {operator.node.name: index for index, operator in enumerate(self.memory.operators)}
 
     def problem(self) -> tuple[OrderProblem, list[str]]:
-        """As :func:`reorder.order_problem`."""
-        return reorder.order_problem(self.graph, self.memory, self.reuses)
+        """As :func:`roamc.rewriting.order_problem.order_problem`."""
+        return order_problem(self.graph, self.memory, self.reuses)
 
     def lay_out(self, names: Iterable[str], node_limit: int) -> layout.Decision:
         """What pass layout would decide behind reorder and reuse, for the operators in this order."""
@@ -135,16 +138,16 @@ class _Scene:
         return layout.lay_out(rearranged(self.memory, order, due(self.memory, order, self.reuses)), self.graph, limited)
 
 
-def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[reuse.Reuse]) -> dict[int, int]:
+def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> dict[int, int]:
     """What pass reuse decides in ``order``: storage of a result to that of the argument that it is written over."""
-    return {one.result: one.reused for one in reuse.due(memory, order, reuses)}
+    return {one.result: one.reused for one in in_place.due(memory, order, reuses)}
 
 
 def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
     """What eager holds at least at every moment, everything that may be written over an argument being so."""
     order = range(len(memory.operators))
-    in_place = rearranged(memory, order, due(memory, order, reuse.all_reuses(memory)))
-    return layout.eager_floor(in_place, boundary=graph.boundary)
+    rewritten = rearranged(memory, order, due(memory, order, in_place.all_reuses(memory)))
+    return layout.eager_floor(rewritten, boundary=graph.boundary)
 
 
 def note(ordered: reorder.Decision | None, placed: layout.Decision) -> tuple[str, ...]:

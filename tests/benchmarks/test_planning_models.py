@@ -13,7 +13,8 @@ from benchmarks.planning_models import KINDS, MODELS
 from roamc.graph import Phase
 from roamc.graph.memory import input_bytes
 from roamc.graph.verify import check_graph
-from roamc.passes import reorder, reuse
+from roamc.rewriting.in_place import all_reuses
+from roamc.rewriting.order_problem import order_problem
 
 PARAMETERS = {
     "alexnet": 61_100_840,
@@ -52,7 +53,7 @@ def test_a_written_problem_reads_back(tmp_path: Path) -> None:
     planning_models.dump(tmp_path, "alexnet", 1, "sgd")
     stored = planning_models.load(path)
     clean, memory = planning_models.normalized(planning_models.graph("alexnet", 1, "sgd"))
-    problem, _ = reorder.order_problem(clean, memory, reuse.all_reuses(memory))
+    problem, _ = order_problem(clean, memory, all_reuses(memory))
     assert len(problem.reusable) > 0
     assert list(tmp_path.iterdir()) == [path]
     for field in planning_models.fields(problem):

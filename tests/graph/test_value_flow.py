@@ -21,10 +21,10 @@ from roamc.graph.value_numbers import Flow, Numbers
 from roamc.operators.random import replay, save_rng_state
 from roamc.options import parse_options
 from roamc.passes import normalize, reuse
-from roamc.passes.retain import Rerun, rerun
 from roamc.passes.retain.compress import Code, compress
 from roamc.planning import search
 from roamc.planning.plan import Plan
+from roamc.rewriting.rerun import Rerun, rerun
 from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 

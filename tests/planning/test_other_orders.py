@@ -17,6 +17,7 @@ from roamc.options import Options
 from roamc.passes import layout, normalize, reorder, reuse
 from roamc.planning import other_orders, search
 from roamc.planning.plan import Plan
+from roamc.rewriting.in_place import all_reuses
 from tests.end_to_end.helpers import TORCH
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real
 from tests.planning.test_pipeline import run_program
@@ -142,7 +143,7 @@ def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: st
     graph = graph_of(seed, route)
     graph = normalize.apply(graph, normalize.decide(graph, NO_SEARCH))
     memory = build_memory(graph)
-    reuses = reuse.all_reuses(memory)
+    reuses = all_reuses(memory)
     ordered = reorder.decide(graph, NO_SEARCH)
     number = {operator.node.name: index for index, operator in enumerate(memory.operators)}
     order = [number[name] for name in ordered.order]

@@ -19,13 +19,14 @@ from roamc.graph.memory import build_memory, live_bytes
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import normalize
-from roamc.passes.retain import Code, Rerun, compress, rerun
+from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs import shapes
 from roamc.passes.retain.compress import MARK, best_codec, values
 from roamc.passes.retain.problem import droppable
+from roamc.rewriting.rerun import Rerun, rerun
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real
 from tests.models import NanoGPT, next_token, tokens
-from tests.passes.retain.test_recompute import some_reruns
+from tests.rewriting.test_rerun import some_reruns
 
 ROUTES = ("step", "joint")
 

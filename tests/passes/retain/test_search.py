@@ -16,13 +16,14 @@ from roamc import cost
 from roamc.graph import Phase, TrainGraph, copied
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
-from roamc.passes import reorder, retain, reuse
+from roamc.passes import retain, reuse
 from roamc.passes.retain import Choice, compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.search import choose, coded_order
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
+from roamc.rewriting.arrange import arrange
 from roamc.solvers.retain import SIMULATIONS
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
 from tests.passes.retain.test_codecs import late_graph
@@ -126,7 +127,7 @@ def test_operators_of_codecs_stand_where_they_may(name: str, route: str) -> None
     order = [op.node.name for op in build_memory(graph).operators]
     coded = compress(copied(graph), all_codes(graph))
     found = coded_order(build_memory(graph), build_memory(coded), order)
-    arranged = reorder.arrange(coded, found)  # raises an error where something is read before it is made
+    arranged = arrange(coded, found)  # raises an error where something is read before it is made
     assert [name for name in found if name in order] == [name for name in order if name in found]
     assert at_the_end_of_forward(arranged) < at_the_end_of_forward(graph)
 

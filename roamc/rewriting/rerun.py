@@ -27,8 +27,8 @@ from roamc.graph.rewrite import keep_state
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import name_of
-from roamc.passes.retain.recompute_variants import recompute_variant, results_of
-from roamc.passes.retain.ssa import Versions
+from roamc.rewriting.rerun_variants import recompute_variant, results_of
+from roamc.rewriting.versions import Versions
 
 
 class Rerun(NamedTuple):

@@ -1,7 +1,7 @@
 """Storages in static single assignment: each version of a storage is written once, and readers read the newest one.
 
-:mod:`recompute` and :mod:`compress` make a storage a second time, a new version, and hand it to the readers from there
-on. Views of a storage are made anew of each version.
+:mod:`roamc.rewriting.rerun` and the codecs of pass ``retain`` make a storage a second time, a new version, and hand it
+to the readers from there on. Views of a storage are made anew of each version.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from roamc.graph import Phase, TrainGraph, verify
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.operators.random import save_rng_state
 from roamc.options import Options
-from roamc.passes import normalize, reorder
-from roamc.passes.retain import Rerun, rerun
-from roamc.passes.retain.problem import droppable, expiries, question
+from roamc.passes import normalize
+from roamc.passes.retain.problem import question
+from roamc.rewriting.arrange import arrange
+from roamc.rewriting.expiry import droppable, expiries
+from roamc.rewriting.rerun import Rerun, rerun
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, schedule
 from roamc.solvers.status import Status
@@ -90,7 +92,7 @@ def test_the_graph_has_no_more_live_bytes_than_the_solver_counted(seed: int, rou
     given = [op.node.name for op in build_memory(graph).operators]
     asked = question(graph, Options(disable=("reuse",)), given, dict.fromkeys(given, 0.0))
     names = [asked.operators[op] for op in asked.problem.sequence.tolist()]
-    graph = reorder.arrange(graph, [name for name in names if name])
+    graph = arrange(graph, [name for name in names if name])
     reruns = some_reruns(graph, seed, 0.3, ahead=True)
     number = {storage.name: k for k, storage in enumerate(asked.storages)}
     rows = [(names.index(b), asked.operators.index(op), (number[renewed],)) for b, op, (renewed,) in reruns]

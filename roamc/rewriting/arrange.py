@@ -1,0 +1,66 @@
+"""Bring a graph's operators into an order.
+
+Views and results picked out of tuples do no work: they move with the operator that they belong to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, output_node
+from roamc.graph.memory import build_memory
+
+
+def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
+    """Move the nodes: picks right behind their operator, views right before the first that reads them.
+
+    Raises:
+        PlanError: ``order`` is not a legal order of the graph's operators.
+    """
+    by_name = {node.name: node for node in graph.graph.nodes}
+    wanted = {op.node.name for op in build_memory(graph).operators}
+    if set(order) != wanted or len(order) != len(wanted):
+        raise PlanError("reorder: the plan's order is not a permutation of this graph's operators")
+    placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
+    for name in order:
+        _place(by_name[name], wanted, placed)
+        for user in by_name[name].users:
+            if user.target is operator.getitem:
+                placed[user] = None
+    for argument in output_node(graph.graph).all_input_nodes:
+        _place(argument, wanted, placed)
+    _relink(graph.graph, list(placed))
+    phase = {name: found for name, found in graph.phase.items() if by_name[name] in placed}
+    return graph.replace(phase=phase)
+
+
+def _place(node: fx.Node, wanted: set[str], placed: dict[fx.Node, None]) -> None:
+    """List ``node`` behind the views that it reads, which are listed now if they were not before."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        missing = [n for n in current.all_input_nodes if n not in placed]
+        early = [n.name for n in missing if n.name in wanted]
+        if early:
+            raise PlanError(f"reorder: {current.name} would run before {early[0]}, which it reads")
+        if missing:
+            pending.extend(missing)
+            continue
+        placed[current] = None
+        pending.pop()
+
+
+def _relink(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Put the graph's nodes in the order of ``nodes``; views that nothing reads are erased."""
+    kept = set(nodes)
+    for node in reversed(list(graph.nodes)):
+        if node not in kept and node.op == "call_function":
+            graph.erase_node(node)
+    end = output_node(graph)
+    for node in nodes:
+        if node.op == "call_function":
+            end.prepend(node)

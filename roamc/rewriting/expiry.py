@@ -1,0 +1,67 @@
+"""Which storages another run of an operator makes again, and until when the operator may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from roamc.graph import Phase, tensors_of
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import MemoryModel, Operator, Place, Storage
+from roamc.rewriting.rerun import may_run_again
+from roamc.rewriting.rerun_variants import recompute_variant, results_of
+
+Able = Callable[[fx.Node], bool]
+"""Whether an operator may run again."""
+
+
+def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may_run_again) -> list[bool]:
+    """Temporaries that another run of one ``able`` operator makes again, and that nothing writes after the first."""
+    written = {storage for op in memory.operators for storage in op.writes}
+    made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
+    again = made - written
+    return [s.place is Place.TEMPORARY and s.nbytes > 0 and s.index in again for s in storages]
+
+
+def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]:
+    """The storages that another run of ``operator`` would make."""
+    kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
+    if not operator.births or kept or not able(operator.node):
+        return set()
+    target, _, _ = recompute_variant(operator.node)
+    count = results_of(target, operator.node)
+    results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
+    return results.intersection(operator.births)
+
+
+def expiries(
+    memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int], *, boundary: bool
+) -> list[int]:
+    """Per operator the first step in front of which it must not run again: what it reads is written before that.
+
+    Where forward and backward are run apart (``boundary``), a tensor of the caller's that the graph writes may be
+    written between the two: by another forward.
+    """
+    steps = {names[index]: step for step, index in enumerate(sequence)}
+    writes: dict[int, list[int]] = {}
+    for op in memory.operators:
+        for storage in op.writes:
+            writes.setdefault(storage, []).append(steps[op.node.name])
+    handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
+    found = []
+    for name in names:
+        read = _read_again(memory, nodes[name]) if name and writes else ()
+        later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
+        last = min(later, default=len(names) - 1) + 1
+        forward = bool(handed.intersection(read)) and steps[name] < memory.boundary
+        found.append(min(last, memory.boundary) if forward else last)
+    return found
+
+
+def _read_again(memory: MemoryModel, node: fx.Node) -> set[int]:
+    """The storages that another run of ``node`` reads."""
+    _, args, kwargs = recompute_variant(node)
+    read: set[int] = set()
+    fx.map_arg((args, kwargs), lambda given: read.update(memory.owner[given.name, at] for at, _ in tensors_of(given)))
+    return read

@@ -1,0 +1,52 @@
+"""A graph as plain numbers for the solvers of :mod:`roamc.solvers.order`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from roamc.graph import TrainGraph
+from roamc.graph.memory import MemoryModel, Place, Storage
+from roamc.rewriting.in_place import Reuse
+from roamc.solvers.order import OrderProblem, make_problem
+from roamc.units import Bytes
+
+HANDOVER = ""
+"""Stands in the list of names for the moment at which the caller hands the tangents to backward."""
+
+
+def order_problem(
+    graph: TrainGraph, memory: MemoryModel, reuses: Iterable[Reuse] = (), workspace: Sequence[Bytes] | None = None
+) -> tuple[OrderProblem, list[str]]:
+    """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
+
+    Between forward and backward stands one operator more, which brings the tangents into being. ``reuses`` are the
+    results that may take over the bytes of an argument; ``workspace`` is what each operator of ``memory`` takes for
+    itself, to be counted or not.
+    """
+    names = [op.node.name for op in memory.operators]
+    stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
+    at = memory.boundary
+    new = [*range(at), *range(at + 1, len(names) + 1)] if graph.boundary else [*range(len(names))]
+    if graph.boundary:
+        names.insert(at, HANDOVER)
+        stage.insert(at, 1)
+    own = [0] * len(stage)
+    for operator_, count in zip(new, workspace or (), strict=False):
+        own[operator_] = count
+    edges = [(new[before], new[after]) for before, after in memory.edges]
+    buffers: list[tuple[Bytes, int, list[int], bool]] = []
+    number: dict[int, int] = {}
+    for storage in buffers_of(memory):
+        users = [new[user] for user in memory.uses[storage.index]]
+        maker = new[storage.producer] if storage.producer >= 0 else at
+        number[storage.index] = len(buffers)
+        buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
+    reusable: list[list[int]] = [[] for _ in buffers]
+    for possible in reuses:
+        reusable[number[possible.result]].append(number[possible.reused])
+    return make_problem(stage, edges, buffers, own, reusable), names
+
+
+def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:
+    """The storages behind the problem's buffers: all but tangents that nobody uses."""
+    return tuple(s for s in memory.counted if s.producer >= 0 or memory.uses[s.index] or s.place is Place.OUTPUT)
