@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from roamc.compat import identity
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
-from roamc.graph.memory import identity
 from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.options import Options

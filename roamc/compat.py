@@ -128,12 +128,16 @@ def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
     return {_storage(tensor): name for name, tensor in tensors.items() if _storage(tensor)}
 
 
+def identity(tensor: torch.Tensor) -> int:
+    """The same number for two tensors exactly if they share a storage (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _storage(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage; 0 where there is none, or it holds nothing."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return 0
-    storage = tensor.untyped_storage()
-    return int(storage._cdata) if storage.nbytes() else 0
+    return identity(tensor) if tensor.untyped_storage().nbytes() else 0
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:

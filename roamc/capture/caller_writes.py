@@ -30,7 +30,8 @@ from torch import fx
 from roamc.capture import part_writes
 from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half, reads_as_another, viewed
-from roamc.graph.memory import WROTE_OVER, identity
+from roamc.compat import identity
+from roamc.graph.memory import WROTE_OVER
 from roamc.operators import ops
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from roamc import compat, compat_hooks, notices
+from roamc.compat import identity
 from roamc.errors import CaptureError
 from roamc.graph import operators, placeholders, tensors_of
-from roamc.graph.memory import identity
 from roamc.graph.rewrite import move
 from roamc.operators import ops
 

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from roamc.capture.sharing import Sharing
-from roamc.compat import FakeTensorMode, OpOverload
-from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.compat import FakeTensorMode, OpOverload, identity
+from roamc.graph.memory import WROTE_OVER, identities
 from roamc.graph.rewrite import derived
 from roamc.operators import ops
 from roamc.operators.corrections import corrected

@@ -23,8 +23,8 @@ from torch import fx
 
 from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half, reads_as_another
-from roamc.compat import FakeTensorMode, OpOverload
-from roamc.graph.memory import WROTE_OVER, identity
+from roamc.compat import FakeTensorMode, OpOverload, identity
+from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import placed_in
 from roamc.operators import ops
 

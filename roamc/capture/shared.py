@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from roamc.capture.step import Source
+from roamc.compat import identity
 from roamc.errors import CaptureError
 from roamc.graph import TrainGraph, operators, placeholders
-from roamc.graph.memory import identity, written_inputs
+from roamc.graph.memory import written_inputs
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode
+from roamc.compat import FakeTensorMode, identity
 from roamc.graph import Phase, tensors_of
-from roamc.graph.memory import WROTE_OVER, identities, identity
+from roamc.graph.memory import WROTE_OVER, identities
 from roamc.graph.rewrite import derived, move
 from roamc.operators import ops
 

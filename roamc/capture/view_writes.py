@@ -24,8 +24,8 @@ from torch import fx
 from roamc.capture.in_place_values import geometry
 from roamc.capture.part_writes import filled_by, until_whole
 from roamc.capture.sharing import Sharing
-from roamc.compat import FakeTensorMode
-from roamc.graph.memory import identities, identity
+from roamc.compat import FakeTensorMode, identity
+from roamc.graph.memory import identities
 from roamc.graph.rewrite import derived
 from roamc.operators import ops
 

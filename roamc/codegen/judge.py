@@ -28,7 +28,7 @@ from torch import fx
 from roamc.codegen.source import Entry, Program
 from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
-from roamc.graph import TrainGraph, attribute, placeholders, tensors_of
+from roamc.graph import TrainGraph, attribute, maker_of, placeholders, storage_name, tensors_of
 from roamc.graph.layout import Layout
 from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.verify import storage_lives
@@ -137,8 +137,7 @@ class _Judge:
         self._shared, self._names = SharedStorages(graph), dict[int, str]()
         for node in graph.graph.nodes:
             for position, tensor in tensors_of(node):
-                single = isinstance(node.meta["val"], torch.Tensor)
-                self._names.setdefault(self._shared.of(tensor), node.name if single else f"{node.name}#{position}")
+                self._names.setdefault(self._shared.of(tensor), storage_name(node, position))
         self._constants = {node: _Cell() for node in graph.graph.nodes if node.op == "get_attr"}
         last = ((dead, name) for name, (_, dead, _) in storage_lives(graph).items())
         self._deaths = sorted((dead, name) for dead, name in last if name not in layout.offset)[::-1]
@@ -202,7 +201,7 @@ class _Judge:
 
     def _makes(self, node: fx.Node) -> bool:
         """Whether ``node`` makes a storage."""
-        return any(self._name(tensor).partition("#")[0] == node.name for _, tensor in tensors_of(node))
+        return any(maker_of(self._name(tensor)) == node.name for _, tensor in tensors_of(node))
 
     def _check_all_ran(self) -> None:
         phases = [phase for entry in self.program.entries.values() for phase in entry.phases]

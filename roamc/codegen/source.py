@@ -30,7 +30,16 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
+from roamc.graph import (
+    Phase,
+    TrainGraph,
+    attribute,
+    output_values,
+    placeholders,
+    source_line,
+    storage_name,
+    tensors_of,
+)
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, Storage, build_memory, started_by
 from roamc.operators import ops
@@ -218,8 +227,7 @@ class _Emitter:
         found = []
         for position, _ in tensors_of(node):
             storage = self._storage(node, position)
-            own = storage.name == node.name or storage.name == f"{node.name}#{position}"
-            if own and storage.place is not Place.INPUT:
+            if storage.name == storage_name(node, position) and storage.place is not Place.INPUT:
                 found.append((position, storage))
         return found
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
+from roamc.compat import identity
 from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
-from roamc.graph.memory import identity
 from roamc.operators import ops
 from roamc.operators.call import Call, call_of, fakes, tensors_in
 from roamc.operators.costs.kinds import FREE, VIEW

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from roamc import compat_dynamo
+from roamc.compat import identity
 from roamc.graph import output_values, placeholders
 from roamc.locks import Lock
 
@@ -222,4 +223,4 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _storage(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    return identity(tensor) if tensor.layout is torch.strided else id(tensor)

@@ -13,11 +13,13 @@ from roamc.graph.train_graph import (
     attribute,
     copied,
     main_device,
+    maker_of,
     operators,
     output_node,
     output_values,
     placeholders,
     source_line,
+    storage_name,
     tensors_of,
 )
 
@@ -30,10 +32,12 @@ __all__ = [
     "attribute",
     "copied",
     "main_device",
+    "maker_of",
     "operators",
     "output_node",
     "output_values",
     "placeholders",
     "source_line",
+    "storage_name",
     "tensors_of",
 ]

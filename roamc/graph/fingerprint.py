@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat import identity
 from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
 from roamc.graph.keep import is_kept
-from roamc.graph.memory import identity
 from roamc.operators.schemas import name_of
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from roamc.compat import identity
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.operators import ops
 from roamc.operators.table import Space
 from roamc.units import Bytes
@@ -365,12 +366,11 @@ class _Builder:
         key = self.shared.of(tensor)
         new = key not in self.seen
         if new:
-            name = node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
-            nbytes = int(tensor.untyped_storage().nbytes())
-            gradient = key in self.gradients
-            self.seen[key] = len(self.storages)
+            name, nbytes = storage_name(node, position), int(tensor.untyped_storage().nbytes())
             device, space = tensor.device.type, ops.rule(node.target).space if producer >= 0 else Space.DEVICE
-            self.storages.append(Storage(len(self.storages), name, nbytes, place, producer, device, gradient, space))
+            index = self.seen[key] = len(self.storages)
+            gradient = key in self.gradients
+            self.storages.append(Storage(index, name, nbytes, place, producer, device, gradient, space))
         self.owner[node.name, position] = self.seen[key]
         return self.seen[key] if new else None
 
@@ -475,11 +475,6 @@ class _Builder:
         edges.update(itertools.pairwise(members))
 
 
-def identity(tensor: torch.Tensor) -> int:
-    """The same number for two fake tensors exactly if they share a storage (while both are alive)."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
     """The argument whose memory the result of ``node`` takes over.
 
@@ -515,7 +510,7 @@ class SharedStorages:
 
     def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
         """The numbers of all tensors that ``nodes`` stand for."""
-        return {self.of(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
+        return {self._reused.get(own, own) for own in identities(nodes)}
 
 
 def started_by(node: fx.Node) -> fx.Node | None:

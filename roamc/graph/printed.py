@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from roamc import files
-from roamc.graph import TrainGraph, operators, output_values, placeholders, source_line, tensors_of
+from roamc.graph import TrainGraph, maker_of, operators, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
@@ -134,7 +134,7 @@ def _operator(graph: TrainGraph, memory: MemoryModel, node: fx.Node, works: bool
 
 def _codecs(graph: TrainGraph, node: fx.Node) -> list[str]:
     """A remark for every storage that ``node`` makes and of which some readers read an encoding."""
-    made = [encoding for encoding in graph.encodings if encoding.storage.partition("#")[0] == node.name]
+    made = [encoding for encoding in graph.encodings if maker_of(encoding.storage) == node.name]
     return [f"{encoding.storage} encoded by {encoding.codec}" for encoding in made]
 
 

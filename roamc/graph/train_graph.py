@@ -174,6 +174,16 @@ def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
                 yield position, item
 
 
+def storage_name(node: fx.Node, position: int) -> str:
+    """The name of the storage that a result of ``node`` makes: the node's, with ``#k`` for result k of several."""
+    return node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
+
+
+def maker_of(storage: str) -> str:
+    """The name of the node that makes the storage of that name, see :func:`storage_name`."""
+    return storage.partition("#")[0]
+
+
 def attribute(module: torch.nn.Module, path: str) -> Any:
     """What a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, stands for."""
     value: Any = module

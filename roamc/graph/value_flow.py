@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError
-from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import Call, equal_of
 from roamc.graph.value_messages import fail, fail_effects
@@ -312,8 +312,7 @@ class Walk:
             self.numbers.born(found, place.geometry)
             self._content[self._memory(place)] = found
             if self.encodings:
-                single = isinstance(node.meta.get("val"), torch.Tensor)
-                for encoding in self.encodings.get(node.name if single else f"{node.name}#{place.position}", ()):
+                for encoding in self.encodings.get(storage_name(node, place.position), ()):
                     self._decoded[self._coded(encoding, found)] = encoding.keeps, found
 
     def _note(self, *key: Any, by: str) -> Number:

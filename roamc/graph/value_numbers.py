@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, fake_mode_of
-from roamc.graph.memory import fills_storage, identity
+from roamc.compat import OpOverload, fake_mode_of, identity
+from roamc.graph.memory import fills_storage
 from roamc.graph.train_graph import tensors_of
 from roamc.operators import ops
 from roamc.operators.schemas import relative

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
+from roamc.compat import OpOverload, identity
 from roamc.errors import VerifyError, way_out
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.graph.memory import SharedStorages, build_memory, identity, reused_argument, started_by
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, storage_name, tensors_of
+from roamc.graph.memory import SharedStorages, build_memory, reused_argument, started_by
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
@@ -90,8 +90,7 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
         for position, tensor in tensors_of(node):
             key = shared.of(tensor)
             if key not in owner:
-                many = not isinstance(node.meta["val"], torch.Tensor)
-                owner[key] = f"{node.name}#{position}" if many else node.name
+                owner[key] = storage_name(node, position)
                 lives[owner[key]] = (step, step + 1, int(tensor.untyped_storage().nbytes()))
             touched.add(key)
         if node.op == "call_function" and ops.is_view(node.target) and start is None:

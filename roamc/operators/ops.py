@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
+from roamc.compat import OpOverload, identity
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import UNKNOWN, VIEW
@@ -188,7 +188,7 @@ def _storages(arguments: Iterable[Any]) -> set[int]:
     """The storages of those arguments that are tensors."""
     values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
     dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
-    return {value.untyped_storage()._cdata for value in dense}
+    return {identity(value) for value in dense}
 
 
 def is_view(target: Target) -> bool:

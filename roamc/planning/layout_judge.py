@@ -13,7 +13,7 @@ from torch import fx
 
 from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.layout import Layout
 from roamc.graph.memory import SharedStorages
 from roamc.graph.verify import Life, storage_lives
@@ -60,7 +60,7 @@ def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> 
 
 def _tensor(node: fx.Node, name: str) -> torch.Tensor:
     """The result of ``node`` that makes the storage ``name``."""
-    return dict(tensors_of(node))[0 if name == node.name else int(name.rpartition("#")[2])]
+    return next(tensor for position, tensor in tensors_of(node) if storage_name(node, position) == name)
 
 
 def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
@@ -93,9 +93,8 @@ def _check_elements(graph: TrainGraph, layout: Layout) -> None:
     """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
     shared, owner = SharedStorages(graph), dict[int, str]()
     for node in graph.graph.nodes:
-        many = not isinstance(node.meta.get("val"), torch.Tensor)
         for position, tensor in tensors_of(node):
-            name = owner.setdefault(shared.of(tensor), f"{node.name}#{position}" if many else node.name)
+            name = owner.setdefault(shared.of(tensor), storage_name(node, position))
             if layout.offset.get(name, 0) % tensor.dtype.itemsize:
                 raise VerifyError(
                     f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "

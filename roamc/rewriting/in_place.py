@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat import identity
 from roamc.graph import tensors_of
-from roamc.graph.memory import MemoryModel, Operator, Place, Storage, identity
+from roamc.graph.memory import MemoryModel, Operator, Place, Storage
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.options import Options

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import Encoding, TrainGraph
+from roamc.graph import Encoding, TrainGraph, maker_of
 from roamc.graph.rewrite import keep_state
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
@@ -66,9 +66,11 @@ def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
         again.setdefault(node.meta.get("again", ""), node.name)
     moved = []
     for encoding in graph.encodings:
-        maker, mark, position = encoding.storage.partition("#")
+        maker = maker_of(encoding.storage)
         gone = maker not in there and maker in again
-        moved.append(replace(encoding, storage=f"{again[maker]}{mark}{position}") if gone else encoding)
+        moved.append(
+            replace(encoding, storage=again[maker] + encoding.storage.removeprefix(maker)) if gone else encoding
+        )
     return tuple(moved)
 
 

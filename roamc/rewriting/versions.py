@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode
+from roamc.compat import FakeTensorMode, identity
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
-from roamc.graph.memory import MemoryModel, build_memory, identity
+from roamc.graph.memory import MemoryModel, build_memory
 from roamc.graph.rewrite import mode_of, placed_in
 from roamc.operators import ops
 

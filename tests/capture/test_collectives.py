@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from roamc.capture import joint
+from roamc.compat import identity
 from roamc.errors import CaptureError, VerifyError
 from roamc.graph import TrainGraph, operators, verify
-from roamc.graph.memory import identity
 from tests.graphs import traced
 from tests.kernel_cases import alone
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import roamc
 from roamc import compat_aot
 from roamc.capture import joint
+from roamc.compat import identity
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, verify
-from roamc.graph.memory import identity
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
 from tests.end_to_end.cases import SMALL
