@@ -18,30 +18,35 @@ import numpy as np
 
 from roamc.solvers.arrays import FloatArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
+from roamc.solvers.retain.effort import FEWER
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.simulate import Room, bring_at, simulate_and_measure
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.ways import Trail, go_back, make_trail, set_gap
 
 _MOVES = 256
-_HOT = 0.3
-"""The first temperature, in mean seconds of an operator."""
+"""Moves at one temperature, in one call of the loop: more cool in larger steps, fewer make more calls from Python."""
 
-_COLD = 0.03
-"""The last one, as a share of the first."""
-
-_PRICE = 3.0
 _RISE = 1.002
-_MOST_CHANGES = 48
+"""Factor by which a move raises the price of area above the budget, or lowers it within; larger ones swing faster."""
 
 _IN_FOCUS = 0.7
-_TWO = 0.3
-_KEEP, _DROP, _BRING, _RELEASE = 0.35, 0.6, 0.85, 0.95
-_FOLLOW = 0.5
-_KEEP_INPUT, _DROP_INPUT = 0.3, 0.6
+"""Share of moves on gaps over steps above the budget, where drops count; the others may choose any gap."""
 
-LESS = 1 - 1e-9
-"""Of the seconds, what counts as fewer."""
+_TWO = 0.3
+"""Share of moves on two gaps: they find exchanges of which neither half alone would be taken."""
+
+_KEEP, _DROP, _BRING, _RELEASE = 0.35, 0.6, 0.85, 0.95
+"""Chances of the decisions on a gap, added up.
+
+35 % keep, 25 % drop once, 25 % bring back early, 10 % keep for reruns up to a step, 5 % drop after every rerun.
+"""
+
+_FOLLOW = 0.5
+"""Share of drops and brings after which what their rerun reads is decided too: what it needs is often gone by then."""
+
+_KEEP_INPUT, _DROP_INPUT = 0.3, 0.6
+"""Chances for what a rerun reads, added up: 30 % keep it behind its last read, 30 % drop it there, 40 % leave it."""
 
 
 class Places(NamedTuple):
@@ -64,22 +69,23 @@ def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int)
 
     The same search and seed give the same answer.
     """
-    begun, seconds = search.work, search.tables.seconds
+    begun, seconds, effort = search.work, search.tables.seconds, search.effort
     plain = search.keep_everything()
     area = search.state(plain.release, plain.hold, budget).score.area
     places = _places(search, budget)
     if best.score.seconds == 0 or area == 0:
         return best
-    hot = _HOT * float(seconds[seconds > 0].mean())
+    hot = effort.anneal_hot * float(seconds[seconds > 0].mean())
     state, found = best.copy(), best.copy()
-    now = np.array([best.score.seconds, best.score.area, _PRICE * best.score.seconds / area, best.score.seconds])
-    trail = make_trail(_MOST_CHANGES)
+    price = effort.area_price * best.score.seconds / area
+    now = np.array([best.score.seconds, best.score.area, price, best.score.seconds])
+    trail = make_trail(effort.move_changes)
     dice = np.array([seed], dtype=np.int64)
     while search.work < work_limit:
         share = (search.work - begun) / (work_limit - begun)
         search.work += _anneal(
             search.tables, (state.release, state.hold), (found.release, found.hold), places, now,
-            hot * _COLD**share, budget, search.room, trail, dice,
+            hot * effort.anneal_cold**share, FEWER, budget, search.room, trail, dice,
         )  # fmt: skip
     return search.state(found.release, found.hold, budget)
 
@@ -116,12 +122,16 @@ def _anneal(
     places: Places,
     now: FloatArray,
     temperature: float,
+    fewer: float,
     budget: int,
     room: Room,
     trail: Trail,
     dice: LongArray,
 ) -> int:
-    """Make some moves; the work done. now: seconds and area of the state, the price, fewest seconds found."""
+    """Make some moves; the work done. now: seconds and area of the state, the price, fewest seconds found.
+
+    fewer: seconds below this share of the fewest count as fewer.
+    """
     release, hold = state
     work = 0
     for _ in range(_MOVES):
@@ -136,7 +146,7 @@ def _anneal(
             go_back(release, hold, trail, count)
             continue
         now[0], now[1] = seconds, area
-        if peak <= budget and seconds < now[3] * LESS:
+        if peak <= budget and seconds < now[3] * fewer:
             now[3] = seconds
             for gap in range(len(release)):
                 found[0][gap], found[1][gap] = release[gap], hold[gap]

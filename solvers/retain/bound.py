@@ -41,17 +41,17 @@ from roamc.solvers.compiled import compiled
 from roamc.solvers.order.bound import most_reused, operator_bound, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies, renumber
+from roamc.solvers.retain.effort import CLOSE, EFFORT, Effort
 from roamc.solvers.retain.problem import RetainProblem, Seconds
 
 _ENDLESS = 2**61
-_WHOLE = 2.0**50
-_MOST_CUTS = 12
-_EXAMINED = 64
-OPERATORS = 3
-"""The bound looks at so many operators unless told otherwise."""
+"""Capacity of the arcs that no cut may hold: far above all others together, and within 64 bits."""
 
-_ROUNDING = 1e-9
+_WHOLE = 2.0**50
+"""Sum of the other capacities, which the flow takes as whole numbers: a double holds every one of them exactly."""
+
 _SOURCE, _SINK = 0, 1
+"""Nodes of every network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +114,7 @@ class Bounds:
 
     problem: RetainProblem
     codes: Codes | None = None
+    effort: Effort = EFFORT
     order: OrderProblem = field(init=False)
     pairs: IntArray = field(init=False)
     alone: Bytes = field(init=False)
@@ -144,12 +145,17 @@ class Bounds:
             less[~self._late] = 0
         return less
 
-    def look_at(self, count: int = OPERATORS) -> None:
-        """Take `count` operators with the most bytes live in any order, apart from each other."""
+    def look_at(self, count: int | None = None) -> None:
+        """Take `count` operators with the most bytes live in any order, apart from each other.
+
+        None takes `Effort.bound_operators`.
+        """
+        spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
-        hottest = np.argsort(-live, kind="stable")[: 8 * _EXAMINED : 8].astype(np.int32)
-        sure = reachability_bound(self.order, hottest)
-        chosen = hottest[np.argsort(-sure, kind="stable")[:count]]
+        hottest = np.argsort(-live, kind="stable")[: spacing * self.effort.bound_candidates : spacing]
+        sure = reachability_bound(self.order, hottest.astype(np.int32))
+        most = self.effort.bound_operators if count is None else count
+        chosen = hottest[np.argsort(-sure, kind="stable")[:most]]
         self.networks = [self._network(int(step)) for step in chosen]
 
     def anew(self) -> "Bounds":
@@ -185,7 +191,7 @@ class Bounds:
             return math.inf, math.inf
         above, below = (0.0, network.needed), (least.seconds, least.kept_bytes)
         best = 0.0, 0.0
-        for _ in range(_MOST_CUTS):
+        for _ in range(self.effort.bound_cuts):
             if above[1] <= below[1]:
                 break
             rate = max(below[0] - above[0], 0.0) / (above[1] - below[1])
@@ -193,13 +199,13 @@ class Bounds:
                 break
             cut = self._cut(network, rate)
             best = max(best, (cut.value - rate * room, rate))
-            if cut.seconds + rate * cut.kept_bytes >= (above[0] + rate * above[1]) * (1 - _ROUNDING):
+            if cut.seconds + rate * cut.kept_bytes >= (above[0] + rate * above[1]) * (1 - CLOSE):
                 break
             if cut.kept_bytes > room:
                 above = cut.seconds, cut.kept_bytes
             else:
                 below = cut.seconds, cut.kept_bytes
-        return max(best[0] * (1 - _ROUNDING), 0.0), best[1]
+        return max(best[0] * (1 - CLOSE), 0.0), best[1]
 
     def _network(self, step: Step) -> _Network:
         """Arcs from the operators before `step` and the buffers that they make; buffer k is node 2 + k."""

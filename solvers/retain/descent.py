@@ -15,9 +15,6 @@ from roamc.solvers.retain.greedy import descend
 from roamc.solvers.retain.neighbours import improvements
 from roamc.solvers.retain.search import Search, State
 
-_STEPS = (0.6, 0.8, 0.9, 0.97)
-_SHARE = 2
-
 
 @dataclass(frozen=True, eq=False)
 class Stop:
@@ -65,8 +62,8 @@ def _way(search: Search, work_limit: int) -> Iterator[Stop]:
     """Down by greedy drops in stages of several heights, then by large neighbourhoods of the lowest."""
     begun = search.work
     limit = begun + work_limit
-    for step in _STEPS:
-        for lowest in descend(search, search.work + (limit - search.work) // _SHARE, step):
+    for step in search.effort.descent_steps:
+        for lowest in descend(search, search.work + (limit - search.work) // search.effort.descent_divisor, step):
             yield Stop(lowest.score.peak, lowest, search.work - begun)
     for best in improvements(search, search.lowest.copy(), 0, limit):
         lowest = best if best.score.peak < search.lowest.score.peak else search.lowest

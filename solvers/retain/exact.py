@@ -16,9 +16,6 @@ from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.simulate import Room, bring_at, simulate_and_measure
 from roamc.solvers.retain.tables import Tables
 
-MOST_GAPS = 14
-_MOST_WORK = 20_000_000
-
 
 def candidates(search: Search) -> LongArray:
     """The gaps in which there is something to decide: int64[...]."""
@@ -26,12 +23,12 @@ def candidates(search: Search) -> LongArray:
 
 
 def affordable(search: Search, work_limit: int, brings: bool) -> bool:
-    """Whether all combinations can be tried: MOST_GAPS at most, and within the work that is left."""
+    """Whether all combinations can be tried: `Effort.exact_gaps` at most, and within the work that is left."""
     gap = candidates(search)
-    if len(gap) > MOST_GAPS:
+    if len(gap) > search.effort.exact_gaps:
         return False
     cost = math.prod(len(row) for row in _choices(search, gap, brings)) * max(search.steps, 1)
-    return cost < min(work_limit - search.work, _MOST_WORK)
+    return cost < min(work_limit - search.work, search.effort.exact_work)
 
 
 def exact(search: Search, budget: int, brings: bool) -> State:
@@ -54,7 +51,7 @@ def exact(search: Search, budget: int, brings: bool) -> State:
 
 
 _KEEP = -1
-"""Stands for a gap that is kept; other choices are a `hold`."""
+"""Stands for a gap that is kept; other choices are a `hold`, at least 0."""
 
 
 def _choices(search: Search, gap: LongArray, brings: bool) -> list[list[int]]:

@@ -11,16 +11,10 @@ import numpy as np
 
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
+from roamc.solvers.retain.effort import INSTANT
 from roamc.solvers.retain.search import Search, State, keep_more
 from roamc.solvers.retain.simulate import Score
 from roamc.solvers.retain.ways import ALONE, WAYS
-
-_REFRESH = 8
-_STAGE = 0.98
-_PATIENCE = 3
-_INSTANT = 1e-12
-_NEAR = 0.97
-_HOPE = 4.0
 
 
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
@@ -34,9 +28,9 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
         return state
     state = _drop_until(search, state, budget, work_limit, worth)
     in_vain = 0
-    while state.score.peak > budget and search.work < work_limit and in_vain < _PATIENCE:
+    while state.score.peak > budget and search.work < work_limit and in_vain < search.effort.stuck_targets:
         peak = state.score.peak
-        state = _drop_until(search, state, max(budget, int(peak * _STAGE)), work_limit, None)
+        state = _drop_until(search, state, max(budget, int(peak * search.effort.stuck_target)), work_limit, None)
         in_vain = 0 if state.score.peak < peak else in_vain + 1
     return search.note(search.state(state.release, state.hold, budget))
 
@@ -44,7 +38,7 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
 def _drop_until(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None) -> State:
     state = search.note(search.state(state.release.copy(), state.hold.copy(), budget))
     worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
-    made = 0
+    effort, made = search.effort, 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state, budget)
         best, way = _best_drop(search, state, drops, budget, worth)
@@ -53,8 +47,8 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int, wort
         search.work += make_drop(search, state, drops, best, way)
         state = search.note(search.state(state.release, state.hold, budget))
         made += 1
-        if made % max(_REFRESH, len(drops.gap) // _REFRESH) == 0:
-            worth[:] = np.where(worth > 0, worth * _HOPE, np.inf)
+        if made % max(effort.refresh_drops, len(drops.gap) // effort.refresh_divisor) == 0:
+            worth[:] = np.where(worth > 0, worth * effort.hope, np.inf)
     return state
 
 
@@ -73,7 +67,7 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
         best = int(np.argmax(guess))
         looked_at = np.where(fresh, guess, -1.0)
         near = int(np.argmax(looked_at))
-        if looked_at[near] > 0 and looked_at[near] >= guess[best] * _NEAR:
+        if looked_at[near] > 0 and looked_at[near] >= guess[best] * search.effort.near_best:
             return near, int(way[near])
         rows = np.array([best]) if guess[best] > 0 else np.flatnonzero(~fresh)
         if len(rows) == 0:
@@ -85,17 +79,17 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
         by_way = np.stack([_worth(state.score, result[:, each]) for each in range(WAYS)])
         value = by_way.max(axis=0) / reach[rows]
         if guess[best] == np.inf:
-            _assume(worth, gap, search.gaps.family[gap], search.gaps.family[gap[rows]], value)
+            _assume(worth, gap, search.gaps.family[gap], search.gaps.family[gap[rows]], search.effort.hope * value)
         worth[gap[rows]] = value
         way[rows] = by_way.argmax(axis=0)
         fresh[rows] = True
     return -1, ALONE
 
 
-def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, value: FloatArray) -> None:
-    """What is unknown is worth up to some times what the first of its family is, until it is looked at."""
-    good = value > 0
-    by_family = dict(zip(measured[good].tolist(), (_HOPE * value[good]).tolist(), strict=True))
+def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, guess: FloatArray) -> None:
+    """What is unknown is worth what is guessed from the first of its family, until it is looked at."""
+    good = guess > 0
+    by_family = dict(zip(measured[good].tolist(), guess[good].tolist(), strict=True))
     unknown = np.flatnonzero(np.isinf(worth[gap]))
     worth[gap[unknown]] = [by_family.get(number, np.inf) for number in family[unknown].tolist()]
 
@@ -105,7 +99,7 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
     freed, added = score.area - result[:, 2], result[:, 0] - score.seconds
     worth = np.full(len(result), -1.0)
     good = freed > 0
-    worth[good] = freed[good] / (np.maximum(added[good], 0.0) + _INSTANT)
+    worth[good] = freed[good] / (np.maximum(added[good], 0.0) + INSTANT)
     return worth
 
 
@@ -130,7 +124,7 @@ def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
 def keep(search: Search, state: State, budget: int) -> State:
     """Undo drops for as long as the peak stays within the budget and seconds are saved, the dearest per byte first."""
     state = search.state(state.release.copy(), state.hold.copy(), budget)
-    for _ in range(_PATIENCE):
+    for _ in range(search.effort.keep_rounds):
         before = state.score.seconds
         for whole in (True, False):
             rebuilt = search.room.rebuilt

@@ -10,16 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from roamc.solvers.arrays import LongArray, group_by
+from roamc.solvers.retain.effort import INSTANT
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.problem import rank_of
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import possible
-
-_PATIENCE = 100
-_SHARE = 8
-_LOWER = 0.99
-_PROMISING = 1.5
-_INSTANT = 1e-12
 
 
 def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
@@ -37,18 +32,18 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
 
 def improvements(search: Search, best: State, budget: int, work_limit: int) -> Iterator[State]:
     """The best state so far in front of every change, and at last."""
-    dice = random.Random(0)
+    effort, dice = search.effort, random.Random(0)
     family = _families(search)
     worth = np.full(len(search.gaps.begin), np.inf)
     in_vain = 0
-    while search.work < work_limit and in_vain < _PATIENCE:
+    while search.work < work_limit and in_vain < effort.vain_changes:
         yield best
-        target = max(budget, int(best.score.peak * _LOWER)) if above(best, budget) else budget
+        target = max(budget, int(best.score.peak * effort.change_target)) if above(best, budget) else budget
         state = _changed(search, best, target, dice, family)
         if state.score.peak > target:
-            share = (work_limit - search.work) // _SHARE
+            share = (work_limit - search.work) // effort.change_divisor
             state = lower(search, state, target, search.work + share, worth)
-        if state.score.peak <= target and state.score.seconds < best.score.seconds * _PROMISING + _INSTANT:
+        if state.score.peak <= target and state.score.seconds < best.score.seconds * effort.promising + INSTANT:
             state = keep(search, state, target)
         in_vain += 1
         if rank(state, budget) < rank(best, budget):

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roamc.solvers.order.problem import Bytes
-from roamc.solvers.retain.anneal import LESS, anneal, settle
+from roamc.solvers.retain.anneal import anneal, settle
 from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.descent import Descent
+from roamc.solvers.retain.effort import CLOSE, EFFORT, FEWER, Effort
 from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
@@ -17,51 +18,52 @@ from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
-SIMULATIONS = 12_000
+SIMULATIONS = EFFORT.simulations
 """Default work limit, in simulations of the whole schedule."""
-
-_MOST_STARTS = 6
-_SHARE = 2
-_AFTERWARDS = 4
-_ROUNDS = 6
-_VAIN_ROUNDS = 2
-_ROUND = 2_000_000
-_TIMES = 4
-
-_CLOSE = 1e-9
 
 
 def solve(
-    problem: RetainProblem, budget: Bytes, *, work_limit: int | None = None, start: RetainSolution | None = None
+    problem: RetainProblem,
+    budget: Bytes,
+    *,
+    work_limit: int | None = None,
+    start: RetainSolution | None = None,
+    effort: Effort = EFFORT,
 ) -> RetainSolution:
     """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
 
     work_limit: operators run in thought and arcs of networks, kept but for one round of moves, once more where the
-    budget is hard to meet, and _TIMES more, _ROUND at most, for each time that annealing helps; None for that of
-    SIMULATIONS simulations. start: a solution of this problem, for any budget, to improve.
+    budget is hard to meet, and for each time that annealing helps `effort.anneal_times` as much or
+    `effort.anneal_work`, whichever is less; None for that of `effort.simulations`. start: a solution of this problem,
+    for any budget, to improve. effort: what each search may take.
     The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
     of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
     """
-    ground = Ground(problem)
-    return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, _limit(problem, work_limit)).solve(start)
+    ground = Ground(problem, effort)
+    return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, ground.limit(work_limit)).solve(start)
 
 
 @dataclass(eq=False)
 class Ground:
     """What searches in one problem have in common. No answer depends on those before that stood on it: it saves time.
 
-    search, bounds: to begin others with, see `anew`.  descents: by their limit of work.
+    effort: of all these searches.  search, bounds: to begin others with, see `anew`.  descents: by their limit of work.
     """
 
     problem: RetainProblem
+    effort: Effort = EFFORT
     search: Search = field(init=False)
     bounds: Bounds = field(init=False)
     descents: dict[int, Descent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.search = Search(self.problem)
-        self.bounds = Bounds(self.problem)
+        self.search = Search(self.problem, self.effort)
+        self.bounds = Bounds(self.problem, effort=self.effort)
         self.bounds.look_at()
+
+    def limit(self, work_limit: int | None) -> int:
+        """The work limit; the default for None."""
+        return self.effort.simulations * self.problem.num_ops if work_limit is None else work_limit
 
     def descent(self, work_limit: int) -> Descent:
         """The way to the lowest peak with so much work."""
@@ -87,7 +89,7 @@ class Frontier:
 
     def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
         """As the function `solve`, and never worse than what was found for another budget."""
-        limit = self._search.work + _limit(self.ground.problem, work_limit)
+        limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
         self.found.append(own)
         return self.best(budget, own)
@@ -117,20 +119,16 @@ class Frontier:
 
 
 def frontier(
-    problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None
+    problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None, effort: Effort = EFFORT
 ) -> tuple[RetainSolution, ...]:
     """One solution for each budget, in their sequence; `work_limit` is for each of them.
 
     Largest first, each to begin with the one before, and that of another budget where it is better: so a lower budget
     never has a higher peak or fewer seconds.
     """
-    known = Frontier(Ground(problem))
+    known = Frontier(Ground(problem, effort))
     own = {budget: known.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
     return tuple(known.best(budget, own[budget]) for budget in budgets)
-
-
-def _limit(problem: RetainProblem, work_limit: int | None) -> int:
-    return SIMULATIONS * problem.num_ops if work_limit is None else work_limit
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
@@ -143,7 +141,7 @@ def _solution(
     if best.peak_bytes > budget:
         status = Status.INFEASIBLE
     else:
-        bound = best.seconds if best.seconds <= bound * (1 + _CLOSE) else bound
+        bound = best.seconds if best.seconds <= bound * (1 + CLOSE) else bound
         if best.seconds == bound:
             status = Status.OPTIMAL
         elif status is Status.INFEASIBLE:
@@ -201,7 +199,7 @@ class _Run:
         """Lower the state with a share of the work that is left, then keep what can stay."""
         if self.closed() or self.late():
             return
-        share = self.search.work + (self.limit - self.search.work) // _SHARE
+        share = self.search.work + (self.limit - self.search.work) // self.ground.effort.drops_divisor
         state = lower(self.search, state, self.budget, share)
         if state.score.peak <= self.budget:
             state = keep(self.search, state, self.budget)
@@ -217,7 +215,7 @@ class _Run:
             if state.score.seconds < math.inf:
                 starts.setdefault(state.release.tobytes(), state)
         ranked = sorted(starts.values(), key=lambda state: (max(state.score.peak, self.budget), state.score.seconds))
-        for state in ranked[:_MOST_STARTS]:
+        for state in ranked[: self.ground.effort.cut_starts]:
             self.greedy(state)
 
     def go_low(self) -> None:
@@ -227,7 +225,7 @@ class _Run:
         search.work += stop.work
         low = keep(search, stop.lowest, max(self.budget, stop.lowest.score.peak))
         if not above(low, self.budget):
-            self.limit = max(self.limit, search.work + work // _AFTERWARDS)
+            self.limit = max(self.limit, search.work + work // self.ground.effort.afterwards_divisor)
         search.lowest = min(stop.lowest, search.lowest, key=lambda state: state.score.peak)
         self.offer(low)
 
@@ -238,17 +236,18 @@ class _Run:
 
     def anneal(self) -> None:
         """Anneal the best while that helps, for the longer the more seconds the bound leaves open."""
-        search, most = self.search, min(_ROUND, _TIMES * max(self.limit - self.began, 0))
+        search, effort = self.search, self.ground.effort
+        most = min(effort.anneal_work, effort.anneal_times * max(self.limit - self.began, 0))
         in_vain = 0
-        for seed in range(_ROUNDS):
+        for seed in range(effort.anneal_rounds):
             before, begun = self.best.score.seconds, search.work
-            if self.closed() or above(self.best, self.budget) or in_vain == _VAIN_ROUNDS:
+            if self.closed() or above(self.best, self.budget) or in_vain == effort.anneal_vain_rounds:
                 break
             work = int(most * (1 - self.bound / before))
             found = anneal(search, self.best, self.budget, begun + work, seed)
-            if found.score.seconds < before * LESS:
+            if found.score.seconds < before * FEWER:
                 self.offer(settle(search, keep(search, found, self.budget), self.budget))
-            in_vain = 0 if self.best.score.seconds < before * LESS else in_vain + 1
+            in_vain = 0 if self.best.score.seconds < before * FEWER else in_vain + 1
             self.limit += search.work - begun
 
     def offer(self, state: State) -> None:
@@ -264,7 +263,7 @@ class _Run:
 
     def closed(self) -> bool:
         """Whether nothing better can be found."""
-        return not above(self.best, self.budget) and self.best.score.seconds <= self.bound * (1 + _CLOSE)
+        return not above(self.best, self.budget) and self.best.score.seconds <= self.bound * (1 + CLOSE)
 
     def answer(self) -> RetainSolution:
         """What was found."""

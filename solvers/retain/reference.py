@@ -17,18 +17,19 @@ from roamc.solvers.order.branches import LARGEST, place_branches
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
+from roamc.solvers.retain.effort import EFFORT, Effort
 
 _SIZES = (LARGEST, 2)
-"""Near the end of the order, large branches hold several gradients; those then move apart as small branches."""
+"""Operators of the largest branch, the first time branches are placed and the second.
 
-WORTH = 0.001
-"""Nothing is put off for fewer live bytes, summed over the steps of operators that read something, than this share."""
+Near the end of the order, large branches hold several gradients. These move apart once more, as small branches.
+"""
 
 
-def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
+def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EFFORT) -> IntArray:
     """The sequence with each update branch where fewest bytes are live over time, at no higher peak: int32[n].
 
-    What reads nothing runs right before the first that must follow it, where that is worth it.
+    What reads nothing runs right before the first that must follow it, where that is worth it, see `Effort.late_gain`.
 
     Call it before `make_problem`: `expires` is in steps of the sequence. Takes as long as a second for 8,000 operators.
     A sequence that mixes stages comes back as it is.
@@ -48,7 +49,7 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
     late = _late(order, found, reads)
     before, after = live_bytes(order, found), live_bytes(order, late)
     lower = after.max(initial=0) <= before.max(initial=0)
-    return late if lower and after[reads[late]].sum() <= before[reads[found]].sum() * (1 - WORTH) else found
+    return late if lower and after[reads[late]].sum() <= before[reads[found]].sum() * (1 - effort.late_gain) else found
 
 
 def _late(order: OrderProblem, sequence: IntArray, reads: BoolArray) -> IntArray:

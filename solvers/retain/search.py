@@ -12,12 +12,10 @@ import numpy as np
 
 from roamc.solvers.arrays import LongArray
 from roamc.solvers.compiled import compiled_uncounted
+from roamc.solvers.retain.effort import EFFORT, Effort
 from roamc.solvers.retain.problem import RetainProblem
 from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, simulate_and_measure
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
-
-_MOST_RUNS = 6
-_FEWEST_RUNS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +33,10 @@ class State:
 
 @dataclass(eq=False)
 class Search:
-    """One problem, laid out for simulation, the work done on it, and the lowest peak seen."""
+    """One problem, laid out for simulation, what may be spent on it, the work done, and the lowest peak seen."""
 
     problem: RetainProblem
+    effort: Effort = EFFORT
     tables: Tables = field(init=False)
     gaps: Gaps = field(init=False)
     room: Room = field(init=False)
@@ -47,7 +46,7 @@ class Search:
     def __post_init__(self) -> None:
         self.tables = make_tables(self.problem)
         self.gaps = make_gaps(self.problem)
-        self.room = make_room(self.tables, _MOST_RUNS * self.problem.num_ops + _FEWEST_RUNS)
+        self.room = make_room(self.tables, self.effort.room_runs * self.problem.num_ops + self.effort.room_spare)
         self.lowest = self.keep_everything()
 
     def anew(self) -> "Search":

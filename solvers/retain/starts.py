@@ -5,8 +5,6 @@ import numpy as np
 from roamc.solvers.retain.bound import Cut
 from roamc.solvers.retain.search import Search, State
 
-_MOST_REPAIRS = 1000
-
 
 def from_cut(search: Search, cut: Cut, budget: int) -> State:
     """Keep over the cut's step what the cut keeps, also behind the last read, and drop all else that is there.
@@ -25,7 +23,7 @@ def possible(search: Search, state: State, budget: int) -> State:
 
     What must not run again, or not any more, must have its result kept.
     """
-    for _ in range(_MOST_REPAIRS):
+    for _ in range(search.effort.start_repairs):
         stuck = int(search.room.stuck[0])
         if state.score.seconds < np.inf or stuck < 0:
             break

@@ -11,6 +11,7 @@ from roamc.solvers.retain.problem import RetainProblem, RetainSolution
 from roamc.solvers.status import Status
 
 _SLACK = 1e-9
+"""Relative difference that sums of seconds may have; not from `effort.py`, because the judge shares no code."""
 
 
 class RetainVerdict(Enum):

@@ -11,9 +11,13 @@ from roamc.solvers.retain.tables import Tables
 
 ALONE, TRANSIENT, WITH_INPUTS = 0, 1, 2
 WAYS = 3
-"""See `drops.py`."""
+"""The number of ways, see `drops.py`."""
 
 _MOST_REPAIRS = 3
+"""Gaps that one drop keeps at most because a rerun needs what must not run again: each takes one more simulation.
+
+A drop that needs more counts as impossible: more gaps make more drops possible, by more simulations for each.
+"""
 
 
 class Trail(NamedTuple):

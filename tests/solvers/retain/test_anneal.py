@@ -1,7 +1,6 @@
 """Reruns ahead of their reads: found where they save seconds, and never in the way."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.retain_graphs import layers
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
-from roamc.solvers.retain import Rerun, RetainProblem, RetainSolution, make_problem, portfolio, solve, validate
+from roamc.solvers.retain import EFFORT, Rerun, RetainProblem, RetainSolution, make_problem, solve, validate
 from roamc.solvers.retain.anneal import anneal, settle
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.reruns import decisions, list_reruns
@@ -42,11 +41,7 @@ def start(search: Search, budget: int) -> State:
     return keep(search, lower(search, search.keep_everything(), budget, search.work + 100_000), budget)
 
 
-@contextmanager
-def never_annealed() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portfolio, "_ROUNDS", 0)
-        yield
+NEVER_ANNEALED = replace(EFFORT, anneal_rounds=0)
 
 
 def test_a_buffer_is_brought_back_while_its_input_is_there() -> None:
@@ -82,8 +77,7 @@ def test_annealing_only_saves_seconds(problem: RetainProblem, share: float) -> N
     found = solve(problem, budget, work_limit=100_000)
     assert validate(problem, budget, found).good
     assert found == solve(problem, budget, work_limit=100_000)
-    with never_annealed():
-        plain = solve(problem, budget, work_limit=100_000)
+    plain = solve(problem, budget, work_limit=100_000, effort=NEVER_ANNEALED)
     assert (found.status is Status.INFEASIBLE) == (plain.status is Status.INFEASIBLE)
     assert found.status is Status.INFEASIBLE or found.seconds <= plain.seconds
 
@@ -95,15 +89,13 @@ def test_answers_for_random_layers_are_legal_and_no_worse(seed: int) -> None:
     budget = least + (peak_bytes(problem.order, problem.sequence) - least) * 3 // 10
     found = solve(problem, budget)
     assert validate(problem, budget, found).good
-    with never_annealed():
-        assert found.seconds < solve(problem, budget).seconds
+    assert found.seconds < solve(problem, budget, effort=NEVER_ANNEALED).seconds
 
 
 def test_a_chain_is_as_it_was() -> None:
     problem = chain(12)
     budget = peak_bytes(problem.order, problem.sequence) // 2
-    with never_annealed():
-        plain = solve(problem, budget)
+    plain = solve(problem, budget, effort=NEVER_ANNEALED)
     assert solve(problem, budget).reruns == plain.reruns
 
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
 from roamc.solvers.retain import (
+    EFFORT,
     Frontier,
     Ground,
     RetainProblem,
@@ -44,6 +46,26 @@ def test_judge_accepts_every_answer(problem: RetainProblem, share: float) -> Non
     solution = solve(problem, budget, work_limit=200_000)
     check(problem, budget, solution)
     assert solution.status is Status.INFEASIBLE or solution.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        {"anneal_rounds": 0},
+        {"bound_cuts": 0, "bound_operators": 1, "cut_starts": 0},
+        {"descent_steps": ()},
+        {"exact_gaps": 0, "keep_rounds": 0, "vain_changes": 0},
+        {"room_runs": 1, "room_spare": 0, "start_repairs": 0},
+        {"simulations": 0},
+        {"stuck_targets": 0},
+    ],
+    ids=",".join,
+)
+def test_judge_accepts_answers_of_less_effort(without: dict[str, Any]) -> None:
+    problem = layered(6, 1)
+    for percent in (80, 50, 0):
+        budget = full_peak(problem) * percent // 100
+        check(problem, budget, solve(problem, budget, work_limit=None, effort=replace(EFFORT, **without)))
 
 
 @pytest.mark.parametrize("seed", range(12))

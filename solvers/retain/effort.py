@@ -1,0 +1,276 @@
+"""How much the searches try, and what they take for promising: the numbers that trade time for better answers.
+
+`solve` hands them to every search, so a caller can leave one trick out:
+
+    solve(problem, budget, effort=dataclasses.replace(EFFORT, anneal_rounds=0))
+
+Work is counted in operators that simulations run, about twenty nanoseconds each, and in arcs of networks. Constants of
+compiled loops stay beside their loops, in `anneal.py` and `ways.py`: numba compiles them in, keeps the result on disk,
+and compiles again only when the loop's own file changes.
+"""
+
+from dataclasses import dataclass
+
+CLOSE = 1e-9
+"""Seconds that differ by less than this share of themselves count as equal.
+
+Rounding errors are smaller: doubles hold 16 digits, and the bound's cuts round capacities to 2^-50 of their sum. A
+smaller gain is worth no further search.
+"""
+
+FEWER = 1 - CLOSE
+"""Seconds count as fewer than others below this share of those."""
+
+INSTANT = 1e-12
+"""Seconds, far fewer than any operator takes: added to a divisor or a limit, they keep it above zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Limits of work, and thresholds, of all searches for reruns.
+
+    Measurements are named where they decided on a value. The other values have no recorded reason: their text says what
+    a larger or a smaller value changes.
+    """
+
+    # One call as a whole: portfolio.py.
+
+    simulations: int = 12_000
+    """The default work limit, in simulations of the whole schedule: a quarter of a second for 1,000 operators."""
+
+    drops_divisor: int = 2
+    """One run of greedy drops may take the work that is left, divided by this.
+
+    A larger divisor may end a run before it reaches a low budget. With 1, the first run may leave nothing for the
+    other starts.
+    """
+
+    cut_starts: int = 6
+    """The number of the bound's cuts, at most, that greedy drops begin with; 0 leaves these starts out.
+
+    Where each run takes half of the work that is left, a seventh could take a 128th. More cuts find better sets of
+    buffers to keep, fewer leave more work for the neighbourhoods.
+    """
+
+    afterwards_divisor: int = 4
+    """Where only the way down to the lowest peak meets the budget, at least the work limit divided by this is added.
+
+    The way may have used all of the work, and its answer adds more seconds than the budget asks for. A smaller divisor
+    gives neighbourhoods longer to save them.
+    """
+
+    anneal_rounds: int = 6
+    """The number of rounds of annealing, at most, each with a seed of its own; 0 leaves annealing out.
+
+    Every round adds its work to the call's limit: more rounds may find fewer seconds, and take longer.
+    """
+
+    anneal_vain_rounds: int = 2
+    """Annealing ends after this number of rounds in a row without fewer seconds.
+
+    With 1, one unlucky seed ends it. With more, calls that annealing cannot help take longer.
+    """
+
+    anneal_work: int = 2_000_000
+    """A round of annealing takes this work at most, about 0.04 seconds, times the share that the bound leaves open.
+
+    A longer round cools more slowly, which may find fewer seconds, and takes longer where it finds none.
+    """
+
+    anneal_times: int = 4
+    """A round of annealing takes the work limit of the call times this at most.
+
+    A larger factor helps calls with small limits, and makes them wait longer than they asked for.
+    """
+
+    # Small problems: exact.py.
+
+    exact_gaps: int = 14
+    """All combinations are tried where the problem has this number of gaps to decide at most; 0 leaves that out.
+
+    14 gaps have 3^14, nearly five million combinations, and `exact_work` refuses most problems well below. This limit
+    refuses large problems without listing their choices.
+    """
+
+    exact_work: int = 20_000_000
+    """All combinations are tried where that takes less work than this, about 0.4 seconds, and less than is left.
+
+    A larger limit proves more answers optimal, and makes problems of this size wait for it.
+    """
+
+    # The bound: bound.py.
+
+    bound_operators: int = 3
+    """The bound makes minimum cuts at this number of operators, unless told otherwise.
+
+    The highest of their bounds counts, and their cuts are starts. More operators raise the bound and add starts; each
+    takes up to `bound_cuts` cuts and one more for a budget.
+    """
+
+    bound_candidates: int = 64
+    """The bound chooses its operators among this number, by the bytes that surely live while each runs.
+
+    Those bytes are computed on sets of candidates, one bit each, so 64 fill a machine word. Fewer candidates may miss
+    the operator with the highest bound.
+    """
+
+    bound_spacing: int = 8
+    """With all operators sorted by live bytes, one in this number is a candidate.
+
+    Those next to each other in the row are often neighbours in the order, with much the same bound. A larger spacing
+    takes in operators at which fewer bytes live.
+    """
+
+    bound_cuts: int = 12
+    """The bound makes this number of cuts at most, for one operator and one budget, after the one with fewest bytes.
+
+    A handful usually finds the best rate. Fewer may leave the bound lower, but never wrong.
+    """
+
+    # The way down to the lowest peak: descent.py.
+
+    descent_steps: tuple[float, ...] = (0.6, 0.8, 0.9, 0.97)
+    """There is one descent for each, in stages that aim at this share of the peak before the stage.
+
+    Large steps (0.6) drop nothing for targets in between, which the lowest peak may not need dropped. Small steps
+    (0.97) go on where a large one gets stuck.
+    """
+
+    descent_divisor: int = 2
+    """One descent may take the work that is left, divided by this, so that every step and the neighbourhoods get some.
+
+    A larger divisor leaves more to the later, smaller steps.
+    """
+
+    # Greedy drops: greedy.py.
+
+    refresh_drops: int = 8
+    """After this number of drops the guesses of what drops are worth are raised, unless `refresh_divisor` says later.
+
+    Every drop changes what others are worth. More frequent raises correct the guesses sooner, by more simulations.
+    """
+
+    refresh_divisor: int = 8
+    """Guesses are raised no sooner than after the number of possible drops divided by this.
+
+    Each raise has many drops measured again, which takes long where many are possible.
+    """
+
+    stuck_target: float = 0.98
+    """Where drops get stuck above the budget, they aim at this share of the peak instead.
+
+    Area counts from there, so drops that lower only the highest steps show. A share closer to 1 shows more of them, and
+    takes more targets on the way down.
+    """
+
+    stuck_targets: int = 3
+    """Drops end after this number of such targets in a row that leave the peak as high; 0 leaves such targets out.
+
+    Drops for a target that was not reached stay, and may let the next one succeed. More targets meet more budgets, and
+    take longer where none can be met.
+    """
+
+    near_best: float = 0.97
+    """The best measured drop is made if it is worth this share of the best guess; otherwise that guess is measured.
+
+    At 1, each drop would measure a whole family of like gaps that seem hardly better. It was 0.9 until it was raised
+    together with `hope`.
+    """
+
+    hope: float = 4.0
+    """A gap may be worth this multiple of what is known: of its family's first, or at a raise of what it was worth.
+
+    At 1 the first gap of a family spoke for all, and BERT took 7 % more added seconds. A larger multiple measures
+    more gaps.
+    """
+
+    keep_rounds: int = 3
+    """Drops that need not be are undone in this number of rounds at most; 0 undoes none.
+
+    Each round tries every drop, because what others keep may have made room. A round that saves nothing is the last in
+    any case.
+    """
+
+    # Neighbourhoods of the best: neighbours.py.
+
+    vain_changes: int = 100
+    """The search of neighbourhoods ends after this number of changes in a row without a better state; 0 leaves it out.
+
+    Changes are drawn from four kinds, so each kind has some 25 tries. More find rarer gains, by more work.
+    """
+
+    change_divisor: int = 8
+    """After one change, drops may take the work that is left, divided by this.
+
+    A smaller divisor lets one hopeless change take most of the work.
+    """
+
+    change_target: float = 0.99
+    """While the best is above the budget, a change must lower the peak to this share.
+
+    Closer to 1 smaller gains count, and the way down takes more of them.
+    """
+
+    promising: float = 1.5
+    """A changed state has its needless drops undone if it takes fewer than this multiple of the best's seconds.
+
+    That takes a simulation for each drop, and above 1.5 it would have to save a third of the seconds. A larger multiple
+    misses less.
+    """
+
+    # What every search needs: search.py and starts.py.
+
+    room_runs: int = 6
+    """A simulation has room for this number of runs for each operator, originals included.
+
+    A longer schedule counts as impossible. More room takes memory, and time for schedules with very many reruns.
+    """
+
+    room_spare: int = 64
+    """A simulation has room for this number of runs beside those, so that few operators may run again more often."""
+
+    start_repairs: int = 1000
+    """A start keeps this number of buffers at most because it needs them and cannot make them again.
+
+    Each takes a simulation, up to where the buffer is missing. A start that needs more is given up.
+    """
+
+    # Annealing: anneal.py, which also has the chances of each kind of move.
+
+    anneal_hot: float = 0.3
+    """The first temperature, in mean seconds of the operators that take any.
+
+    A hotter search leaves the good state that it begins with; a colder one cannot get out of it.
+    """
+
+    anneal_cold: float = 0.03
+    """The last temperature, as a share of the first.
+
+    A move that adds a hundredth of an operator is then refused two times in three. Colder, more of the work goes into
+    the last small gains.
+    """
+
+    area_price: float = 3.0
+    """The first price of area above the budget: this multiple of the seconds at first, for all area without reruns.
+
+    Above 1, giving up all reruns does not pay. The price then follows the search, so this matters for the first moves.
+    """
+
+    move_changes: int = 48
+    """One move of annealing may change about this number of decisions: on one or two gaps, and on what reruns read.
+
+    The trail to go back on is this long. A move that has filled it changes nothing more.
+    """
+
+    # The order to begin with: reference.py.
+
+    late_gain: float = 0.001
+    """What reads nothing is put off where that saves at least this share of the live bytes.
+
+    They are summed over the steps of operators that read something. A smaller gain is not worth it:
+    another order sends the search another way, for nothing.
+    """
+
+
+EFFORT = Effort()
+"""The effort of a call that names no other."""
