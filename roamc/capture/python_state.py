@@ -296,7 +296,7 @@ def _container(value: Any, depth: int) -> object:
 
 
 def _record(value: Any, depth: int) -> object:
-    """Describe an object by its attributes, such as a configuration; by identity if one of them is known by that."""
+    """Describe an object, such as a configuration, by identity, and by attributes unless one has no other key."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
