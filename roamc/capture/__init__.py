@@ -1,1 +1,1 @@
-"""One file per way in: ``joint`` from inside torch.compile, ``step`` for a whole training step."""
+"""Capture as an FX graph: ``joint`` from inside torch.compile, ``step`` for a whole training step."""

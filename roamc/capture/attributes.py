@@ -23,7 +23,7 @@ from roamc.errors import CaptureError
 from roamc.operators import ops
 
 DEEP = 3
-"""Lists of lists are looked into so far."""
+"""Levels of lists, dicts and sets inside others that are looked into, below the outermost."""
 
 LONG = 1_000
 """Lists, dicts and sets of more elements are not looked into."""
@@ -34,9 +34,10 @@ class Change:
     """An attribute that held a tensor of the trace.
 
     Attributes:
-        module: whose it is.
+        module: the module that has it.
         name: its name.
         varies: whether the tensor may be another in the next step: it is made of the batch, a weight or random numbers.
+            True for a list, dict or set of tensors.
     """
 
     module: nn.Module
@@ -46,7 +47,17 @@ class Change:
 
 @contextlib.contextmanager
 def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
-    """Keep tensors of a trace out of the plain attributes of ``modules``; yields what it has put back, at the end."""
+    """Give attributes of ``modules`` that are set to tensors of a trace inside their old values again on exit.
+
+    Lists, dicts and sets that hold such tensors on exit get their old elements back. Leave the context before the trace
+    ends: behind it, every change counts as one that varies.
+
+    Args:
+        modules: all modules of the model.
+
+    Yields:
+        A list, empty until exit, which then gets a change for each attribute that was set.
+    """
     before = [(module, dict(vars(module))) for module in modules]
     held = [value for _, own in before for value in own.values()]
     inside = {id(value): (value, type(value)(value)) for value in _containers(held, DEEP)}
@@ -61,7 +72,7 @@ def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
 
 
 def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_state.Reads) -> None:
-    """Refuse a step that reads an attribute and then sets it to a tensor: the next one would read the old value.
+    """Refuse a step that reads an attribute and then sets it to a tensor: the next step would read the old value.
 
     A tensor that is the same in every step, such as a mask that is made once, is made in every step instead.
 
@@ -80,7 +91,7 @@ def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_sta
 
 
 def _put_back(module: nn.Module, own: dict[str, Any]) -> list[Change]:
-    """Give a module the attributes that it had, where others hold tensors of the trace."""
+    """Give attributes of ``module`` that now hold tensors of the trace their values in ``own``; those not there go."""
     set_anew = {name: value for name, value in vars(module).items() if value is not own.get(name)}
     traced = {name: value for name, value in set_anew.items() if _is_traced(value)}
     for name in traced:

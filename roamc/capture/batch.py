@@ -27,20 +27,21 @@ class Nest:
     """How a batch was taken apart.
 
     Attributes:
-        spec: torch's description of lists, tuples and dicts.
-        opened: for each leaf of ``spec``: None where it is a leaf of ours, else its class and what it holds.
+        spec: torch's pytree description of lists, tuples and dicts.
+        opened: for each leaf of ``spec``, None where it is a leaf of the batch; where it is a container that torch does
+            not open, its class and how its content was taken apart.
     """
 
     spec: Any
     opened: tuple[tuple[type, Nest] | None, ...]
 
     def key(self) -> tuple[object, ...]:
-        """Hashable; the same for batches with the same containers and names."""
+        """Return a hashable key, the same for batches of the same containers, keys and fields, whatever the leaves."""
         return str(self.spec), tuple(part and (part[0], part[1].key()) for part in self.opened)
 
 
 def take_apart(tree: Any) -> tuple[list[Any], Nest]:
-    """The leaves of ``tree``, and how they belong together."""
+    """Return the leaves of ``tree``, tensors and other values, and the nest that :func:`put_together` takes."""
     outer, spec = compat.flatten(tree)
     leaves: list[Any] = []
     opened: list[tuple[type, Nest] | None] = []
@@ -57,7 +58,10 @@ def take_apart(tree: Any) -> tuple[list[Any], Nest]:
 
 
 def put_together(leaves: Sequence[Any], nest: Nest) -> Any:
-    """What :func:`take_apart` took apart, with ``leaves`` in it."""
+    """Return a tree like the one that :func:`take_apart` gave ``nest`` for, with ``leaves`` in the same order.
+
+    Dataclasses and heirs of dict are made without a call of their ``__init__``.
+    """
     return _built(iter(leaves), nest)
 
 
@@ -94,10 +98,13 @@ def check_batch(leaves: Sequence[Any]) -> None:
 
 
 def describe(leaf: Any) -> object:
-    """What a plan depends on of one leaf of the batch: a tensor's geometry, any other value itself.
+    """Return a hashable key of one leaf of the batch: a plan serves only leaves with an equal key.
+
+    Returns:
+        For a tensor, its :func:`geometry`; for another value, the name of its class and the value itself.
 
     Raises:
-        CaptureError: the value cannot be compared with that of the next step.
+        CaptureError: the value cannot be compared with that of the next step, or :func:`geometry` refuses the tensor.
     """
     if isinstance(leaf, torch.Tensor):
         return geometry(leaf)
@@ -132,7 +139,13 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class _Container:
-    """One kind of container: does a class belong to it, what does an instance hold, and how is one made of that."""
+    """One kind of container that torch does not open.
+
+    Attributes:
+        belongs: whether a class is of this kind.
+        fields: from an instance to its content.
+        make: from a class and such content to an instance.
+    """
 
     belongs: Callable[[type], bool]
     fields: Callable[[Any], dict[str, Any]]

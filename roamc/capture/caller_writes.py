@@ -55,10 +55,17 @@ class _Write:
 
 
 def to_callers(half: Half, copy: fx.Node) -> list[str]:
-    """Let what makes the value of ``copy`` write to its input, if nobody reads anything else then.
+    """Let the operators that make the value of ``copy`` write to its input in place, and erase ``copy``.
+
+    Nothing changes unless ``copy`` is ``copy_`` to an input of the graph, its value is made of that input by operators
+    that have an in-place form or fill a part, only forward reads that value, and every reader keeps what it reads.
+
+    Args:
+        half: its graph and storages are changed in place.
+        copy: any node of the graph.
 
     Returns:
-        Names of the nodes that are gone: ``copy``, and scatters.
+        Names of the erased nodes: ``copy``, and scatters. Empty if nothing has changed.
     """
     if copy.target is not aten.copy_.default or copy.users:
         return []
@@ -76,7 +83,7 @@ def to_callers(half: Half, copy: fx.Node) -> list[str]:
 
 
 def _apply(half: Half, write: _Write, given: fx.Node) -> list[str]:
-    """Let one write be made in the memory of ``given``; those before it are."""
+    """Make one write in the memory of ``given``, where the writes before it are made; return names of erased nodes."""
     if not write.scatters:
         write.result.target = writes_over(write.result.target)  # type: ignore[assignment]
         half.put(half.shared.pop(identity(write.result.meta["val"])), given.meta["val"])
@@ -107,8 +114,10 @@ def _may(half: Half, writes: list[_Write], copy: fx.Node) -> bool:
 
 
 def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
-    """What leads to ``value`` from ``given``, each from the result of the one before or from a view of it; none if one
-    of them cannot write there."""
+    """Return the writes that lead from ``given`` to ``value``, each to the result of the one before or a view of it.
+
+    Empty if one of them cannot write there.
+    """
     writes: list[_Write] = []
     while (whole := viewed(value)) is not given:
         write = _write(half, whole)
@@ -120,7 +129,7 @@ def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
 
 
 def _write(half: Half, node: fx.Node) -> _Write | None:
-    """``node`` as a write to its first argument, if its result lies as that does."""
+    """Return ``node`` as a write to its first argument; None if its result cannot be written there."""
     base = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(base, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
         return None

@@ -25,13 +25,13 @@ from roamc.operators import ops
 
 
 class Closures(TorchFunctionMode):
-    """While inside, every function of torch that is handed a held tensor gets the traced one for it.
+    """While inside, functions of torch that are handed a parameter or buffer get the traced tensor in its place.
 
-    Only what torch is handed directly, or in lists, tuples and dicts.
+    That holds for arguments, and for what is in arguments that are lists, tuples or dicts.
     """
 
     def __init__(self, traced: Mapping[int, torch.Tensor]) -> None:
-        """``traced``: identity of a parameter or buffer to the tensor in its place."""
+        """``traced``: ``id`` of a parameter or buffer to the tensor in its place."""
         super().__init__()
         self.traced = traced
 
@@ -49,9 +49,13 @@ class Closures(TorchFunctionMode):
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:
-    """Let all that reads one tensor of nobody's read one node, in whose storage its views lie, in place.
+    """Merge the ``get_attr`` nodes of each constant into its first one, and put that into the storage of its views.
 
-    The trace names such a tensor anew at every use, and gives each name a fake of its own.
+    A constant is a tensor that is no parameter, buffer or batch tensor. The trace makes a fake of it at every use.
+
+    Args:
+        graph: changed in place.
+        mode: the fake mode of its tensors.
     """
     first: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
@@ -77,7 +81,7 @@ def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str])
     Args:
         model: warned about once.
         loss: traced.
-        held: identity of each parameter to its name.
+        held: ``id`` of each parameter to its name.
 
     Raises:
         CaptureError: a tensor that was computed from a parameter before the step is used in it; names the parameter.

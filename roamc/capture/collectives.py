@@ -71,7 +71,7 @@ def _results(start: fx.Node) -> list[fx.Node]:
 
 
 def _derive_again(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
-    """Fake values for the new operators, for views of their results, and for whatever else that changes.
+    """Derive fake values for the new operators, for views of their results, and for nodes whose geometry changes.
 
     torch notes some results with other strides than their kernels give; operators of ours are noted as they are.
     """
@@ -131,7 +131,7 @@ def _refuse(module: fx.GraphModule) -> None:
 
 
 def _refuse_inside(module: fx.GraphModule, name: str) -> None:
-    """Branches and loop bodies are called as they are: their collectives would have no place in the order."""
+    """Refuse collectives in the branch or loop body ``name``: called whole, it gives them no fixed order."""
     for node in _nodes_within(attribute(module, name)):
         if node.op == "call_function" and ops.rule(node.target).collective:
             raise CaptureError(f"{node.target} stands in a branch or a loop ({name}); move it out")

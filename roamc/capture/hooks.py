@@ -22,13 +22,25 @@ from roamc.errors import CaptureError
 from roamc.operators import ops
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where a module keeps the hooks that run when it does."""
+"""Attributes of ``nn.Module`` that hold the hooks of its forward and backward, by their numbers."""
 
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Identities of all hooks that a captured step of these contains; another key needs another capture."""
+    """Return a hashable key of the hooks that a step contains; a captured step serves only while it stays equal.
+
+    Hooks are known by the number that torch gives each at its registration: one that is removed and registered again
+    is another hook.
+
+    Args:
+        modules: all modules of the model, as ``model.modules()`` gives them.
+        parameters: all parameters of the model, always in the same order.
+
+    Returns:
+        Three items: the hooks of modules, each with the position of its module; the tensor hooks and the
+        post-accumulate-grad hooks of parameters, likewise; the hooks that run for every module of the process.
+    """
     of_modules = tuple(
         (number, name, *hooks)
         for number, own in enumerate(map(vars, modules))
@@ -44,10 +56,15 @@ def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) 
 
 
 def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks that run after the gradient has arrived in ``.grad``.
+    """Refuse hooks that run when ``.grad`` is accumulated, which a planned step does not do.
+
+    Parameters with ``requires_grad=False`` may have any.
+
+    Args:
+        parameters: name in the model to parameter.
 
     Raises:
-        CaptureError: names the parameter and the hook.
+        CaptureError: names the parameter and, where torch tells it, the hook.
     """
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -66,13 +83,26 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closures: Closures) -> None:
-    """While tracing: the tensor hooks of ``parameter`` run, in their order, on the gradient of ``leaf``."""
+    """Register the tensor hooks of ``parameter`` on ``leaf``, in their order, so that its backward traces them.
+
+    Call it inside the traced function. A parameter that requires no gradient is left out.
+
+    Args:
+        leaf: the traced tensor in the place of ``parameter``.
+        parameter: the model's own; its hooks stay.
+        name: of the parameter, for messages.
+        closures: entered around each hook, since autograd runs hooks outside of all modes.
+
+    Raises:
+        CaptureError: later, when backward runs a hook: it depends on values, or neither returns another gradient nor
+            writes to a tensor.
+    """
     for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
         leaf.register_hook(_traced(hook, name, closures))
 
 
 def name_of(hook: object) -> str:
-    """What a hook is called in messages: its qualified name, or that of its class."""
+    """Return the name of a hook for messages: its own qualified name, or that of its class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
@@ -82,7 +112,7 @@ def _late(parameter: torch.Tensor) -> Mapping[int, Any]:
 
 
 def _traced(hook: Hook, name: str, closures: Closures) -> Hook:
-    """The hook as a part of the trace."""
+    """Wrap a gradient hook for a trace: errors name it, and one that leaves nothing in the trace is refused."""
     who = f"the gradient hook {name_of(hook)} of parameter {name!r}"
 
     def run(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -110,7 +140,7 @@ def _last(graph: fx.Graph) -> fx.Node | None:
 
 
 def _writes(graph: fx.Graph, last: fx.Node | None) -> bool:
-    """Whether an operator behind ``last`` writes in place."""
+    """Whether an operator behind ``last``, or any one if ``last`` is None, writes to an argument."""
     for node in reversed(graph.nodes):
         if node is last:
             return False

@@ -34,7 +34,15 @@ aten = torch.ops.aten
 
 
 def as_values(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Exchange such operators for those that make a value, and put all views of the value into its storage."""
+    """Replace in-place operators by those that make a value, where nobody reads what they have written over.
+
+    Every reader keeps what it reads. A node whose operator is replaced has the mark ``WROTE_OVER``. Views without
+    readers are erased, and so are the copies of an argument that autograd makes before it is written over.
+
+    Args:
+        graph: of forward and backward, changed in place.
+        mode: the fake mode of its tensors.
+    """
     _erase_dead_views(graph)
     _Exchange(graph, mode).run()
 
@@ -48,10 +56,11 @@ def _erase_dead_views(graph: fx.Graph) -> None:
 
 @functools.cache
 def makes_value(target: object) -> OpOverload | None:
-    """The operator that makes what ``target`` writes over its first argument.
+    """Return the operator that makes as a value what ``target`` writes over its first argument: ``relu`` of ``relu_``.
 
     Returns:
-        None where ``target`` is no such operator, or where its twin could not run again.
+        None where ``target`` is no such operator, or where the other one could not run again or be written over its
+        argument.
     """
     twin = relative(target, lambda name: name.removesuffix("_"))
     if twin is None or ops.rule(target).mutates != (0,):
@@ -62,7 +71,7 @@ def makes_value(target: object) -> OpOverload | None:
 
 @functools.cache
 def writes_over(target: object) -> OpOverload | None:
-    """The operator that writes over its first argument what ``target`` makes; None where torch has none."""
+    """Return the in-place form of ``target``, such as ``relu_`` of ``relu``; None where torch has none."""
     twin = relative(target, lambda name: f"{name}_")
     return twin if twin is not None and ops.rule(twin).mutates == (0,) else None
 
@@ -71,7 +80,7 @@ class _Exchange(Sharing):
     """One walk through a graph.
 
     Attributes:
-        writes: how many operators write to a storage.
+        writes: storage to the number of operators that write to it; it may be too high, never too low.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -81,7 +90,7 @@ class _Exchange(Sharing):
             self.writes.update(identities(ops.mutated_arguments(node)))
 
     def run(self) -> None:
-        """Exchange what can be, first to last."""
+        """Replace all operators that can be, in program order."""
         for node in list(self.graph.nodes):
             twin = makes_value(node.target)
             if twin is not None and self._is_free(node) and self._exchange(node, twin):
@@ -132,6 +141,10 @@ class _Exchange(Sharing):
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """How a tensor lies in its storage: of two that are equal here, either may be written over the other."""
+    """Return how a tensor lies in its storage: of two with equal results, either may be written over the other.
+
+    Returns:
+        Shape, strides and offset in elements, dtype, device, bytes of the whole storage, (is conjugated, is negated).
+    """
     size, bits = tensor.untyped_storage().nbytes(), (tensor.is_conj(), tensor.is_neg())
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size, bits

@@ -33,7 +33,7 @@ AS_VIEWS: dict[OpOverload, OpOverload] = {
 
 
 def as_views(graph: fx.Graph) -> None:
-    """Make every operator of ``AS_VIEWS`` its view, and whoever reads its argument behind it read the result.
+    """Replace every operator of ``AS_VIEWS`` by its view, in place; later readers of its argument read the view.
 
     Raises:
         CaptureError: the shape of an input of the step would change: the caller's tensor, at every step.

@@ -39,10 +39,20 @@ from roamc.operators.random import replay, save_rng_state
 
 
 def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
-    """The graph of forward and backward of ``model(*batch, **named)``; of forward alone where nothing is trained.
+    """Trace ``model(*batch, **named)`` and its backward under fake tensors, as torch.compile would.
+
+    Args:
+        model: may be on the meta device; the graph is then that of a CPU.
+        batch: positional arguments.
+        named: keyword arguments.
+        name: of the graph, for logs and reports.
+
+    Returns:
+        The graph as :func:`stitch` makes it; as :func:`inference` makes it where nothing requires a gradient.
 
     Raises:
         CaptureError: an operator of the graph cannot be planned.
+        VerifyError: what capture has rewritten in the graph would change a value.
     """
     leaves, nest = take_apart((tuple(batch), dict(named)))
 
@@ -66,17 +76,22 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
 def stitch(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, static: Sequence[int], name: str
 ) -> TrainGraph:
-    """One graph from the two halves of a partition.
+    """Put the two halves of a partition together as one graph; ``forward`` and ``backward`` stay as they are.
 
     Args:
         forward: returns ``num_outputs`` values of the user (mutated inputs first), then what is saved.
         backward: takes what is saved, then tangents.
-        num_outputs: as AOTAutograd counts them.
+        num_outputs: AOTAutograd's ``num_fwd_outputs``: how many results of ``forward`` are not saved values.
         static: positions of forward inputs that are parameters or buffers.
         name: for logs and reports.
 
+    Returns:
+        A graph with a boundary. Its inputs are those of ``forward``, then the tangents; its outputs are the first
+        ``num_outputs`` results of ``forward``, then the results of ``backward``, the gradients. An output may be None.
+
     Raises:
         CaptureError: an operator of the graph cannot be planned; the caller falls back.
+        VerifyError: what capture has rewritten in the graph would change a value.
     """
     forward, backward = without_tokens(forward), without_tokens(backward)
     _check_meta(forward.graph, name)
@@ -105,10 +120,19 @@ def stitch(
 
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:
-    """A graph that is only run forward.
+    """Make a graph of a forward without a backward, which saves nothing; ``module`` stays as it is.
+
+    Args:
+        module: AOTAutograd's forward.
+        static: positions of its inputs that are parameters or buffers.
+        name: for logs and reports.
+
+    Returns:
+        A graph without a boundary, with the inputs and outputs of ``module``. An output may be None.
 
     Raises:
         CaptureError: an operator of the graph cannot be planned; the caller falls back.
+        VerifyError: what capture has rewritten in the graph would change a value.
     """
     module = without_tokens(module)
     _check_meta(module.graph, name)
@@ -146,13 +170,13 @@ def _on_meta(node: fx.Node) -> bool:
 
 
 def _phases(phase: Mapping[str, Phase], gone: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:
-    """Phases without the nodes that are gone, and with the copies that views read now."""
+    """Return ``phase`` without the nodes in ``gone``, and with ``copies`` in the phases of the views that read them."""
     left = {name: now for name, now in phase.items() if name not in gone}
     return {**left, **{copy: left[view] for copy, view in copies.items()}}
 
 
 def role_of(position: int, static: Sequence[int]) -> Role:
-    """Parameters and buffers stay where they are from call to call; the rest are inputs."""
+    """Return PARAMETER for the position of a parameter or buffer, which is in ``static``; INPUT for any other."""
     return Role.PARAMETER if position in static else Role.INPUT
 
 
@@ -160,8 +184,8 @@ class _Stitcher:
     """Appends the nodes of one half after the other to a new graph.
 
     Attributes:
-        env: node name in a half to its node in the new graph; for results of a half's random pair, see
-            :meth:`_random_pair`.
+        env: node name in a half to its node in the new graph.
+        pairs: node name of a ``run_and_save_rng_state`` in a half to the two nodes that :meth:`_random_pair` makes.
         phase: node name in the new graph to phase.
         fresh: nodes of the new graph whose values are not those of the halves: views of them are new as well.
     """
@@ -183,7 +207,7 @@ class _Stitcher:
             self.env[node.name] = self._input(node) if node.op == "placeholder" else self._append(node, now)
 
     def feed(self, backward: fx.Graph, saved: Sequence[fx.Node]) -> list[fx.Node]:
-        """Match backward's placeholders with what forward saves, by name, then by order; the tangents are left."""
+        """Match backward's placeholders with what forward saves, by name, then by order; return the tangents."""
         named = {node.name: node for node in saved}
         entries = placeholders(backward)
         used = {named[entry.name] for entry in entries if entry.name in named}
@@ -199,7 +223,7 @@ class _Stitcher:
         return late
 
     def mapped(self, node: Any) -> fx.Node | None:
-        """The new node for one returned value."""
+        """Return the new node for one value that a half returns; None for None."""
         if node is None:
             return None
         if not isinstance(node, fx.Node):
@@ -249,7 +273,7 @@ class _Stitcher:
         return drawn
 
     def _derive(self, node: fx.Node) -> None:
-        """A value of its own for a node that both halves have, for views of it, and where torch left none."""
+        """Derive the fake value of a node that both halves have, of a view of such a node, or where torch left none."""
         if node.op != "call_function":
             return
         self.fresh.add(node)
@@ -275,7 +299,7 @@ def _check_size(node: fx.Node) -> None:
 
 
 def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:
-    """Constants and submodules that get_attr nodes name."""
+    """Return the constants and submodules that ``get_attr`` nodes of ``modules`` name, by that name."""
     found: dict[str, Any] = {}
     for module in modules:
         for node in module.graph.nodes:

@@ -30,11 +30,13 @@ class Rule:
     """How one optimizer updates one parameter.
 
     Attributes:
-        states: the keys of ``optimizer.state[p]`` that are tensors of p's shape, for one group.
+        states: from a group, the keys of ``optimizer.state[p]`` that are tensors of p's shape.
         has_step: whether ``optimizer.state[p]["step"]`` counts steps.
-        flags: what of a group changes the operators themselves; another value needs another plan.
-        scalars: numbers for one step: (group, step count from 1, is this the first) to name and value.
-        write: (writer, parameter, gradient, states, scalars, group) appends the update.
+        flags: keys of a group whose truth value decides which operators are written; see :func:`structure`.
+        scalars: from (group, number of the step, counted from 1, whether the parameters had no state before it), the
+            numbers that are inputs of the graph at that step, by name. Their names do not depend on the step.
+        write: (writer, parameter, gradient, states, scalars, group) appends the update. States and scalars are nodes by
+            key and name; the update writes to the parameter and the states in place.
     """
 
     states: Callable[[Group], tuple[str, ...]]
@@ -80,7 +82,10 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
 
 
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:
-    """What of a group the operators depend on."""
+    """Return the truth value of each of ``rule.flags`` in ``group``; where it changes, the step needs another graph.
+
+    A number, such as ``weight_decay``, counts only as zero or not.
+    """
     return tuple(bool(group.get(flag)) for flag in rule.flags)
 
 
@@ -110,7 +115,11 @@ def _words(tensor: torch.Tensor) -> str:
 
 
 def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group) -> None:
-    """Give ``parameter`` the state that torch makes at its first step, if it has none."""
+    """Add what is missing of the parameter's entries in ``optimizer.state``, as zeros; entries that exist stay.
+
+    The step count is a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other entries
+    have the parameter's shape, dtype, device and, if it is dense, strides.
+    """
     if not rule.has_step and not rule.states(group):
         return
     state = optimizer.state[parameter]
@@ -165,7 +174,7 @@ def _fused_sgd(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes
 
 
 def _in_the_order_of(param: fx.Node, grad: fx.Node, w: Writer) -> fx.Node:
-    """The gradient with its elements in memory as those of ``param`` are, as fused kernels read both front to back."""
+    """Return the gradient with the strides of ``param``, as fused kernels read both from front to back."""
     if grad.meta["val"].stride() == param.meta["val"].stride():
         return grad
     dense = w.call(aten.empty_like.default, param)

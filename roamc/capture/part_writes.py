@@ -32,10 +32,18 @@ aten = torch.ops.aten
 
 
 def to_parts(half: Half, scatter: fx.Node) -> list[str]:
-    """Let what makes the value of ``scatter`` write to the part, if only forward reads the whole.
+    """Let the operator that makes the value of ``scatter`` write to the part that it fills, and erase ``scatter``.
+
+    Nothing changes unless eager writes there in place (``WROTE_OVER``), only forward reads the whole before and behind
+    the write, and every reader keeps what it reads.
+
+    Args:
+        half: its graph and storages are changed in place.
+        scatter: any node of the graph.
 
     Returns:
-        Names of the nodes that are gone: ``scatter``, and those that put its result into something larger.
+        Names of the erased nodes: ``scatter``, and those that put its result into something larger. Empty if nothing
+        has changed.
     """
     if ops.rule(scatter.target).part is None:
         return []
@@ -52,7 +60,10 @@ def to_parts(half: Half, scatter: fx.Node) -> list[str]:
 
 
 def write_to_part(half: Half, value: fx.Node, whole: fx.Node) -> None:
-    """Let ``value`` be written over its first argument, which is a part of ``whole``."""
+    """Make ``value`` call the in-place form of its operator, on its first argument, a view in the storage of ``whole``.
+
+    Call it where :func:`fits` holds. The result then lies in the storage of ``whole``, in ``half.shared`` as well.
+    """
     part: Any = value.args[0]
     value.target = writes_over(value.target)  # type: ignore[assignment]
     del half.shared[identity(value.meta["val"])]
@@ -62,7 +73,13 @@ def write_to_part(half: Half, value: fx.Node, whole: fx.Node) -> None:
 
 
 def copy_to_part(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> None:
-    """Copy the value that ``scatters`` put into ``whole``, innermost first, to the part that it fills."""
+    """Insert a copy of the value that ``scatters`` put into ``whole`` to the part of ``whole`` that it fills.
+
+    Args:
+        half: gets the views that lead to the part, and the copy, in front of the last scatter.
+        scatters: nested, innermost first; they stay.
+        whole: what the last of them puts its value into.
+    """
     part = whole
     for scatter in reversed(scatters):
         part = half.add(scatters[-1], ops.rule(scatter.target).part, (part, *scatter.args[2:]))
@@ -70,10 +87,15 @@ def copy_to_part(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> Non
 
 
 def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> list[str]:
-    """Let the readers of what ``scatters`` make read ``whole``, which has it in its memory.
+    """Erase nested scatters whose value has been written to ``whole``: readers of the last one read ``whole``.
+
+    Args:
+        half: its graph and storages are changed in place.
+        scatters: nested, innermost first.
+        whole: takes the place of the last one's result; views of that move into its storage.
 
     Returns:
-        Names of the scatters, which are gone.
+        Names of the scatters.
     """
     behind = [place for place in half.of(scatters[-1]) if place[0] is not scatters[-1]]
     half.put(behind, whole.meta["val"])
@@ -85,7 +107,7 @@ def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) ->
 
 
 def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
-    """The part of its first argument that ``scatter`` fills."""
+    """Return the part of its first argument that ``scatter`` fills, as a fake view of the whole."""
     view: Any = ops.rule(scatter.target).part
     whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
     with mode:
@@ -94,7 +116,10 @@ def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
-    """``scatter``, then the one that puts its result to where its base is a part of something larger, and so on."""
+    """Return the nested scatters that begin with ``scatter``, innermost first, ``scatter`` alone if it is not nested.
+
+    Each is the only reader of the one before, and puts its result back to where the base of that one is a view.
+    """
     scatters = [scatter]
     while len(scatters[-1].users) == 1:
         (outer,) = scatters[-1].users
@@ -105,7 +130,7 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
 
 
 def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
-    """The nested scatters that end in ``scatter``, innermost first: what :func:`until_whole` gives for the first."""
+    """Return the nested scatters that end in ``scatter``, innermost first; nested as in :func:`until_whole`."""
     scatters = [scatter]
     while isinstance(inner := scatters[0].args[1], fx.Node) and ops.rule(inner.target).part and not inner.kwargs:
         if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):
@@ -137,7 +162,10 @@ def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node
 
 
 def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
-    """Whether ``value`` is made of the part that ``scatter`` fills with it, and may be written over that."""
+    """Whether ``value`` is made of the part of ``whole`` that ``scatter`` fills with it, and may be written over that.
+
+    It must be what eager writes in place (``WROTE_OVER``), ``scatter`` its only reader, and its bits the same there.
+    """
     part = value.args[0] if value.args else None
     if value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:
         return False
@@ -155,7 +183,9 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
 
 
 def _is_same_loop(value: fx.Node, part: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether a pointwise operator takes the same vectorised loop over ``part`` as over its result, with the same last
-    bits: both have the same strides."""
+    """Whether a pointwise operator takes the same vectorised loop over ``part`` as over its result: strides are equal.
+
+    Only then are the last bits sure to be the same.
+    """
     pointwise = isinstance(value.target, OpOverload) and torch.Tag.pointwise in value.target.tags
     return pointwise and part.stride() == made.stride()

@@ -1,6 +1,6 @@
 """What of Python a captured step depends on: tracing reads it and fixes it, so a change needs another capture.
 
-    modules      which they are, where they hang, their numbers, flags, strings and functions
+    modules      which they are, which submodules each has, their numbers, flags, strings and functions
     attributes   everything else that tracing reads of modules: lists, dicts, configurations, tensors that are neither
                  parameter nor buffer, functions and numbers of a class
     functions    loss function and methods: numbers, strings, tensors, functions, and lists and dicts of these, which
@@ -28,28 +28,28 @@ from torch import nn
 from roamc import compat, compat_hooks
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
-"""Types of which a value is all that there is to know."""
+"""Types whose values never change: a key holds the value itself."""
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
+"""Names of the attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
 
 DEEP = 4
-"""Lists of lists and objects with objects are followed so far; what lies deeper is only known by identity."""
+"""Levels to which lists of lists and objects with objects are followed; what lies deeper is known by identity alone."""
 
 LONG = 1_000
-"""Containers with more in them are only known by identity and length."""
+"""Elements up to which a container is looked into; a longer one is known by identity and length alone."""
 
 
 CONTAINERS = (list, tuple, set, frozenset, dict)
 
 NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
-"""Types of global variables, defaults and of what is in closures that are looked at."""
+"""Types that are looked at among the global variables, defaults and closure contents of a function."""
 
 
 class Same:
-    """Equal to itself alone: in a key, an object whose content is not looked at. Keeps it alive."""
+    """An object as a part of a key, compared by identity: its content is not looked at. Keeps the object alive."""
 
     __slots__ = ("value",)
 
@@ -64,12 +64,22 @@ class Same:
 
 
 def of_modules(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Which modules there are, what hangs in each, and its numbers, flags, strings and functions."""
+    """Return a hashable key of modules: which they are, their submodules, and their plain attributes.
+
+    Plain attributes are numbers, flags, strings and the other types of ``PLAIN``, and functions with what they name
+    (:func:`of_function`). Parameters, buffers, hooks and other attributes are not part of the key.
+
+    Args:
+        modules: all modules of the model, as ``model.modules()`` gives them: submodules count by identity alone.
+
+    Returns:
+        One tuple for each module. It holds a weak reference to the module: once one is gone, no later key is equal.
+    """
     return tuple((weakref.ref(module), *_children(module), *_own_values(module)) for module in modules)
 
 
 def _children(module: nn.Module) -> Iterator[int]:
-    """Identities of the submodules, by place: those of one key are alive as long as it is compared with another."""
+    """Return the identities of the submodules in their order; :func:`of_modules` has a weak reference to each."""
     return map(id, module._modules.values())
 
 
@@ -82,14 +92,26 @@ def _own_values(module: nn.Module) -> Iterator[object]:
 
 
 def of_function(function: object, *, inside: bool = True) -> object:
-    """A function, and what it names: a loss function. ``inside``: what lists and dicts hold, too."""
+    """Return a hashable key of a function, such as the loss function, and of the variables that it names.
+
+    These are global variables, closure contents and defaults of the types in ``NAMED``, and likewise those of the
+    functions among them. A method's key also has the plain attributes of its object, unless that is a module.
+
+    Args:
+        function: a function or method. Any other object is known by identity and, if they are plain, its attributes.
+        inside: whether the content of lists, dicts and sets that are named counts; if not, their identity alone.
+    """
     if isinstance(function, FUNCTIONS):
         return _function(function, set(), inside=inside)
     return _described(function, 0)
 
 
 def of_torch() -> tuple[object, ...]:
-    """What is set for the whole process or thread, and decides which operators are traced."""
+    """Return a hashable key of torch's settings that decide which operators are traced.
+
+    These are autocast with its dtypes and cache, the default dtype and device, deterministic algorithms, the kernels of
+    attention, and the function modes around the call.
+    """
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     settings = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
     cached = torch.is_autocast_cache_enabled()
@@ -101,9 +123,9 @@ class Slot:
     """One attribute that tracing has read: of a module, or of a class.
 
     Attributes:
-        owner: whose it is.
+        owner: weak reference to the module or the class in whose ``__dict__`` it is.
         name: its name.
-        inside: whether its content counts, and not only which object it is.
+        inside: whether the content of its value counts; if not, only which object the value is.
     """
 
     owner: weakref.ref[Any]
@@ -111,7 +133,11 @@ class Slot:
     inside: bool = True
 
     def now(self, known: dict[int, object] | None = None) -> object:
-        """What it is now, as part of a key; ``known`` has what has been looked at just now, by identity."""
+        """Return a hashable key of its present value; an attribute that is missing has a key as well.
+
+        Args:
+            known: identity of a value to its key, for values that several slots share; gets that of a new value.
+        """
         owner = self.owner()
         value = owner.__dict__.get(self.name, _ABSENT) if owner is not None else _ABSENT
         if not self.inside:
@@ -130,19 +156,24 @@ class Reads:
     """The attributes that one trace has read, and what they were when it read them first."""
 
     def __init__(self, known: Sequence[nn.Module]) -> None:
-        """``known``: modules whose numbers and functions :func:`of_modules` tells."""
+        """``known``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
         self._known = {id(module) for module in known}
         self._found: dict[tuple[int, str], tuple[Slot, object]] = {}
         self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
 
     def hold(self) -> bool:
-        """Whether all of them are what they were; what is gone cannot be read again."""
+        """Whether every attribute has the value that the trace read; those of modules that are gone do not count."""
         known: dict[int, object] = {}
         return all(slot.owner() is None or slot.now(known) == before for slot, before in self._found.values())
 
     def read(self, module: nn.Module, name: str) -> None:
-        """The trace reads an attribute; that of a module's own number or function is in :func:`of_modules`."""
+        """Note that the trace reads attribute ``name`` of ``module``, and the value that it has.
+
+        A value that comes from a class is noted for that class. No value is noted for attributes that the trace has set
+        itself, that every module has, that are properties or come from a class of torch, nor for plain attributes of
+        the known modules.
+        """
         if name in OWN or name.startswith("__"):
             return
         if (id(module), name) not in self._written:
@@ -157,15 +188,18 @@ class Reads:
             self._found[key] = slot, slot.now()
 
     def write(self, module: nn.Module, name: str) -> None:
-        """The trace sets an attribute: what it reads of it from now on is its own."""
+        """Note that the trace sets an attribute: what it reads there from now on is its own value."""
         self._written.add((id(module), name))
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether the trace has read this attribute before it set it."""
+        """Whether the trace has read this attribute, other than after it had set it."""
         return (id(module), name) in self._read
 
     def end(self) -> None:
-        """What the trace has changed in place, such as a list that it has appended to, counts by identity alone."""
+        """Let values that the trace has changed in place count by identity alone; call it once the trace is over.
+
+        One such value is a list to which forward appends.
+        """
         for key, (slot, before) in self._found.items():
             if key not in self._written and slot.now() != before:
                 known = Slot(slot.owner, slot.name, inside=False)
@@ -174,7 +208,13 @@ class Reads:
 
 @contextlib.contextmanager
 def followed(known: Sequence[nn.Module]) -> Iterator[Reads]:
-    """While inside, the attributes that this thread reads of modules are noted; ``known`` as for :class:`Reads`."""
+    """Note the attributes that this thread reads and sets on modules while inside; ``known`` as for :class:`Reads`.
+
+    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself.
+
+    Yields:
+        The notes, complete once the context is left without an error.
+    """
     reads = Reads(known)
     with _watched(reads.read, reads.write):
         yield reads
@@ -182,9 +222,9 @@ def followed(known: Sequence[nn.Module]) -> Iterator[Reads]:
 
 
 def _class_with(kind: type, name: str) -> type | None:
-    """The class that gives its instances an attribute, as a value or a method; none for torch's own and computed ones.
+    """Return the class that gives its instances an attribute, as a value or a method.
 
-    Classes of torch do not change.
+    None for an attribute that is computed (a property) or comes from a class of torch, which does not change.
     """
     for base in kind.__mro__:
         if name in base.__dict__:
@@ -223,12 +263,12 @@ def _watched(read: Any, write: Any) -> Iterator[None]:
 
 
 def _identity(value: object) -> object:
-    """Which object it is; of tensors that a trace has left behind there is a new one every time."""
+    """Return a key of which object ``value`` is; all tensors of a trace count as one, as each trace makes new ones."""
     return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
 
 
 def _described(value: Any, depth: int) -> object:
-    """Hashable; equal as long as the content is the same, as far as it is looked at."""
+    """Return a hashable key of ``value``: equal while its content is the same, within ``DEEP`` levels and ``LONG``."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
@@ -256,7 +296,7 @@ def _container(value: Any, depth: int) -> object:
 
 
 def _record(value: Any, depth: int) -> object:
-    """An object of numbers, strings and the like, such as a configuration; any other by identity."""
+    """Describe an object, such as a configuration, by identity, and by attributes unless one has no other key."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -270,7 +310,7 @@ def _record(value: Any, depth: int) -> object:
 
 
 def _function(value: Any, seen: set[int], *, inside: bool = True) -> object:
-    """A function and what it names; those of torch do not change."""
+    """Describe a function and what it names; one in ``seen`` or of torch, which does not change, by identity."""
     if isinstance(value, types.MethodType):
         return Same(value.__self__), _plain_values(value.__self__), _function(value.__func__, seen, inside=inside)
     if not isinstance(value, types.FunctionType) or id(value) in seen or _is_torch(value.__module__):
@@ -284,7 +324,7 @@ def _function(value: Any, seen: set[int], *, inside: bool = True) -> object:
 
 
 def _named(value: Any, seen: set[int], *, inside: bool) -> object:
-    """What a function names."""
+    """Describe one variable that a function names: a container one level deep, or by identity if not ``inside``."""
     if isinstance(value, FUNCTIONS):
         return _function(value, seen, inside=inside)
     return Same(value) if isinstance(value, CONTAINERS) and not inside else _described(value, DEEP - 1)

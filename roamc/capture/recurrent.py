@@ -30,7 +30,14 @@ Cell = Callable[[Tensor, State, "Parameters"], State]
 
 
 class Parameters:
-    """Weights and biases of one direction of one layer, from the flat list that torch passes."""
+    """Weights and biases of one direction of one layer.
+
+    Args:
+        flat: as torch passes them: weight of the input, weight of the hidden state, then their biases and the
+            projection, if there are any.
+        has_biases: whether ``flat`` has the two biases.
+        has_projection: whether ``flat`` ends with the projection of an LSTM.
+    """
 
     def __init__(self, flat: Weights, has_biases: bool, has_projection: bool) -> None:
         self.input_weight, self.hidden_weight = flat[0], flat[1]
@@ -39,11 +46,11 @@ class Parameters:
         self.projection = flat[-1] if has_projection else None
 
     def of_input(self, x: Tensor) -> Tensor:
-        """The input's share of all gates, for all steps at once."""
+        """Return the input's share of all gates for all steps, in the shape (steps, batch, width of all gates)."""
         return F.linear(x, self.input_weight, self.input_bias)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
-        """The hidden state's share of all gates, for one step."""
+        """Return the hidden state's share of all gates for one step, in the shape (batch, width of all gates)."""
         return F.linear(hidden, self.hidden_weight, self.hidden_bias)
 
 

@@ -15,7 +15,13 @@ _HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator |Higher Order Operator: torc
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """While inside, such an error becomes a :class:`CaptureError` with its notes, such as the user's line."""
+    """Turn torch's errors about what the graph of a step cannot hold into a :class:`CaptureError`; others pass.
+
+    A step that reads a tensor's value is one case. The new error keeps the notes of the old, such as the user's line.
+
+    Raises:
+        CaptureError: one line that says what to do.
+    """
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -29,7 +35,7 @@ def in_one_line() -> Iterator[None]:
 
 
 def _text(error: RuntimeError | TypeError) -> str | None:
-    """What to say of an error of the trace; None for one that is about something else."""
+    """Return the message for an error of the trace; None for one that is about something else."""
     if isinstance(error, compat.DataDependentError):
         return (
             f"the step reads a tensor's value, to decide what to do next or to print it ({error.func}); "

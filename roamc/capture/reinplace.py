@@ -31,13 +31,14 @@ from roamc.graph import Phase, TrainGraph, output_values
 def reinplace(
     graph: TrainGraph, mode: FakeTensorMode | None, phase: dict[str, Phase], saved: Iterable[fx.Node] = ()
 ) -> None:
-    """Write where eager writes.
+    """Put writes in place back into a graph of AOTAutograd's, where eager has them.
 
     Args:
-        graph: changed in place; what it returns stays, but for views of inputs.
-        mode: the fake mode of its tensors; None for a graph without tensors.
-        phase: of its operators and views; changed with them.
-        saved: values that backward is handed; they stay.
+        graph: changed in place. Its outputs keep their values; views of a value that is written to an input become
+            views of the input.
+        mode: the fake mode of its tensors; None for a graph without tensors, which stays as it is.
+        phase: node name to phase, changed in place with the graph.
+        saved: nodes whose values are saved for backward; they stay.
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller would get another value.

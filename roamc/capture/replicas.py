@@ -34,8 +34,8 @@ class Replica:
     """One DistributedDataParallel module of a model.
 
     Attributes:
-        module: itself.
-        parameters: names, in the whole model, of the parameters whose gradients it averages.
+        module: the module itself.
+        parameters: names, in the whole model, of the parameters whose gradients it averages over the ranks.
     """
 
     module: DistributedDataParallel
@@ -43,20 +43,21 @@ class Replica:
 
     @property
     def ranks(self) -> int:
-        """How many ranks hold it."""
+        """How many ranks are in the module's process group."""
         return int(self.module.process_group.size())
 
     @property
     def group(self) -> str:
-        """The name of their process group."""
+        """The name of the module's process group, as functional collectives take it."""
         return str(self.module.process_group.group_name)
 
 
 def replicas_of(model: nn.Module) -> list[Replica]:
-    """Every DistributedDataParallel in ``model``.
+    """Return every DistributedDataParallel module in ``model``, the model itself included; empty if there is none.
 
     Raises:
-        CaptureError: the model shards parameters, or a setting of a module needs its own reducer; says which.
+        CaptureError: the model is sharded (:func:`check_whole`), a module has one of ``SETTINGS``, or two modules
+            average one parameter.
     """
     check_whole(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -76,10 +77,10 @@ def _averaged(module: DistributedDataParallel, name: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model of which a rank has only parts.
+    """Refuse a model that is sharded over ranks, by FSDP or as DTensors.
 
     Raises:
-        CaptureError: names the module or the parameter, and the ways in that take it.
+        CaptureError: says what is sharded, for a DTensor by its name, and which other entry points take it.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
@@ -108,7 +109,7 @@ def _has_builtin_hook(module: Any) -> bool:
 
 
 def check_around(model: nn.Module) -> None:
-    """Refuse a step of ``model`` as its DistributedDataParallel modules are set now.
+    """Refuse a step while a DistributedDataParallel module of ``model`` has one of ``SETTINGS``.
 
     Raises:
         CaptureError: names the setting.
@@ -134,10 +135,12 @@ def check_settings(module: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """While inside, a call of a replica's module runs the module in it and no reducer.
+    """While inside, a call of a replica's module runs the module that it wraps, without the reducer.
+
+    Where DistributedDataParallel would do so, the buffers of rank 0 are broadcast before the call.
 
     Yields:
-        A list that gets every replica that is called while gradients are on.
+        A list, empty at first. A replica is appended at its first call with gradients enabled.
     """
     called: list[Replica] = []
 
@@ -158,7 +161,7 @@ def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
 
 
 def _take_over_buffers(replica: Replica) -> None:
-    """Give the buffers of every rank the values of the first, in one broadcast for each dtype and device."""
+    """Give the buffers of every rank the values of rank 0's, in one broadcast for each dtype and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for name, buffer in replica.module.module.named_buffers():
         if _averaged(replica.module, name):
@@ -172,10 +175,17 @@ def _take_over_buffers(replica: Replica) -> None:
 
 
 def check_called(replicas: Iterable[Replica], called: Sequence[Replica], updated: Sequence[str]) -> None:
-    """Refuse a step that goes past a module: torch would not average its gradients either.
+    """Refuse a step that uses the parameters of a DistributedDataParallel module without calling it.
+
+    torch would not average their gradients either.
+
+    Args:
+        replicas: all DistributedDataParallel modules of the model.
+        called: the replicas that forward has called, as :func:`followed` yields them.
+        updated: names of the parameters that have a gradient.
 
     Raises:
-        CaptureError: no call was seen, but its parameters have gradients.
+        CaptureError: a replica is not in ``called``, but one of its parameters is in ``updated``.
     """
     for replica in replicas:
         if replica not in called and not replica.parameters.isdisjoint(updated):
@@ -192,15 +202,17 @@ def average(
 
     Args:
         w: writes into the graph, behind backward.
-        gradients: parameter name to its gradient on this rank.
-        replicas: the modules.
-        order: names in the order of earlier captures; empty for the first.
+        gradients: parameter name to the node of its gradient on this rank.
+        replicas: the DistributedDataParallel modules of the model.
+        order: the second result of an earlier capture, to be kept; empty for the first capture, which takes the order
+            in which backward makes the gradients.
 
     Returns:
-        Parameter name to its gradient or mean, and the names in the order in which they are reduced.
+        Parameter name to the node of its mean, or of its gradient where no module averages it; the names of the
+        averaged parameters, in the order in which they are reduced.
 
     Raises:
-        CaptureError: other parameters have gradients than in earlier captures.
+        CaptureError: other averaged parameters have gradients than in ``order``.
     """
     owner = {name: replica for replica in replicas for name in replica.parameters if name in gradients}
     position = {node: index for index, node in enumerate(w.graph.nodes)}
@@ -222,7 +234,10 @@ def average(
 
 
 def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
-    """Divided before it is summed, as torch's reducer does; in the gradient's own order of elements in memory."""
+    """Append the mean of one gradient over the ranks, with its elements in memory in the order of the gradient's.
+
+    Each rank divides before the sum, as torch's reducer does.
+    """
     part = w.call(aten.mul.Tensor, gradient, 1.0 / replica.ranks)
     value = part.meta["val"]
     dims = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
@@ -235,6 +250,10 @@ def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
 
 def agreed(replicas: Sequence[Replica], order: Sequence[str]) -> None:
     """Compare the order in which gradients are reduced with the other ranks; all ranks must call this together.
+
+    Args:
+        replicas: the DistributedDataParallel modules of the model.
+        order: names of the averaged parameters, as :func:`average` returns them on this rank.
 
     Raises:
         CaptureError: on every rank, if two of them differ; names the first difference.

@@ -33,12 +33,12 @@ aten = torch.ops.aten
 
 
 def return_views_of_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase]) -> None:
-    """Let outputs that are views of what was written to an input be views of the input.
+    """Let outputs that are views of a value that forward writes to an input be views of the input.
 
     Args:
         graph: changed in place.
         mode: the fake mode of its tensors.
-        phase: of its operators and views; the new views are added.
+        phase: node name to phase, changed in place: new views are added, views that nobody reads any more removed.
     """
     copies = {node.args[1]: node for node in graph.nodes if _keeps_writes(node, phase)}
     made: dict[Any, fx.Node] = {}
@@ -67,7 +67,7 @@ def _same_view(graph: fx.Graph, view: fx.Node, base: Any, after: Any, mode: Fake
 
 
 def _standing_for(output: fx.Node | None, made: Mapping[Any, fx.Node]) -> fx.Node | None:
-    """The view that is returned in the place of ``output``: itself, unless there is one that lies as it does."""
+    """Return the view in ``made`` that stands for ``output``, if it has the same geometry; else ``output``."""
     view = made.get(output)
     if output is None or view is None:
         return output

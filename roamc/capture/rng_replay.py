@@ -31,7 +31,7 @@ FIRST = "roamc_draws_as"
 
 
 class _Generator:
-    """Where the generator is, while a graph is being traced."""
+    """The place of the generator in the list of all draws, while a graph is being traced."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []
@@ -52,7 +52,7 @@ class _Generator:
         self.set(state)
 
     def catch_up(self) -> None:
-        """Mark what was traced since the last time."""
+        """Follow the draws that were traced since the last call, and mark those that draw again."""
         fresh = []
         for node in reversed(compat.graph_so_far().nodes):
             if node is self.last:
@@ -89,12 +89,14 @@ MARKER = 0x5EED_0F_A_57EB
 """Stands for the seed of the CPU's generator during a trace: seeds and states from elsewhere take its place."""
 
 SEED_BYTES = 8
-"""Where a state of that generator has its seed: in front of the numbers from which it draws."""
+"""Bytes at the front of that generator's state that are its seed; the numbers from which it draws lie behind."""
 
 
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """While tracing: mark what draws again. To be left before the trace ends.
+    """Mark operators that draw what an earlier one drew, while a step is traced; see ``FIRST``.
+
+    Enter and leave it inside the traced function. :func:`replay_marked` replaces what is marked.
 
     Raises:
         CaptureError: a generator is seeded inside of the step, or set to a state from outside of it.
@@ -139,10 +141,16 @@ def _refuse_seed(*_: object, **__: object) -> NoReturn:
 
 
 def replay_marked(graph: fx.Graph) -> None:
-    """Let what is marked draw what the first drew, and leave the generator as it finds it.
+    """Replace each marked operator by a replay of the draw that its mark names, and remove the marks.
+
+    A replay leaves the generator as it finds it. The state that it needs is kept by a new node in front of the first
+    draw.
+
+    Args:
+        graph: traced under :func:`followed`; changed in place.
 
     Raises:
-        CaptureError: it writes in place, or is not what was drawn first.
+        CaptureError: a marked operator writes in place, or is another than the one that drew first.
     """
     by_name = {node.name: node for node in graph.nodes}
     states: dict[fx.Node, fx.Node] = {}

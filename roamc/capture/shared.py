@@ -1,4 +1,4 @@
-"""Tensors of one step that share memory: which do is part of a plan's key, and some sharing no graph can follow.
+"""Tensors of a step that share memory: which do is part of a plan's key, and what a graph cannot follow is refused.
 
 The trace knows of parameters and buffers which of them share a storage. A batch has storages of its own there:
 
@@ -20,7 +20,10 @@ from roamc.graph.memory import written_inputs
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Positions of the tensors that share memory with another, in groups."""
+    """Return groups of positions in ``tensors``: those of a group have one storage, which is not empty.
+
+    A group has at least two members; whether their elements overlap does not matter.
+    """
     groups: dict[int, list[int]] = {}
     for position, tensor in enumerate(tensors):
         groups.setdefault(_memory(tensor), []).append(position)
@@ -32,11 +35,11 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[So
 
     Args:
         graph: of the step.
-        sources: one for each of its inputs.
-        given: the tensors of parameters, buffers and the batch.
+        sources: one for each of its inputs, in order.
+        given: the live tensors of parameters, buffers and the batch; inputs that are missing here are not looked at.
 
     Raises:
-        CaptureError: names both.
+        CaptureError: names both tensors.
     """
     known = [source for source in sources if source in given]
     names = written_inputs(graph, operators(graph.graph))
@@ -56,8 +59,12 @@ def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch
 
     The trace gives each a storage of its own, and takes their updates for independent.
 
+    Args:
+        optimizer: only state with the shape of its parameter is looked at.
+        parameters: name to live parameter.
+
     Raises:
-        CaptureError: names both.
+        CaptureError: names both tensors.
     """
     taken = [(*_extent(parameter), f"parameter {name!r}", False) for name, parameter in parameters.items()]
     for name, parameter in parameters.items():
@@ -82,14 +89,20 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
-"""In AOTAutograd's error: two inputs that share memory although neither is a view of the other, as ``.data =`` makes
-them; one of them is written to."""
+"""In AOTAutograd's error: two inputs that share memory, neither a view of the other, and one is written to."""
 _REFUSED = "does not yet handle non-differentiable view input mutations"
-"""All that torch 2.11 and 2.12 say of them."""
+"""In the same error; torch 2.11 and 2.12 say no more of the two inputs."""
 
 
 def shared_by(error: Exception) -> CaptureError | None:
-    """The refusal of a graph that AOTAutograd did not take for such a pair of inputs; None for any other error."""
+    """Return a readable form of AOTAutograd's error about inputs that share memory and are written to.
+
+    AOTAutograd takes no graph that writes to one of two inputs that share memory without being views of each other by
+    an operator, as ``.data =`` makes them.
+
+    Returns:
+        An error to raise, which names the inputs if torch does and says what to do; None for any other error.
+    """
     if _REFUSED not in str(error):
         return None
     found = _ALIASED.search(str(error))

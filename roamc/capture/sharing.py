@@ -19,12 +19,16 @@ Place = tuple[fx.Node, int]
 
 
 class Sharing:
-    """The tensors of a graph by their storages.
+    """The tensors of a graph, grouped by the storage of their fake values.
+
+    Whoever erases a node, or gives it another value, keeps ``shared`` true to the graph.
 
     Attributes:
-        graph, mode: the graph, and the fake mode of its tensors.
-        places: node to its position in the graph as it was; what :meth:`add` adds shares one.
-        shared: storage to the tensors in it. Sparse tensors have none; they are refused later, by name.
+        graph: the graph.
+        mode: the fake mode of its tensors.
+        places: node to its position in the program order, counted from 0 at construction. A node that
+            :meth:`Half.add` adds has the position of the node that it is put in front of.
+        shared: storage, as :func:`roamc.compat.identity` gives it, to the tensors in it. Sparse tensors are left out.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -38,16 +42,29 @@ class Sharing:
                     self.shared.setdefault(identity(tensor), []).append((node, position))
 
     def of(self, node: fx.Node) -> list[Place]:
-        """The tensors in the storage of ``node``, which stands for one tensor."""
+        """Return the tensors in the storage of ``node``, which stands for one tensor.
+
+        The list is the one in ``shared``, not a copy.
+        """
         return self.shared[identity(node.meta["val"])]
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Whoever reads elements in the storage of ``node``; a view reads none."""
+        """Yield the nodes that read elements in the storage of ``node``, views left out, as views read none.
+
+        The output node counts as a reader. A node that reads several tensors of the storage comes several times.
+        """
         for other, _ in self.of(node):
             yield from (user for user in other.users if not ops.is_view(user.target))
 
     def put(self, tensors: Iterable[Place], into: torch.Tensor) -> None:
-        """Move ``tensors`` into the storage of ``into``, each to the place that it has in its own."""
+        """Give ``tensors`` new fake values in the storage of ``into``, each with the geometry that it has.
+
+        ``shared`` has them under the new storage as well; the caller removes the entries of their old one.
+
+        Args:
+            tensors: changed in place, each in the ``meta["val"]`` of its node.
+            into: a fake tensor whose storage is in ``shared``.
+        """
         tensors = list(tensors)
         with self.mode:
             for other, position in tensors:
@@ -56,11 +73,11 @@ class Sharing:
 
 
 class Half(Sharing):
-    """Forward, or forward and backward in one graph.
+    """The storages of a graph of forward, or of forward and backward, with the phases of its nodes.
 
     Attributes:
-        phase: of every operator and view, the caller's own dictionary; :meth:`add` adds to it.
-        named: nodes that outputs or saved values refer to by name; their tensors stay as they are.
+        phase: name of every operator and view to its phase. It is the caller's dictionary; :meth:`add` adds to it.
+        named: names of the nodes that are outputs or are saved for backward; rewritings keep their tensors.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase], named: Collection[str]) -> None:
@@ -68,20 +85,27 @@ class Half(Sharing):
         self.phase, self.named = phase, named
 
     def is_named(self, node: fx.Node) -> bool:
-        """Whether outputs or saved values refer to a tensor in the storage of ``node``."""
+        """Whether a tensor in the storage of ``node`` is an output or is saved for backward."""
         return any(other.name in self.named for other, _ in self.of(node))
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether a reader writes to the storage of ``node``."""
+        """Whether one of :meth:`readers` also writes to the storage of ``node``."""
         own = identity(node.meta["val"])
         return any(own in identities(ops.mutated_arguments(reader)) for reader in self.readers(node))
 
     def are_forward(self, readers: Iterable[fx.Node]) -> bool:
-        """Whether all of them are operators or views of forward."""
+        """Whether all ``readers`` are operators or views of forward; the output node is none."""
         return all(self.phase.get(reader.name) is Phase.FORWARD for reader in readers)
 
     def add(self, place: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """A view, or a write to one, in front of ``place``, with its position, phase and origin."""
+        """Insert a call of a view operator, or of one that writes in place, and return its node.
+
+        Args:
+            place: the node that it is put in front of; the new node has its position, phase and ``meta``, without the
+                mark ``WROTE_OVER``.
+            target: an operator with one result, which lies in a storage of the graph.
+            args: of the call.
+        """
         with self.graph.inserting_before(place):
             node = self.graph.create_node("call_function", target, args)
         node.meta = {key: value for key, value in place.meta.items() if key != WROTE_OVER}
@@ -92,19 +116,19 @@ class Half(Sharing):
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a view of; None if it is no view, or reads something else as well."""
+    """Return the node that ``node`` is a view of; None if it is no view, or reads other nodes as well."""
     if node.op != "call_function" or not ops.is_view(node.target) or node.all_input_nodes != [node.args[0]]:
         return None
     return node.all_input_nodes[0]
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, through all views; ``node`` itself if it is none."""
+    """Follow :func:`base_of` to the first node that is no view, and return it; ``node`` itself if it is none."""
     while (base := base_of(node)) is not None:
         node = base
     return node
 
 
 def reads_as_another(node: fx.Node, argument: fx.Node) -> bool:
-    """Whether ``node`` reads the storage of ``argument``, which it reads, as another tensor too."""
+    """Whether ``node`` reads the storage of its argument ``argument`` through another argument as well."""
     return identity(argument.meta["val"]) in identities(set(node.all_input_nodes) - {argument})

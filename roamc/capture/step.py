@@ -42,10 +42,12 @@ class Source:
     """Where the value of one graph input comes from at every step.
 
     Attributes:
-        kind: "parameter", "buffer", "state", "scalar" or "batch".
-        name: parameter or buffer name; for a scalar its name in the optimizer's rule.
+        kind: "parameter", "buffer", "state" (of the optimizer), "scalar" (of the optimizer) or "batch".
+        name: of the parameter or buffer; for a state, of its parameter; for a scalar, its name in
+            :attr:`roamc.capture.optimizers.Rule.scalars`; empty for a batch tensor.
         key: for a state, its key in ``optimizer.state[p]``.
-        index: for a batch tensor, its position among the leaves of the batch; for a scalar, its cohort.
+        index: for a batch tensor, its position among the leaves of the batch; for a scalar, the number of its cohort:
+            cohorts are numbered from 0 as they first appear in :attr:`CapturedStep.cohorts`. Else -1.
     """
 
     kind: str
@@ -56,7 +58,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Parameters that share all scalars: same group, same step count, same first-step state."""
+    """What decides the optimizer's scalars of a parameter; parameters with equal cohorts share them.
+
+    Attributes:
+        group: position of its group in ``optimizer.param_groups``.
+        step: steps that the parameter has made. It is 0 for a fused optimizer, whose kernel reads the count itself,
+            and for an optimizer that counts none.
+        first: whether the next step makes its state, for optimizers that count no steps (SGD with momentum).
+    """
 
     group: int
     step: float
@@ -69,11 +78,11 @@ class CapturedStep:
 
     Attributes:
         graph: inputs in the order of ``sources``; its output is the loss.
-        sources: one per input.
-        cohorts: parameter name to its cohort at capture, for all that the optimizer updates.
+        sources: one per input of the graph.
+        cohorts: parameter name to its cohort at capture, for every parameter that the step updates.
         replicas: the DistributedDataParallel modules of the model.
         reduced: names of the parameters whose gradients they average, in the order of the collectives.
-        changes: attributes of modules that held tensors of the trace, and have what they had.
+        changes: attributes of modules that forward set to tensors of the trace; they have their old values again.
     """
 
     graph: TrainGraph
@@ -86,9 +95,17 @@ class CapturedStep:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What to capture. ``leaves`` are the flat batch, ``rebuild`` makes the batch of them again.
+    """A training step that is to be captured: ``loss_fn(model, *rebuild(leaves))``, its backward and the update.
 
-    ``reduced`` is :attr:`CapturedStep.reduced` of an earlier capture, whose order the collectives keep.
+    Attributes:
+        model: with parameters on any device, the meta device included.
+        loss_fn: returns the loss, a floating-point scalar.
+        optimizer: holds parameters of ``model`` and no others.
+        leaves: tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` gives them.
+        rebuild: turns leaves into the arguments that ``loss_fn`` gets after the model.
+        clip_grad_norm: the largest 2-norm of all gradients together; None for no clipping.
+        device: where tensors on the meta device are taken to be; None for the CPU.
+        reduced: :attr:`CapturedStep.reduced` of an earlier capture of this step, whose order is kept; else empty.
     """
 
     model: nn.Module
@@ -102,11 +119,12 @@ class StepRequest:
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
-    """Trace one step.
+    """Trace one step under fake tensors; parameters, buffers and the optimizer's state keep their values.
 
     Raises:
         CaptureError: the loss is not a scalar, control flow depends on data, the optimizer is not
             supported, inputs are on another device; one line that says what to do.
+        VerifyError: what capture has rewritten in the graph would change a value.
     """
     rule = rule_for(request.optimizer)
     parameters = dict(request.model.named_parameters())
@@ -122,7 +140,13 @@ def capture_step(request: StepRequest) -> CapturedStep:
 
 
 def check_devices(leaves: Sequence[Any], parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse a batch that is on another device than the parameters."""
+    """Refuse a batch tensor that is on a device where no parameter is.
+
+    Tensors of no dimension may be anywhere; nothing is refused where a parameter is on the meta device.
+
+    Raises:
+        CaptureError: names both devices.
+    """
     devices = {parameter.device for parameter in parameters}
     if not devices or any(device.type == "meta" for device in devices):
         return
@@ -230,7 +254,7 @@ class _Trace:
         return [loss.detach(), *(grad for grad in found if grad is not None)]
 
     def _write_back(self, held: dict[str, torch.Tensor]) -> None:
-        """A buffer that the model assigned anew is copied into the one it had, so that the change is kept."""
+        """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
         for name, now in self.request.model.named_buffers(remove_duplicate=False):
             before = held.get(name)
             if before is None or now is before:
@@ -242,7 +266,11 @@ class _Trace:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse anything but one floating-point number that depends on the parameters."""
+    """Refuse what is not a floating-point tensor of no dimension that requires a gradient.
+
+    Raises:
+        CaptureError: says what ``loss_fn`` has returned instead.
+    """
     if not isinstance(loss, torch.Tensor):
         several = isinstance(loss, tuple | Mapping)  # as are the outputs of transformers
         advice = "; of several results, return the loss alone" if several else ""
@@ -258,14 +286,22 @@ def check_loss(loss: object) -> None:
 
 
 def check_gradients(wanted: Mapping[str, torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
-    """Refuse sparse gradients."""
+    """Refuse sparse gradients.
+
+    Args:
+        wanted: parameters by name.
+        found: the gradient of each, in the same order; None where there is none.
+
+    Raises:
+        CaptureError: names the parameter.
+    """
     for name, grad in zip(wanted, found, strict=True):
         if grad is not None and grad.layout is not torch.strided:
             raise CaptureError(f"the gradient of {name} is sparse; train_step needs nn.Embedding(sparse=False)")
 
 
 class _Assembly:
-    """Adds optimizer state, scalars and updates to a traced forward and backward, and says what is what."""
+    """Adds optimizer state, scalars and updates to a traced forward and backward, and describes inputs and phases."""
 
     def __init__(
         self, request: StepRequest, rule: Rule, mode: compat.FakeTensorMode, module: fx.GraphModule, traced: _Trace
@@ -350,7 +386,7 @@ class _Assembly:
     def _add_inputs(
         self, graph: fx.Graph, last: fx.Node, groups: dict[str, dict[str, Any]]
     ) -> dict[str, tuple[dict[str, fx.Node], dict[str, fx.Node]]]:
-        """Placeholders for optimizer state and scalars of every updated parameter."""
+        """Add placeholders for optimizer state and scalars; return both, by their keys, for each updated parameter."""
         feeds = {}
         scalars: dict[Cohort, dict[str, fx.Node]] = {}
         self.last = last
@@ -423,7 +459,15 @@ class _Assembly:
 def cohort_of(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any], index: int, rule: Rule
 ) -> Cohort:
-    """The cohort of a parameter of group number ``index`` as its state is now."""
+    """Return the cohort of a parameter as the optimizer's state is now, before the next step.
+
+    Args:
+        optimizer: holds the parameter.
+        parameter: of the live model.
+        group: the parameter's group in ``optimizer.param_groups``.
+        index: position of the group there.
+        rule: of the optimizer.
+    """
     state = optimizer.state.get(parameter, {})
     # A fused kernel reads the step count itself, on its device; reading it here would wait for the device.
     step = float(state["step"]) if "step" in state and not group.get("fused") else 0.0
@@ -434,9 +478,15 @@ def cohort_of(
 def optimizer_key(
     optimizer: torch.optim.Optimizer, rule: Rule, parameters: Sequence[torch.Tensor]
 ) -> tuple[object, ...]:
-    """What of the optimizer a captured step depends on, with the places of its parameters among those of the model.
+    """Return a hashable key of the optimizer; a captured step serves only while it stays equal.
 
-    A change needs a new capture.
+    Args:
+        optimizer: its hyperparameters count as :func:`roamc.capture.optimizers.structure` says.
+        rule: of the optimizer.
+        parameters: all parameters of the model, always in the same order.
+
+    Returns:
+        For each group, its structure and the positions of its parameters in ``parameters``, None for others.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     return tuple(
@@ -480,7 +530,7 @@ _DETACHED = (aten.detach.default, aten.alias.default)
 
 
 def _phases(graph: fx.Graph, loss: fx.Node) -> dict[str, Phase]:
-    """FORWARD up to the loss in trace order, BACKWARD behind it."""
+    """Return the phase of every operator by name: FORWARD up to the loss in trace order, BACKWARD behind it."""
     nodes = operators(graph)
     last = loss.all_input_nodes[0] if loss.target in _DETACHED else loss
     phase, current = {}, Phase.FORWARD

@@ -23,7 +23,11 @@ from roamc.operators.effects import with_effect
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
-    """``module`` with None for every token; as many inputs and outputs, and nodes with the same names."""
+    """Return a module of the same graph without effect tokens; ``module`` itself if it has none.
+
+    ``module`` is not changed. The new graph has as many inputs and outputs; each that was a token is None. Its nodes
+    have their old names; those that pick a token out of a result are gone.
+    """
     if not any(_has_token(node) for node in module.graph.nodes):
         return module
     plain = fx.Graph()

@@ -1,4 +1,4 @@
-"""What capture rewrites is judged by value, as what passes rewrite is."""
+"""Capture's rewritings are judged by value, as those of passes are: every operator reads what it read before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roamc.operators import ops
 
 
 def values_of(graph: TrainGraph) -> Flow | None:
-    """The values of ``graph`` as they are; None where nothing is written, so that nothing is rewritten."""
+    """Return the values of ``graph`` as they are; None where no operator writes, so that nothing is to be rewritten."""
     if not any(_writes(node.target) for node in operators(graph.graph)):
         return None
     return value_flow.read(graph, Numbers())
@@ -20,18 +20,25 @@ def values_of(graph: TrainGraph) -> Flow | None:
 def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) -> Flow | None:
     """Compare the values of ``graph`` with those that :func:`values_of` has found before a rewriting.
 
+    Args:
+        graph: after the rewriting.
+        before: the values before it; None for no comparison.
+        handed_over: compare outputs of forward as they are at its end, and not once more at the end of the step.
+
     Returns:
-        The values of ``graph`` as they are.
+        The values of ``graph`` as they are; None if ``before`` is.
 
     Raises:
-        VerifyError: see :func:`value_flow.check`, also for ``handed_over``.
+        VerifyError: an operator, an output or a tensor of the caller gets another value.
     """
     return None if before is None else value_flow.check(graph, before, "capture", handed_over=handed_over)
 
 
 @contextlib.contextmanager
 def values_kept(graph: TrainGraph) -> Iterator[None]:
-    """While inside, writes may become values and values writes; behind it every operator reads what it read before.
+    """Check on exit that operators, outputs and tensors of the caller have the values of ``graph`` on entry.
+
+    ``graph`` is rewritten inside, in place.
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller would get another value.

@@ -33,15 +33,19 @@ aten = torch.ops.aten
 
 
 def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
-    """Make such copies views of what they copy.
+    """Make copies whose only readers are scatters views of what they copy.
+
+    Where all its scatters fill a part of their base with that part itself, copy and scatters are erased, and readers of
+    the scatters read the base. A copy stays if what it copies is written before the scatters read it, or is another
+    part of their base.
 
     Args:
         graph: changed in place.
         mode: the fake mode of its tensors.
-        named: nodes that others know by name; they stay.
+        named: names of the nodes that are outputs or are saved for backward; they stay.
 
     Returns:
-        Names of the nodes that are gone.
+        Names of the erased nodes.
     """
     sharing = Sharing(graph, mode)
     places = sharing.places
@@ -72,7 +76,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
 
 
 def _let_expand(sharing: Sharing, copy: fx.Node, source: fx.Node) -> None:
-    """Let ``copy`` be a view of what it copies."""
+    """Make ``copy`` a view of ``source``, which it copies."""
     sharing.of(copy).remove((copy, 0))
     copy.target, copy.args, copy.kwargs = aten.expand.default, (source, list(copy.meta["val"].shape)), {}
     copy.meta["val"] = derived(copy, sharing.mode)
@@ -92,10 +96,10 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
     Args:
         graph: changed in place.
         mode: the fake mode of its tensors.
-        named: nodes that others know by name; they stay.
+        named: names of the nodes that are outputs or are saved for backward; they stay.
 
     Returns:
-        Names of the scatters that are gone.
+        Names of the erased scatters.
     """
     gone: list[str] = []
     written = {storage for node in graph.nodes for storage in identities(ops.mutated_arguments(node))}
@@ -134,10 +138,10 @@ def _fills_with_itself(scatter: fx.Node, source: fx.Node, mode: FakeTensorMode) 
 
 
 def _erased(sharing: Sharing, copy: fx.Node) -> list[str]:
-    """Let those who read the scatters of ``copy``, or views of them, read their bases.
+    """Erase ``copy`` and its scatters: readers of a scatter, or of a view of it, read its base.
 
     Returns:
-        Names of the scatters and of ``copy``, which are gone.
+        Names of the scatters and of ``copy``.
     """
     erased = [*copy.users, copy]
     for scatter in list(copy.users):
