@@ -19,6 +19,7 @@ from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
 from roamc.operators import ops, pointwise
 from roamc.operators.fakes import statistics_dtype
+from roamc.operators.table import Strides
 
 aten = torch.ops.aten
 Fix = Callable[[fx.Node, FakeTensorMode], Any]
@@ -58,7 +59,7 @@ def correct(graph: fx.Graph) -> dict[str, str]:
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
     """``fake``, what the fake kernel of ``node`` gives, as the real one gives it; ``node`` stays as it is."""
-    fix = FIXES.get(node.target) or (pointwise.lies if pointwise.is_ordered(node.target) else None)  # type: ignore
+    fix = FIXES.get(node.target) or (pointwise.lies if ops.rule(node.target).strides is not Strides.AS_NOTED else None)  # type: ignore
     if fix is None:
         return fake
     noted, node.meta["val"] = node.meta["val"], fake

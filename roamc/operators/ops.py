@@ -19,7 +19,7 @@ from roamc.operators.costs.kinds import UNKNOWN, VIEW
 from roamc.operators.costs.rows import COSTS
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import argument_of, stem
-from roamc.operators.table import ROWS, Facts, Row
+from roamc.operators.table import ROWS, Facts, Row, Strides
 
 Target = object
 UNKNOWN_COST = Cost(UNKNOWN)
@@ -42,6 +42,7 @@ class OpRule(Facts):
         recomputable: gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
+        strides: what gives the order of its result's dimensions in memory.
         cost: what bounds its time and what it takes for itself; its kind is never "".
     """
 
@@ -54,6 +55,7 @@ class OpRule(Facts):
     ordered: bool = False
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
+    strides: Strides = Strides.AS_NOTED
     cost: Cost = UNKNOWN_COST
 
     @property
@@ -124,6 +126,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=() if mutates or view_of else _pointwise(target) if row.overwrites is None else row.overwrites,
+        strides=_strides(target) if row.strides is None else row.strides,
         cost=_cost(target, is_view=bool(view_of) and not mutates),
         **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )
@@ -135,6 +138,12 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
         return ()
     arguments = enumerate(target._schema.arguments)
     return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
+
+
+def _strides(target: OpOverload) -> Strides:
+    """Tagged operators go by their operands, but those that write in place."""
+    written = any(argument.alias_info is not None for argument in target._schema.arguments)
+    return Strides.OPERANDS if torch.Tag.pointwise in target.tags and not written else Strides.AS_NOTED
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:

@@ -14,25 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import FakeTensorMode, OpOverload, ordered_strides
+from roamc.compat import FakeTensorMode, ordered_strides
 from roamc.graph.rewrite import given
 from roamc.operators import ops
-
-aten = torch.ops.aten
-
-UNPROMOTED = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar})
-"""Operators that read a mask as it is; torch notes them right."""
-
-BACKWARDS = frozenset({aten.threshold_backward.default})
-"""Operators whose kernel takes its operands from the last to the first."""
-
-
-def is_ordered(target: Any) -> bool:
-    """Whether :func:`lies` knows how results of ``target`` lie."""
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target in UNPROMOTED:
-        return False
-    rule = ops.rule(target)
-    return not rule.mutates and not rule.view_of
+from roamc.operators.table import Strides
 
 
 def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -42,14 +27,17 @@ def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
     operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]
     if not isinstance(noted, Tensor) or len(operands) < 2:
         return None
+    if torch.broadcast_shapes(*(operand.shape for operand in operands)) != noted.shape:  # a loss that was reduced
+        return None
     if all(tensor.is_contiguous() for tensor in (noted, *operands)):
         return None
+    backwards = ops.rule(node.target).strides is Strides.OPERANDS_BACKWARDS
     common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     if not common.is_floating_point:
         return None
     with mode:
         promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
-        strides = ordered_strides(promoted[::-1] if node.target in BACKWARDS else promoted)
+        strides = ordered_strides(promoted[::-1] if backwards else promoted)
         if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
             return None
         return torch.empty_strided(noted.shape, strides, dtype=noted.dtype, device=noted.device)

@@ -27,6 +27,14 @@ class Space(enum.Enum):
     FILE = "file"
 
 
+class Strides(enum.Enum):
+    """What gives the order of a result's dimensions in memory."""
+
+    OPERANDS = "the strides of the operands, from the first to the last"
+    OPERANDS_BACKWARDS = "the strides of the operands, from the last to the first"
+    AS_NOTED = "what torch's fake kernel says"
+
+
 class OutForm(enum.Enum):
     """What the overload with ``out=`` arguments does with memory that was planned."""
 
@@ -88,6 +96,7 @@ class Row(Facts):
     random: bool | None = None
     recomputable: bool | None = None
     overwrites: tuple[int, ...] | None = None
+    strides: Strides | None = None
 
 
 ROWS: dict[str, Row] = {
@@ -160,7 +169,7 @@ ROWS: dict[str, Row] = {
     "aten::masked_scatter": Row(accumulates=True),
     # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
     "aten::copy.default": Row(overwrites=(0, 1), broadcasts=True, rounds_once=True, whole_storage=True),
-    "aten::masked_fill": Row(overwrites=(0,), rounds_once=True),
+    "aten::masked_fill": Row(overwrites=(0,), rounds_once=True, strides=Strides.AS_NOTED),
     "aten::slice_scatter": Row(overwrites=(0,), part=aten.slice.Tensor, whole_storage=True),
     "aten::select_scatter": Row(overwrites=(0,), part=aten.select.int, whole_storage=True),
     "aten::diagonal_scatter": Row(overwrites=(0,), part=aten.diagonal.default, whole_storage=True),
@@ -208,5 +217,14 @@ ROWS: dict[str, Row] = {
     "aten::nll_loss2d_forward": Row(recomputable=False, checked_ranges={1: classes}),
     # Read less of an argument than its elements.
     "aten::avg_pool2d_backward": Row(shape_of=(1,)),
-    "aten::threshold_backward": Row(compares=(1, 2)),
+    # Work element by element, but are not tagged so, read their operands backwards, or read a mask as it is.
+    **dict.fromkeys(
+        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "softplus", "softshrink")]
+        + [f"aten::{name}_backward" for name in ("silu", "mish", "hardshrink")]
+        + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss"],
+        Row(strides=Strides.OPERANDS),
+    ),
+    "aten::leaky_relu_backward": Row(strides=Strides.OPERANDS_BACKWARDS),
+    "aten::threshold_backward": Row(compares=(1, 2), strides=Strides.OPERANDS_BACKWARDS),
+    "aten::where": Row(strides=Strides.AS_NOTED),
 }

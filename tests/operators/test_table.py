@@ -106,7 +106,7 @@ def test_what_a_row_on_costs_leaves_open_is_read_off_tags() -> None:
 ROOT = Path(__file__).parent.parent.parent
 SUBJECTS = {
     "passes/normalize.py": "dropout",
-    "passes/retain/recompute_variants.py": "batch norm",
+    "roamc/rewriting/rerun_variants.py": "batch norm",
     "roamc/capture/caller_writes.py": "copies to the caller's tensors",
     "roamc/capture/in_place_values.py": "clones that autograd keeps",
     "roamc/capture/in_place_views.py": "views in place",
