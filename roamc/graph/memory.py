@@ -217,7 +217,7 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
 
 
 def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
-    """Return int64[steps]: live bytes at every step, of storages with sizes ``nbytes`` that live in ``[born, dead)``."""
+    """Return int64[steps], live bytes at every step of storages with sizes ``nbytes`` that live in ``[born, dead)``."""
     change = np.zeros(steps + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, dead, nbytes)
@@ -532,7 +532,7 @@ class SharedStorages:
                 self._reused[identity(node.meta["val"])] = self.of(argument.meta["val"])
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return an identity of the memory of ``tensor``: equal for two fake tensors exactly if they lie in the same."""
+        """Return a number for the memory of ``tensor``, equal for two fake tensors exactly if they share memory."""
         own = identity(tensor)
         return self._reused.get(own, own)
 

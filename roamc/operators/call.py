@@ -29,12 +29,12 @@ def call_of(node: fx.Node) -> Call:
 
 
 def fakes(value: Any) -> Any:
-    """``value`` with the fake tensors that its nodes stand for."""
+    """Return ``value`` with each node, also in nested lists, tuples and dicts, replaced by its fake value, or None."""
     return fx.node.map_arg(value, lambda node: node.meta.get("val"))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists and tuples of them."""
+    """Yield ``value`` if it is a tensor, or all tensors in nested lists and tuples, in order; skip all else."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -43,10 +43,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensor_at(call: Call, position: int) -> torch.Tensor:
-    """The tensor, or the first of several, that ``call`` is given there."""
+    """Return the fake tensor that is positional argument ``position`` of ``call``, or the first in it if it is a list.
+
+    Raises:
+        StopIteration: the argument is no tensor.
+    """
     return next(tensors_in(fakes(call.args[position])))
 
 
 def rows_of(tensor: torch.Tensor) -> int:
-    """How many rows it has: along its last dimension, whatever the others are."""
+    """Return how many rows ``tensor`` has along its last dimension: elements divided by the size of that dimension."""
     return tensor.numel() // max(1, tensor.shape[-1])

@@ -1,4 +1,4 @@
-"""How results of pointwise operators lie in memory where torch's fake kernels note another order.
+"""Strides of results of pointwise operators where torch's fake kernels give others than the real kernels.
 
 torch's kernels order the dimensions of a result by the strides of all operands in turn, passing over dimensions that
 are expanded (``TensorIterator``; strides of operands that are promoted on a CPU are those of a promoted copy). The fake
@@ -21,14 +21,14 @@ from roamc.operators import ops
 aten = torch.ops.aten
 
 UNPROMOTED = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar})
-"""Operators that read a mask as it is; torch notes them right."""
+"""Pointwise operators that do not promote their mask; torch's fake kernels give their strides right."""
 
 BACKWARDS = frozenset({aten.threshold_backward.default})
 """Operators whose kernel takes its operands from the last to the first."""
 
 
 def is_ordered(target: Any) -> bool:
-    """Whether :func:`lies` knows how results of ``target`` lie."""
+    """Whether :func:`lies` holds for ``target``: it is pointwise, promotes all operands, writes none, makes no view."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target in UNPROMOTED:
         return False
     rule = ops.rule(target)
@@ -36,7 +36,15 @@ def is_ordered(target: Any) -> bool:
 
 
 def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The result of a pointwise operator as the kernel lays it out; None where that is what ``node`` has noted."""
+    """Return the result of a pointwise operator with the strides that the real kernel gives it.
+
+    Args:
+        node: of an operator for which :func:`is_ordered` holds; ``node.meta["val"]`` is the fake result.
+        mode: the fake mode of its tensors.
+
+    Returns:
+        A fake tensor; None if ``node.meta["val"]`` has these strides, or is not one tensor of floats.
+    """
     noted = node.meta["val"]
     arguments, keywords = given(node)
     operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]
