@@ -44,8 +44,8 @@ def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
 
     The key of a node is its name in ``graph``. It has the attribute ``kind`` ("input" or "operator"), and an operator
     ``step``, ``phase``, ``operator`` and ``source`` (file and line of the user's model, "" where unknown). Edges have
-    ``storage``, ``bytes`` and ``use`` ("read" or "write"). Every attribute is a string or a number, so that networkx can
-    write all of its formats.
+    ``storage``, ``bytes`` and ``use`` ("read" or "write"). Every attribute is a string or a number, so that networkx
+    can write all of its formats.
     """
     import networkx as nx  # here, as no other command needs it
 

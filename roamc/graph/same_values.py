@@ -47,8 +47,7 @@ class Call:
 
 
 def _dropout(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A dropout on a CPU is ``dropout_mask``, which depends on no input, and ``native_dropout_backward``: the product of
-    input, mask and scale, rounded to the input's dtype."""
+    """A dropout on a CPU is ``dropout_mask``, then ``native_dropout_backward`` of input, mask and the rounded scale."""
     if len(call.args) != 3 or call.args[2] is False or not call.args[1]:
         return None
     tensors = dict(tensors_of(call.node))

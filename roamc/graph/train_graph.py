@@ -37,7 +37,7 @@ class Role(enum.Enum):
     """What an input of the graph is, or what an output is for the caller.
 
     Attributes:
-        PARAMETER: input, a parameter of the model.
+        PARAMETER: input, a parameter of the model; in a graph of ``torch.compile`` a buffer has this role as well.
         BUFFER: input, a buffer of the model.
         OPTIMIZER_STATE: input, a tensor of the optimizer's state.
         INPUT: input, anything else that the model or the step is called with.

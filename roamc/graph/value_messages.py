@@ -79,7 +79,7 @@ WORDS = {
 
 
 def _path(numbers: Numbers, wanted: Number | None, found: Number | None) -> Iterator[tuple[Number, Number]]:
-    """Yield two numbers that differ, then the pair of differing numbers inside these, and so on while operators agree."""
+    """Yield two numbers that differ, then the differing numbers inside these, and so on while operators agree."""
     pair = (wanted, found) if wanted is not None and found is not None else None
     while pair is not None:
         yield pair

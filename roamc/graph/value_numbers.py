@@ -154,7 +154,7 @@ class Numbers:
 
 
 def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:
-    """The operator that returns as a new value what ``target`` writes over its first argument; None if there is none."""
+    """The operator that returns as a new value what ``target`` writes over its first argument; None without one."""
     return relative(target, lambda name: name.removesuffix("_")) if rule.mutates == (0,) else None
 
 

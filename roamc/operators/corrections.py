@@ -34,7 +34,7 @@ def correct(graph: fx.Graph) -> dict[str, str]:
     eager.
 
     Returns:
-        Name of each inserted copy to the name of its view. The graph's owner has to give the copies a phase.
+        Name of each inserted copy to the name of its view; copies belong to the phase of their view.
 
     Raises:
         CaptureError: a node cannot be planned or run again: it draws from a generator of the user's, reads or swaps a
