@@ -230,7 +230,7 @@ def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
 
 
 def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
-    """Live bytes of counted storages at every step of ``order`` (graph order if None)."""
+    """Return int64[n], the live bytes of counted storages at each of the n steps of ``order`` (graph order if None)."""
     born, dead = lifetimes(memory, order)
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
@@ -389,7 +389,7 @@ class _Builder:
         return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
 
     def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
-        """Record the storage of one tensor; its index if it is new, None if it was known."""
+        """Record the storage of one tensor, and return its index if it is new, None if it was known."""
         key = self.shared.of(tensor)
         new = key not in self.seen
         if new:
@@ -448,7 +448,7 @@ class _Builder:
         return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
 
     def _storage_edges(self, edges: set[tuple[int, int]]) -> None:
-        """Reads after the last write, writes after every read since, per storage."""
+        """Order the uses of each storage: reads behind the last write, writes behind all reads since the last write."""
         writer: dict[int, int] = {s.index: s.producer for s in self.storages if s.producer >= 0}
         readers: dict[int, list[int]] = {}
         for index, operator in enumerate(self.operators):
@@ -474,7 +474,7 @@ class _Builder:
                     edges.add((maker, index))
 
     def _update_edges(self, edges: set[tuple[int, int]]) -> None:
-        """No part of an update before its gradient exists: a step that fails before has changed nothing."""
+        """Order updates behind their gradients: a step that fails before the gradient exists has changed nothing."""
         by_name = {node.name: node for node in self.graph.graph.nodes}
         for name, gradient in self.graph.waits.items():
             maker = self._maker_of(by_name[gradient]) if gradient in by_name else None
@@ -552,13 +552,13 @@ def started_by(node: fx.Node) -> fx.Node | None:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether every byte of the storage belongs to exactly one element, so that it can be read as a flat row."""
+    """Whether each byte of the storage of ``tensor`` belongs to exactly one element, so that it can be read flat."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return whole and tensor.storage_offset() == 0 and is_dense(tensor)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, each once, in whatever sequence of dimensions."""
+    """Whether the elements of ``tensor`` lie side by side in memory, without gap or overlap, in any dimension order."""
     expected = 1
     pairs = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     for step, size in pairs if tensor.numel() else ():

@@ -26,7 +26,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Phase(enum.IntEnum):
-    """Which part of the step a node belongs to."""
+    """Which part of the step a node belongs to: the forward pass, the backward pass, or the optimizer's update."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -143,7 +143,7 @@ class TrainGraph:
         return self.module.graph
 
     def replace(self, **changes: object) -> TrainGraph:
-        """A copy with some fields changed."""
+        """Return a copy with the fields in ``changes`` replaced; it shares the FX graph unless ``module`` is given."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -198,12 +198,12 @@ def storage_name(node: fx.Node, position: int) -> str:
 
 
 def maker_of(storage: str) -> str:
-    """The name of the node that makes the storage of that name, see :func:`storage_name`."""
+    """Return the name of the node that makes the storage with the name ``storage``, see :func:`storage_name`."""
     return storage.partition("#")[0]
 
 
 def attribute(module: torch.nn.Module, path: str) -> Any:
-    """What a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, stands for."""
+    """Return what a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, gets from ``module``."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)

@@ -46,7 +46,7 @@ class Constraints:
 
 
 def constraints(graph: TrainGraph) -> Constraints:
-    """Read the constraints off a graph before a pass."""
+    """Return what a pass must leave as it is in ``graph``, to be given to :func:`check_graph` behind the pass."""
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
     effects = tuple(op.node.name for op in memory.operators if ops.has_effect(op.node.target))
@@ -157,7 +157,7 @@ def _under_way(start: fx.Node | None) -> list[fx.Node]:
 
 
 def _check_finished(graph: TrainGraph, after: str) -> None:
-    """Operators that may return before they have ended: somebody waits for each in the same part of the step."""
+    """Check that in the same part of the step something waits for each operator that may return before it has ended."""
     waits = {start: node for node in operators(graph.graph) if (start := started_by(node)) is not None}
     for node in operators(graph.graph):
         if ops.rule(node.target).asynchronous and node not in waits:
@@ -170,7 +170,7 @@ def _check_finished(graph: TrainGraph, after: str) -> None:
 
 
 def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> None:
-    """From its start to its end nobody writes what an operator reads, nor reads or writes what it writes."""
+    """Check that until an operator ends nothing writes what it reads, nor reads or writes what it writes."""
     shared = SharedStorages(graph)
     under_way: dict[fx.Node, tuple[set[int], set[int]]] = {}  # operator to what it reads, and what it writes
     for node in operators(graph.graph):
@@ -206,7 +206,7 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
 
 
 def _check_aliases(graph: TrainGraph, after: str) -> None:
-    """What the operator table calls a view must share storage, and nothing else may."""
+    """Check that results share storage with an input only where the operator table says so, and picks always do."""
     for node in operators(graph.graph):
         rule = ops.rule(node.target)
         inputs = {identity(t) for argument in node.all_input_nodes for _, t in tensors_of(argument)}
@@ -219,7 +219,7 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
 
 
 def _check_reuse(graph: TrainGraph, after: str) -> None:
-    """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
+    """Check in-place reuse: the operator may do that, argument and result lie alike, nothing reads the old values."""
     shared = SharedStorages(graph)
     known: dict[int, list[fx.Node]] = {}
     born: set[int] = set()  # storages
@@ -266,7 +266,7 @@ def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:
-    """Every tensor's shape, dtype and strides again, from operator and inputs, as the device's kernels give them."""
+    """Derive shape, dtype, strides and device of every result again, as the real kernels give them, and compare."""
     mode = mode_of(graph.graph)
     for node in operators(graph.graph):
         if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):

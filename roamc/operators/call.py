@@ -1,4 +1,4 @@
-"""What a node calls: the operator itself, also where roamc runs it again with old random numbers."""
+"""What a node calls, and the fake tensors among its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roamc.operators.random import replay
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and its arguments; nodes stand for tensors."""
+    """One call of an operator: ``target`` with positional ``args`` and ``kwargs``, in which nodes stand for tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -22,7 +22,7 @@ class Call:
 
 
 def call_of(node: fx.Node) -> Call:
-    """What ``node`` runs; a replayed random operator counts as the operator that it replays."""
+    """Return the call that ``node`` makes; for a ``replay`` it is the call of the random operator that is replayed."""
     if node.target is replay:
         return Call(node.args[1], tuple(node.args[2:]), dict(node.kwargs))
     return Call(node.target, tuple(node.args), dict(node.kwargs))

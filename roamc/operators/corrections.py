@@ -149,7 +149,10 @@ def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
 
 
 def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU's kernels give rows or channels last; torch notes the input's strides, for groups from 2.14 on rows."""
+    """A norm's result is contiguous or channels last on a CPU, as its input suggests.
+
+    torch notes the strides of the input; for group norms it notes a contiguous result from 2.14 on.
+    """
     return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
 
 
@@ -221,7 +224,7 @@ def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The result over an expanded base is dense; torch 2.11 notes it as expanded too."""
+    """The result of a scatter into an expanded base is dense; torch 2.11 notes it as expanded too."""
     told = node.meta["val"]
     if not is_expanded(told):
         return None
@@ -259,7 +262,7 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """All results lie in order on a CPU; torch notes that they lie like the argument."""
+    """All results are contiguous on a CPU; torch notes that they lie like the argument."""
     noted = node.meta["val"]
     results = noted if isinstance(noted, tuple) else (noted,)
     if all(result is None or result.is_contiguous() or result.device.type != "cpu" for result in results):
@@ -306,8 +309,11 @@ def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU sums rows of bfloat16 as it sums those of float32: without the bag of each index, result 1. Where no
-    gradient is needed, sums leave sizes and winners of bags, results 2 and 3, as long as the offsets."""
+    """Lengths of results 1 to 3 of ``_embedding_bag`` on a CPU: bag of each index, size and winners of each bag.
+
+    Sums of bfloat16, like those of float32, leave result 1 empty. Where no gradient is needed, sums leave results 2 and
+    3 as long as the offsets.
+    """
     weight, indices, offsets, *_ = given(node)[0]
     if weight.device.type != "cpu":
         return None

@@ -137,7 +137,7 @@ def _from_schema(target: OpOverload) -> OpRule:
 
 
 def _pointwise(target: OpOverload) -> tuple[int, ...]:
-    """All tensors that a pointwise operator reads."""
+    """The positions of all tensor arguments of a pointwise operator; none for other operators."""
     if torch.Tag.pointwise not in target.tags:
         return ()
     arguments = enumerate(target._schema.arguments)
@@ -193,7 +193,7 @@ def reads_elsewhere(node: fx.Node, position: int, besides: Collection[int] = ())
 
 
 def _storages(arguments: Iterable[Any]) -> set[int]:
-    """The storages of those arguments that are tensors."""
+    """The identities of the storages of those arguments that are single strided tensors."""
     values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
     dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
     return {identity(value) for value in dense}

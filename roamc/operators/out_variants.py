@@ -48,9 +48,9 @@ class Form:
     """The form of one operator on one device.
 
     Attributes:
-        kind: row of the table.
-        overload: for OUT, the overload to call.
-        arguments: for OUT, the keyword of each result, in result order.
+        kind: one of the four forms.
+        overload: for OUT, the overload to call; else None.
+        arguments: for OUT, the keyword of each result, in result order; else empty.
     """
 
     kind: FormKind
