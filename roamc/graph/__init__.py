@@ -1,7 +1,7 @@
-"""A training step as a graph: operators and storages, their lives and live bytes, and the judges of all of it.
+"""A training step as a graph: operators and storages, their lives and live bytes, and checks of both.
 
-``train_graph`` is the FX graph with roles and phases, ``memory`` its storages and lives, ``layout`` where they lie,
-``rewrite`` writes nodes, ``verify`` and ``value_flow`` judge what a pass leaves, ``printed`` shows it.
+``train_graph`` is the FX graph with roles and phases, ``memory`` its storages and lives, ``layout`` their offsets in
+the arena. ``rewrite`` writes nodes, ``verify`` and ``value_flow`` check what a pass leaves, ``printed`` shows a graph.
 """
 
 from roamc.graph.train_graph import (

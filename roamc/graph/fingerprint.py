@@ -1,7 +1,7 @@
 """A hash of a graph that is the same in every process: two graphs with one fingerprint have the same plans.
 
-Whatever an argument is, it goes into the hash as text that no address and no hash seed changes: operators and functions
-by qualified name, numbers by value, tensors that the graph holds by geometry, other objects by their type.
+Every argument goes into the hash as text that no address and no hash seed changes: operators and functions by qualified
+name, numbers by value, tensors that the graph holds by geometry, other objects by their type.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Sym
 
 
 def fingerprint(graph: TrainGraph) -> str:
-    """A hash of operators, arguments, shapes, phases, roles and inputs that share memory; the same in every process.
+    """Return a hash, in hexadecimal, of all of a graph that plans depend on; it is the same in every process.
 
-    What is in a tensor that the graph holds is not part of it, as no plan depends on that.
+    It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
+    elements of tensors that the graph holds are no part of it.
     """
     digest = hashlib.sha256("\n".join(_lines(graph.module)).encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
@@ -37,7 +38,7 @@ def fingerprint(graph: TrainGraph) -> str:
 
 
 def _shared(graph: fx.Graph) -> list[str]:
-    """Of every input that shares memory with one before it: both names."""
+    """``"a in b"`` for every input ``a`` that shares memory with an earlier input ``b``."""
     first: dict[int, str] = {}
     pairs = [
         (node.name, first.setdefault(identity(tensor), node.name))

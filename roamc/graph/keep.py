@@ -1,4 +1,4 @@
-"""Parts of a model in which the user decides: ``with roamc.keep():`` in its forward."""
+"""Parts of a model whose results are kept whatever the budget: ``with roamc.keep():`` in its forward."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 KEY, KEEP = "roamc", "keep"
+"""Key and value in ``node.meta["custom"]`` of a node traced inside :func:`keep`."""
 
 
 def keep() -> AbstractContextManager[object]:
-    """Inside, in the forward of a model: what is made here stays until its last reader; no budget drops it.
+    """Return a context manager for a model's forward: what is made inside stays until its last reader.
+
+    No budget has it recomputed or encoded.
 
     >>> def forward(self, x):
     ...     with roamc.keep():
     ...         h = self.expensive(x)
     ...     return self.head(h)
 
-    To have a part made again whatever the budget, use ``torch.utils.checkpoint``, which roamc leaves as it is. In such
-    a region the region decides: what it makes again is made again. What a selective policy of yours must save
-    (``CheckpointPolicy.MUST_SAVE``) stays as it does here.
+    To have a part recomputed whatever the budget, use ``torch.utils.checkpoint``, which roamc leaves as it is. Inside
+    such a region ``keep`` has no effect: what the region recomputes is recomputed. What a selective policy must save
+    (``CheckpointPolicy.MUST_SAVE``) is kept as if it were made inside ``keep``.
     """
     return traceback.annotate({KEY: KEEP})
 
 
 def keep_saved(graph: fx.Graph) -> None:
-    """Mark what a selective policy must save as made inside :func:`keep`; call it before a partitioner adds marks."""
+    """Mark nodes that a selective checkpoint policy must save as made inside :func:`keep`, in their ``meta``.
+
+    Call it before a partitioner, which marks nodes in the same way.
+    """
     for node in graph.nodes:
         if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
             node.meta["custom"] = {**node.meta.get("custom", {}), KEY: KEEP}

@@ -1,4 +1,4 @@
-"""Where every storage of a program lives: plain data, made by the layout pass, read by emission."""
+"""Where every storage of a program lies: plain data, made by the layout pass and read by code generation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Trim:
     """Bytes ``[low, high)`` of the arena that are trimmed: given back to the system while nothing lies in them.
 
     Attributes:
-        low: first byte, from the arena's start.
-        high: behind the last.
-        after: the operator behind which they are given back; empty where they are trimmed when the step starts.
-        before: the operator in front of which they come back; empty where they stay trimmed when the step has ended.
+        low: offset in the arena of the first byte.
+        high: offset behind the last byte.
+        after: name of the operator behind which they are given back; "" if they are trimmed already when the step
+            starts.
+        before: name of the operator in front of which they come back; "" if they stay trimmed when the step has ended.
     """
 
     low: Bytes
@@ -26,22 +27,22 @@ class Trim:
 
     @property
     def nbytes(self) -> Bytes:
-        """How many."""
+        """Bytes that are trimmed."""
         return self.high - self.low
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets of all temporaries of one graph.
+    """Where each temporary of one graph lies: at an offset in the arena, or with torch's allocator.
 
     Attributes:
         arena_bytes: size of the arena.
         alignment: bytes; every offset is a multiple.
-        offset: storage name to offset in the arena, in bytes.
-        with_allocator: storages that stay with torch's allocator: results of operators without an ``out=`` form that
-            are not worth a copy.
+        offset: name of a storage in the arena to its offset, in bytes.
+        with_allocator: names of storages that stay with torch's allocator: results of operators without an ``out=``
+            form that are not worth a copy.
         peak_bytes: most bytes at one step, of the arena without what is trimmed and of all that lies outside it.
-        needed_bytes: the same with what operators take for themselves, and tensors' own objects.
+        needed_bytes: most bytes at one step, with each operator's workspace and the tensor objects added.
         trims: the ranges of the arena that are trimmed for a while.
     """
 
@@ -55,5 +56,5 @@ class Layout:
 
     @property
     def trimmed(self) -> tuple[tuple[Bytes, Bytes], ...]:
-        """The ranges that are trimmed when a step starts."""
+        """The (low, high) of each range that is trimmed already when a step starts, in bytes of the arena."""
         return tuple((trim.low, trim.high) for trim in self.trims if not trim.after)

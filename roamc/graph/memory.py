@@ -33,16 +33,24 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Place(enum.Enum):
-    """Who owns a storage."""
+    """Who owns a storage: decides how long it lives, whether live bytes count it, and whether it may lie in the arena.
 
-    INPUT = "input"  # the caller; exists before and after, never counted
-    TANGENT = "tangent"  # the caller, who gives it up to backward; gone after its last use, never in the arena
-    OUTPUT = "output"  # handed to the caller; never in the arena
-    TEMPORARY = "temporary"  # made and finished with inside the step
+    Attributes:
+        INPUT: the caller, or the graph for a constant. It exists before and after the step; live bytes leave it out.
+        TANGENT: the caller, who hands it to backward and keeps no reference. It counts from the start of backward to
+            its last use, and never lies in the arena.
+        OUTPUT: the caller, who gets it from the step. It counts to the end of the step, and never lies in the arena.
+        TEMPORARY: the step, which makes it and frees it after its last use. Only temporaries may lie in the arena.
+    """
+
+    INPUT = "input"
+    TANGENT = "tangent"
+    OUTPUT = "output"
+    TEMPORARY = "temporary"
 
 
 WROTE_OVER = "roamc_wrote_over"
-"""Key in the ``meta`` of an operator that eager runs in place, on its first argument, where the graph makes a value."""
+"""Key in a node's ``meta``: eager runs this operator in place on its first argument; the graph makes a new value."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,10 @@ class Storage:
 
     Attributes:
         index: position in ``MemoryModel.storages``.
-        name: the node that makes it, with ``#k`` for result k of several.
+        name: name of the node that makes it, with ``#k`` for result k of several.
         nbytes: bytes of the whole storage, not of any view.
         place: who owns it.
-        producer: index of the operator that makes it; -1 for inputs and tangents.
+        producer: index in ``MemoryModel.operators`` of the operator that makes it; -1 for inputs, tangents, constants.
         device: type of the device that it is on, such as "cpu".
         gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
         space: the memory that it lies in.
@@ -72,9 +80,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class Operator:
-    """One step's work: ``births`` are made by it, ``reads`` and ``writes`` are storages that exist.
+    """One node that does work, and the storages that it touches, as indices into ``MemoryModel.storages``.
 
-    One that waits for the end of another reads all that the other reads, writes and makes.
+    Attributes:
+        node: the node.
+        phase: the part of the step that it belongs to.
+        births: storages that it makes.
+        reads: storages made earlier that it reads. An operator that waits for the end of an asynchronous one also reads
+            all that the asynchronous one reads, writes and makes.
+        writes: storages made earlier that it writes, by in-place reuse as well.
     """
 
     node: fx.Node
@@ -92,7 +106,8 @@ class MemoryModel:
         storages: every storage, inputs included.
         operators: in graph order.
         edges: (before, after) pairs of operator indices that every order must keep: data, writes against reads of
-            the same storage, random, collective and checking operators in their order, writes to inputs behind checks.
+            the same storage, random, collective and checking operators in their order, writes to inputs behind checks,
+            parts of an update behind its gradient.
         owner: (node name, result position) to storage index, for every tensor of the graph.
     """
 
@@ -103,18 +118,18 @@ class MemoryModel:
 
     @cached_property
     def counted(self) -> tuple[Storage, ...]:
-        """The storages of the device that live and die with the step: what it makes, and tangents."""
+        """The storages that live bytes count: all in device memory that the step makes, outputs too, and tangents."""
         made = (storage for storage in self.storages if storage.place is not Place.INPUT)
         return tuple(storage for storage in made if storage.space is Space.DEVICE)
 
     @cached_property
     def boundary(self) -> Step:
-        """The step at which backward starts, in every legal order of a graph with a boundary."""
+        """The number of FORWARD operators: the step at which backward starts, if the graph has a boundary."""
         return sum(operator.phase is Phase.FORWARD for operator in self.operators)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """Per storage the operators that read or write it, in graph order, its producer left out."""
+        """For each storage the indices of the operators that read or write it, ascending, without its producer."""
         found: list[list[int]] = [[] for _ in self.storages]
         for index, operator in enumerate(self.operators):
             for storage in sorted({*operator.reads, *operator.writes}):
@@ -123,7 +138,7 @@ class MemoryModel:
 
     @cached_property
     def saved(self) -> tuple[Storage, ...]:
-        """Temporaries made in FORWARD and used in BACKWARD or later."""
+        """The counted storages, outputs included, that FORWARD makes and BACKWARD or UPDATE uses."""
         return tuple(
             storage
             for storage in self.counted
@@ -133,15 +148,19 @@ class MemoryModel:
         )
 
     def storage_of(self, node: fx.Node, position: int = 0) -> Storage:
-        """The storage behind one tensor of the graph."""
+        """Return the storage of result ``position`` of ``node``, as :func:`roamc.graph.tensors_of` numbers results."""
         return self.storages[self.owner[node.name, position]]
 
 
 def build_memory(graph: TrainGraph) -> MemoryModel:
     """Read storages, operators and order constraints off ``graph``.
 
-    Passes and checks ask one after the other for the same graph: the last answer is kept with it, and given again if
-    every node is still the one that it was.
+    The FX graph caches its last model. A call returns that one again, as long as no node was added, moved, renamed or
+    given another target, argument or value, and ``inputs``, ``phase``, ``gradients``, ``waits`` and ``reuse`` of
+    ``graph`` are the same objects.
+
+    Raises:
+        VerifyError: an entry of ``graph.reuse`` does not join two single tensors.
     """
     now = _state(graph)
     known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
@@ -153,18 +172,18 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
 
 
 _KEPT_AS = "_roamc_memory"
-"""The attribute of a graph, which nodes and values of its model refer to: both go together."""
+"""Attribute of an FX graph that caches its :class:`_Known`, so that the model is freed with the graph it refers to."""
 
 
 class _Known(NamedTuple):
-    """A model, and the objects that it was read off."""
+    """A cached model, and the objects that it was read off."""
 
     state: list[object]
     memory: MemoryModel
 
 
 def _state(graph: TrainGraph) -> list[object]:
-    """All that :class:`_Builder` reads; arguments and values are replaced when they change."""
+    """Every object that :class:`_Builder` reads. To compare identities is enough: a change replaces the object."""
     state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.reuse]
     for node in graph.graph.nodes:
         state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"))
@@ -172,16 +191,15 @@ def _state(graph: TrainGraph) -> list[object]:
 
 
 def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[Int64s, Int64s]:
-    """Half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
-
-    A tangent is born where backward starts. One that nobody uses has no life.
+    """Return the half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
 
     Args:
         memory: n operators.
         order: a permutation of 0..n-1; None for graph order.
 
     Returns:
-        Two arrays over ``memory.counted``. Outputs live to step n.
+        ``born`` and ``dead``, int64, an entry for each storage of ``memory.counted``. Outputs live to step n. Tangents
+        are born where backward starts; a tangent that nobody uses has ``dead == born``.
     """
     count = len(memory.operators)
     position = np.empty(count, dtype=np.int64)
@@ -199,7 +217,7 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
 
 
 def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
-    """Live bytes at every step, for storages of ``nbytes`` alive in ``[born, dead)``."""
+    """Return int64[steps], live bytes at every step of storages with sizes ``nbytes`` that live in ``[born, dead)``."""
     change = np.zeros(steps + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, dead, nbytes)
@@ -207,21 +225,23 @@ def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
 
 
 def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
-    """How many storages alive in ``[born, dead)`` there are at the step that has most."""
+    """Return how many storages live at the step with most of them, for storages that live in ``[born, dead)``."""
     return int(timeline(np.ones_like(born), born, dead, steps).max(initial=0))
 
 
 def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
-    """Live bytes of counted storages at every step of ``order`` (graph order if None)."""
+    """Return int64[n], the live bytes of counted storages at each of the n steps of ``order`` (graph order if None)."""
     born, dead = lifetimes(memory, order)
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
 
 def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
-    """As :func:`lifetimes` in program order, but gradients live to the end of the step.
+    """Return ``born`` and ``dead`` as :func:`lifetimes` does, but as eager PyTorch has them, in graph order.
 
-    Where eager writes over a value, the bytes go over to the result: the value is dead at that operator. What eager
-    writes to a part of a storage, or to a tensor of the caller's, has no bytes of its own and no life.
+    Gradients live to the end of the step. Some operators make a value here that eager writes over the first argument.
+    Where that argument is all of a temporary's storage and ends its life here, it dies one step earlier: the result
+    takes over its bytes. Where eager writes to a part of a storage, or to a tensor of the caller's, the result takes no
+    bytes and has ``dead == born``.
     """
     born, dead = lifetimes(memory)
     row = {storage.index: at for at, storage in enumerate(memory.counted)}
@@ -240,10 +260,10 @@ def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
 
 
 def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, Storage]]:
-    """Operators that eager runs in place where the graph makes a value.
+    """Find the operators that eager runs in place where the graph makes a value.
 
     Yields:
-        The operator's position, the storage that eager writes to, whether to all of it, the storage of the value.
+        The operator's index, the storage that eager writes to, whether it writes all of it, the storage of the value.
     """
     for position, operator in enumerate(memory.operators):
         rule = ops.rule(operator.node.target)
@@ -257,7 +277,14 @@ def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, St
 
 
 def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
-    """``dead`` if outputs of forward go when it has ended, or after their last use in backward."""
+    """Return ``dead`` for a caller that keeps no output of forward.
+
+    Outputs that FORWARD makes die at the boundary, or after their last use in backward; other storages as in ``dead``.
+
+    Args:
+        memory: of a graph with a boundary.
+        dead: int64, an entry for each storage of ``memory.counted``, in graph order; stays as it is.
+    """
     earlier = dead.copy()
     for row, storage in enumerate(memory.counted):
         made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
@@ -268,7 +295,7 @@ def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
 
 
 def eager_live_bytes(memory: MemoryModel) -> Int64s:
-    """What eager PyTorch holds at every step: program order, and gradients live to the end of the step.
+    """Return int64[n], the live bytes of eager PyTorch at each of the n steps, with lives of :func:`eager_lifetimes`.
 
     Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
     the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
@@ -278,12 +305,12 @@ def eager_live_bytes(memory: MemoryModel) -> Int64s:
 
 
 def sizes(storages: Iterable[Storage]) -> Int64s:
-    """Their sizes in bytes as an array."""
+    """Return int64, the bytes of each of ``storages``."""
     return np.array([storage.nbytes for storage in storages], dtype=np.int64)
 
 
 def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, int]) -> MemoryModel:
-    """What :func:`build_memory` reads off a graph with its operators in ``order`` and with in-place reuse.
+    """Return the model of the graph behind ``memory`` with its operators in ``order`` and with in-place reuse.
 
     Args:
         memory: of a graph without in-place reuse; n operators.
@@ -291,8 +318,8 @@ def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, i
         reused: index of the storage of a result to that of the argument whose bytes it takes over.
 
     Returns:
-        The same operators, and the storages without those of the results in ``reused``. The edges are those of
-        ``memory``: the edges that in-place reuse adds are not there.
+        The model that :func:`build_memory` would read off that graph, but for the edges that in-place reuse adds. The
+        storages of the results in ``reused`` are gone; operators and storages have new indices.
     """
     position = {operator: step for step, operator in enumerate(order)}
     roots = [_root(storage.index, reused) for storage in memory.storages]
@@ -324,7 +351,7 @@ def _root(storage: int, reused: Mapping[int, int]) -> int:
 
 
 def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int]) -> Operator:
-    """The operator with other numbers for its storages; a result that takes over an argument is written there."""
+    """The operator with ``number`` for its storages; a result in ``reused`` becomes a write to what it reuses."""
     births = tuple(number[birth] for birth in operator.births if birth not in reused)
     taken = {number[birth] for birth in operator.births if birth in reused}
     reads = {number[storage] for storage in operator.reads}
@@ -333,7 +360,7 @@ def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int
 
 
 class _Builder:
-    """Walks the graph once; one dictionary from storage identity to index."""
+    """Builds a :class:`MemoryModel` in one walk over the nodes; ``seen`` maps storage identity to index."""
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
@@ -362,7 +389,7 @@ class _Builder:
         return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
 
     def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
-        """Record the storage of one tensor; its index if it is new, None if it was known."""
+        """Record the storage of one tensor, and return its index if it is new, None if it was known."""
         key = self.shared.of(tensor)
         new = key not in self.seen
         if new:
@@ -421,7 +448,7 @@ class _Builder:
         return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
 
     def _storage_edges(self, edges: set[tuple[int, int]]) -> None:
-        """Reads after the last write, writes after every read since, per storage."""
+        """Order the uses of each storage: reads behind the last write, writes behind all reads since the last write."""
         writer: dict[int, int] = {s.index: s.producer for s in self.storages if s.producer >= 0}
         readers: dict[int, list[int]] = {}
         for index, operator in enumerate(self.operators):
@@ -447,7 +474,7 @@ class _Builder:
                     edges.add((maker, index))
 
     def _update_edges(self, edges: set[tuple[int, int]]) -> None:
-        """No part of an update before its gradient exists: a step that fails before has changed nothing."""
+        """Order updates behind their gradients: a step that fails before the gradient exists has changed nothing."""
         by_name = {node.name: node for node in self.graph.graph.nodes}
         for name, gradient in self.graph.waits.items():
             maker = self._maker_of(by_name[gradient]) if gradient in by_name else None
@@ -476,7 +503,7 @@ class _Builder:
 
 
 def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
-    """The argument whose memory the result of ``node`` takes over.
+    """Return the argument whose memory the result of ``node`` takes over; ``node`` has an entry in ``graph.reuse``.
 
     Raises:
         VerifyError: argument or result is no single tensor.
@@ -491,9 +518,10 @@ def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
 
 
 class SharedStorages:
-    """Which tensors of a graph lie in the same memory: those that share a storage, and results over an argument.
+    """Tells which tensors of a graph lie in the same memory: views of one storage, or joined by ``TrainGraph.reuse``.
 
-    In-place reuse is an entry in ``TrainGraph.reuse``; the fake tensors of the trace do not know of it.
+    In-place reuse does not show in the fake tensors: there a result and the argument that it is written over have
+    storages of their own.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -504,17 +532,17 @@ class SharedStorages:
                 self._reused[identity(node.meta["val"])] = self.of(argument.meta["val"])
 
     def of(self, tensor: torch.Tensor) -> int:
-        """The same number for two fake tensors of the graph exactly if they lie in the same memory."""
+        """Return a number for the memory of ``tensor``, equal for two fake tensors exactly if they share memory."""
         own = identity(tensor)
         return self._reused.get(own, own)
 
     def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
-        """The numbers of all tensors that ``nodes`` stand for."""
+        """Return :meth:`of` every tensor that ``nodes`` stand for; None among them is skipped."""
         return {self._reused.get(own, own) for own in identities(nodes)}
 
 
 def started_by(node: fx.Node) -> fx.Node | None:
-    """The operator for whose end ``node`` waits, which may return before it has ended; None if it waits for none."""
+    """Return the asynchronous operator for whose end ``node`` waits; None if ``node`` does not wait."""
     position = ops.rule(node.target).finishes if node.op == "call_function" else None
     if position is None:
         return None
@@ -524,13 +552,13 @@ def started_by(node: fx.Node) -> fx.Node | None:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether every byte of the storage belongs to exactly one element, so that it can be read as a flat row."""
+    """Whether each byte of the storage of ``tensor`` belongs to exactly one element, so that it can be read flat."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return whole and tensor.storage_offset() == 0 and is_dense(tensor)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, each once, in whatever sequence of dimensions."""
+    """Whether the elements of ``tensor`` lie side by side in memory, without gap or overlap, in any dimension order."""
     expected = 1
     pairs = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     for step, size in pairs if tensor.numel() else ():
@@ -541,18 +569,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
-    """What :func:`identity` gives for all tensors that ``nodes`` stand for."""
+    """Return the identities of the storages of all tensors that ``nodes`` stand for; None among them is skipped."""
     return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
 
 
 def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
-    """Names of the graph's inputs whose storage one of the operators ``nodes`` writes, through a view too."""
+    """Return the names of the graph's inputs whose storage an operator in ``nodes`` writes, directly or by a view."""
     storages = identities(argument for node in nodes for argument in ops.mutated_arguments(node))
     return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(identities([node]))}
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
-    """Bytes by role of the caller's tensors that stay: parameters, optimizer state, buffers, inputs; no tangents."""
+    """Return the value of each :class:`Role` of inputs to the bytes of their storages; tangents are left out.
+
+    A storage that several inputs share counts once, for the first of them.
+    """
     total: dict[str, Bytes] = {}
     seen: set[int] = set()
     for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):

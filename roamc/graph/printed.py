@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
 
 def printed(graph: TrainGraph) -> str:
-    """The whole graph as text, in the order in which its operators stand."""
+    """Return the whole graph as text, operators in graph order; the module shows an example."""
     return "\n".join(_lines(graph)) + "\n"
 
 
 def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
-    """Operators and inputs as nodes, the storages that one makes and another uses as edges.
+    """Return a networkx graph: operators and inputs are nodes, storages that one makes and another uses are edges.
 
-    Nodes have the attributes ``kind`` ("input" or "operator"), and operators ``step``, ``phase``, ``operator`` and
-    ``source`` (file and line of the user's model, where known). Edges have ``storage``, ``bytes`` and ``use`` ("read"
-    or "write"). Every attribute is a string or a number, so that networkx can write all of its formats.
+    The key of a node is its name in ``graph``. It has the attribute ``kind`` ("input" or "operator"), and an operator
+    ``step``, ``phase``, ``operator`` and ``source`` (file and line of the user's model, "" where unknown). Edges have
+    ``storage``, ``bytes`` and ``use`` ("read" or "write"). Every attribute is a string or a number, so that networkx
+    can write all of its formats.
     """
     import networkx as nx  # here, as no other command needs it
 

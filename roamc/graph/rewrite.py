@@ -18,7 +18,11 @@ class Writer:
     """Adds ``call_function`` nodes to a graph and derives shape, dtype and strides of each.
 
     Attributes:
-        phase: node name to phase of every node written; :class:`roamc.graph.TrainGraph` takes it.
+        graph: the graph; new nodes go to its insertion point.
+        mode: the fake mode that its tensors belong to.
+        current: the phase of the nodes written from now on.
+        phase: name to phase of every node written, to be added to ``TrainGraph.phase``.
+        like: the node whose stack trace new nodes get; None for no stack trace.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: Phase) -> None:
@@ -29,7 +33,7 @@ class Writer:
         self.like: fx.Node | None = None
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append ``target(*args, **kwargs)``; arguments are nodes, numbers or lists of them."""
+        """Insert a call of ``target`` with nodes, numbers or lists of them as arguments, and return its node."""
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
             node.meta["val"] = target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
@@ -40,7 +44,17 @@ class Writer:
 
 
 def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any], name: str | None = None) -> fx.Node:
-    """A node in front of the random operator ``first`` that keeps the state of the generator it draws from."""
+    """Insert a node in front of the random operator ``first`` that saves the state of the generator it draws from.
+
+    Args:
+        graph: the graph of ``first``; changed in place.
+        first: an operator with a tensor among its results, whose device says which default generator it draws from.
+        mode: the fake mode of the graph's tensors.
+        name: of the new node, made unique by FX; None for a default.
+
+    Returns:
+        The new node: it stands for a tensor of uint8 that :func:`roamc.operators.random.replay` takes.
+    """
     device = next(tensor.device for _, tensor in tensors_of(first))
     with graph.inserting_before(first):
         state = graph.create_node("call_function", save_rng_state, (device,), name=name)
@@ -51,9 +65,9 @@ def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any
 
 
 def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A fake tensor with the geometry and the lazy bits of ``tensor``, at the same place in another storage.
+    """Return a fake tensor like ``tensor``, at the same offset in ``storage``.
 
-    Call it under the fake mode that both belong to.
+    Dtype, shape, strides and the lazy conj and neg bits stay. Call it under the fake mode that both belong to.
     """
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     new = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -61,10 +75,14 @@ def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tens
 
 
 def move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
-    """Give one fake tensor of ``node`` the same place in another storage; call it as :func:`placed_in`.
+    """Put one fake result of ``node`` into another storage, at the same offset; changes ``node.meta["val"]``.
+
+    The result keeps its geometry, see :func:`placed_in`. Call it under the fake mode of ``node`` and ``storage``.
 
     Args:
-        position: among the results of ``node``, as :func:`roamc.graph.tensors_of` counts.
+        node: the node; its other results stay as they are.
+        position: which result, as :func:`roamc.graph.tensors_of` numbers them; ignored for a single tensor.
+        storage: the storage that the result lies in from now on, large enough for it.
     """
     value = node.meta["val"]
     old = value if isinstance(value, torch.Tensor) else value[position]
@@ -76,19 +94,22 @@ def move(node: fx.Node, position: int, storage: torch.UntypedStorage) -> None:
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value that a node stands for."""
+    """Return the fake value that ``node`` stands for: a tensor, a list or tuple of results, or a number."""
     return node.meta["val"]
 
 
 def given(node: fx.Node) -> tuple[Any, Any]:
-    """The arguments and keywords that ``node`` is called with, fake values in the place of nodes."""
+    """Return the positional and the keyword arguments of ``node``, with fake values in the place of nodes."""
     arguments: Any = fx.map_arg(node.args, value_of)
     keywords: Any = fx.map_arg(node.kwargs, value_of)
     return arguments, keywords
 
 
 def settings_of(node: fx.Node) -> dict[str, Any]:
-    """What ``node`` is called with by name, defaults of its operator included; see :func:`given`."""
+    """Return each argument's name to what ``node`` passes for it, or the default; fake values in the place of nodes.
+
+    The target of ``node`` has a schema, as every ``OpOverload`` has.
+    """
     arguments, keywords = given(node)
     declared = node.target._schema.arguments  # type: ignore[union-attr]
     defaults = {argument.name: argument.default_value for argument in declared}
@@ -96,7 +117,11 @@ def settings_of(node: fx.Node) -> dict[str, Any]:
 
 
 def derived(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
-    """The fake value that the operator of ``node`` gives for the values of its arguments, which belong to ``mode``."""
+    """Run the operator of ``node`` on the fake values of its arguments, under their fake mode ``mode``.
+
+    Returns:
+        The fake results, views of the arguments' fake tensors where the operator makes views. ``node`` stays as it is.
+    """
     arguments, keywords = given(node)
     if node.target is operator.getitem:
         return arguments[0][arguments[1]]

@@ -1,7 +1,7 @@
-"""Operators with other names and the same values, for the judge of values.
+"""Which calls of different operators give the same values, for :mod:`roamc.graph.value_flow`.
 
-Shares no code with the passes and rewritings that exchange such operators: what they claim to be the same stands here a
-second time.
+Shares no code with the passes and rewritings that exchange such operators, so that it can check them: what they claim
+to be the same stands here a second time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its node; what is called with which arguments; their keys; state of the generator; name if it may
-    give other bits the next time."""
+    """One call of an operator, and what its number is made of.
+
+    Attributes:
+        node: the node that calls.
+        target: the operator; of one that writes over its first argument, the form that makes a new value.
+        args: the positional arguments.
+        keys: keys of the positional and of the keyword arguments, see :meth:`roamc.graph.value_flow.Walk.keys`.
+        state: number of the generator's state; None if the operator draws nothing.
+        once: name of the node if another call with the same keys and state may give other bits; else None.
+    """
 
     node: fx.Node
     target: Any
@@ -39,8 +47,7 @@ class Call:
 
 
 def _dropout(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """On a CPU a dropout draws its mask, whatever the input, and multiplies by it and by the scale, rounded to the
-    input's dtype; ``native_dropout_backward`` is that product."""
+    """A dropout on a CPU is ``dropout_mask``, then ``native_dropout_backward`` of input, mask and the rounded scale."""
     if len(call.args) != 3 or call.args[2] is False or not call.args[1]:
         return None
     tensors = dict(tensors_of(call.node))
@@ -61,7 +68,7 @@ def _dropout(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 
 def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """In training the running statistics change nothing of what is normalised: as if there were none."""
+    """In training a batch norm's first three results are those of ``no_stats``: it reads no running statistics."""
     (x, weight, bias, _, _, training, momentum, epsilon), keywords = call.keys
     if keywords or call.args[5] is not True:
         return None
@@ -71,7 +78,7 @@ def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | No
 
 
 def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A write to a part of the first argument, whether that part is written itself or a copy of the whole is made."""
+    """A copy of the first argument with a part overwritten has the content of that argument after a write in place."""
     base, value = call.args[:2]
     whole, written = base.meta["val"], value.meta["val"]
     if call.keys[1] or whole.dtype != written.dtype:
@@ -90,7 +97,7 @@ def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | Non
 
 
 def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """The second argument in the shape of the first, in whatever place."""
+    """``copy`` has the elements of its second argument in the shape of the first, wherever the result lies."""
     into, source = call.args[:2]
     target, value = into.meta["val"], source.meta["val"]
     if target.dtype != value.dtype or target.device != value.device:
@@ -106,7 +113,7 @@ def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 
 def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A copy that lies as what it copies, of all that is in a storage."""
+    """A copy of a whole storage with the same geometry has the same content."""
     (lies,), (result,) = walk.numbers.places(call.args[0]), walk.numbers.places(call.node)
     if not lies.whole or lies.geometry != result.geometry:
         return None
@@ -114,6 +121,10 @@ def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 
 Equal = Callable[["Walk", Call], tuple[Number, dict[int, Number]] | None]
+"""From a walk and a call to the number of the call, and the numbers of those results that another operator makes too.
+
+Results are counted by position. None if the call has no equal.
+"""
 
 EQUAL: dict[object, Equal] = {
     aten.native_dropout.default: _dropout,
@@ -121,11 +132,11 @@ EQUAL: dict[object, Equal] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.clone.default: _cloned,
 }
-"""Operator to the number of a call, and of those of its results that another operator makes as well."""
+"""Operator to what gives its calls and results their numbers, for operators that have an equal."""
 
 
 def equal_of(target: Any, rule: ops.OpRule) -> Equal | None:
-    """What gives a call of ``target`` its number, and those of its results that another operator makes as well."""
+    """Return what gives calls of ``target`` and their results numbers; None if no other operator makes its results."""
     if rule.part is not None:
         return _scattered
     return _copied if rule.broadcasts else EQUAL.get(target)

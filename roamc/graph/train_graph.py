@@ -1,7 +1,7 @@
 """TrainGraph: an FX graph of one training step, with the role of every input and output and the phase of every node.
 
-Two kinds, one type. From ``torch.compile`` the graph has a *boundary*: every FORWARD node runs before
-any BACKWARD node, because the user's code runs in between. From ``train_step`` there is none.
+A graph of ``torch.compile`` has a *boundary*: every FORWARD node runs before any BACKWARD node, because the user's code
+runs in between. A graph of ``train_step`` has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Phase(enum.IntEnum):
-    """Which part of the step a node belongs to."""
+    """Which part of the step a node belongs to: the forward pass, the backward pass, or the optimizer's update."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,7 +34,19 @@ class Phase(enum.IntEnum):
 
 
 class Role(enum.Enum):
-    """What an input is, or what an output is handed out as."""
+    """What an input of the graph is, or what an output is for the caller.
+
+    Attributes:
+        PARAMETER: input, a parameter of the model; in a graph of ``torch.compile`` a buffer has this role as well.
+        BUFFER: input, a buffer of the model.
+        OPTIMIZER_STATE: input, a tensor of the optimizer's state.
+        INPUT: input, anything else that the model or the step is called with.
+        TANGENT: input of backward, the gradient of an output of forward.
+        SCALAR: input, a number of the optimizer such as its learning rate.
+        OUTPUT: output, a result of the model or the step.
+        LOSS: output, the loss.
+        GRADIENT: output, the gradient of an input.
+    """
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -64,13 +76,13 @@ class Port:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A smaller form in which a storage waits for some of its readers.
+    """A smaller form in which a storage is kept for some of its readers, which read the decoded value.
 
     Attributes:
-        storage: its name.
+        storage: name of the storage, see :func:`storage_name`.
         codec: name of the codec.
         error: the most by which an element may differ after decoding; 0 for exact.
-        keeps: what of the value is the same after decoding.
+        keeps: what of the value is the same after decoding. Only readers that need no more may read it.
         encode: operators from the value, the only placeholder, to its code, the only output.
         decode: operators from the code to a tensor with the value's shape and strides.
     """
@@ -96,13 +108,16 @@ class TrainGraph:
         boundary: no node may cross from FORWARD to BACKWARD (graphs of ``torch.compile``).
         saved: with a boundary, node names in the order in which AOTAutograd saves them for backward.
         gradients: names of the nodes that are a parameter's gradient; eager keeps these until the end.
-        waits: node of the update to the gradient node that it must not run before, though it may not read it.
+        waits: name of an update node to that of a gradient node; the update runs behind the gradient, whether or not it
+            reads it.
         notes: sentences about the capture that the plan passes on to the user.
-        eager_bytes: what eager PyTorch holds at its worst step, once the pipeline has counted it.
-        eager_floor: what it holds at least at every step, of small graphs; see :func:`roamc.passes.layout.eager_floor`.
-        reuse: operator to the position of the argument whose memory its result takes over. The fake tensors of both
-            keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
-        layout: where every tensor lies, once the layout pass has run.
+        eager_bytes: most live bytes of eager PyTorch at one step; None until the pipeline has counted them.
+        eager_floor: for small graphs, name of an operator, or of a moment at which the caller's code runs, to the bytes
+            that eager holds there at least: if the caller keeps what forward hands out, and if not. Empty otherwise;
+            see :func:`roamc.passes.layout.eager_floor`.
+        reuse: operator name to the position of the argument whose memory its result takes over. The fake tensors of
+            both keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
+        layout: offsets in the arena; None until the layout pass has run.
         encodings: the storages that some readers read from a smaller form.
     """
 
@@ -128,12 +143,12 @@ class TrainGraph:
         return self.module.graph
 
     def replace(self, **changes: object) -> TrainGraph:
-        """A copy with some fields changed."""
+        """Return a copy with the fields in ``changes`` replaced; it shares the FX graph unless ``module`` is given."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def copied(graph: TrainGraph) -> TrainGraph:
-    """A copy whose nodes, with the same names, may be moved, erased and given other metadata."""
+    """Return a copy with nodes of its own, of the same names: changes to the nodes of one do not show in the other."""
     fresh = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -159,12 +174,12 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
-    """What the graph returns, flat; None where it returns nothing."""
+    """Return the elements of the graph's flat output tuple: a node, or None where an output has no value."""
     return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
 
 
 def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
-    """The (position, fake tensor) results of a node; position 0 for a single tensor."""
+    """Yield (position, fake tensor) for each result of ``node`` that is a tensor; a single tensor has position 0."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         yield 0, value
@@ -175,17 +190,20 @@ def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def storage_name(node: fx.Node, position: int) -> str:
-    """The name of the storage that a result of ``node`` makes: the node's, with ``#k`` for result k of several."""
+    """Return the name of the storage that result ``position`` of ``node`` makes.
+
+    It is the name of ``node``, with ``#k`` for result k of a node that makes a list or tuple.
+    """
     return node.name if isinstance(node.meta.get("val"), torch.Tensor) else f"{node.name}#{position}"
 
 
 def maker_of(storage: str) -> str:
-    """The name of the node that makes the storage of that name, see :func:`storage_name`."""
+    """Return the name of the node that makes the storage with the name ``storage``, see :func:`storage_name`."""
     return storage.partition("#")[0]
 
 
 def attribute(module: torch.nn.Module, path: str) -> Any:
-    """What a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, stands for."""
+    """Return what a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, gets from ``module``."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -193,7 +211,10 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that made ``node``, as ``file.py:line``: the innermost one outside torch and roamc's capture."""
+    """Return the user's line that made ``node``, as ``file.py:line``; "" if ``node`` has no stack trace.
+
+    It is the innermost line outside torch and roamc's capture; one of torch's where there is no other.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     found = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
     own = [frame for frame in found if "/torch/" not in frame[0]] or found
@@ -201,7 +222,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def main_device(graph: TrainGraph) -> torch.device:
-    """The device of the arena: the one that most bytes of tensors are on."""
+    """Return the device of the arena: the one that most bytes of tensors are on; the CPU without tensors."""
     total: dict[torch.device, int] = {}
     for node in graph.graph.nodes:
         for _, tensor in tensors_of(node):

@@ -1,6 +1,6 @@
-"""The judge of values: what every operator reads has the value that it had in the captured graph.
+"""The judge of values checks that every operator reads the values that it read in the captured graph.
 
-A graph is run once with numbers in the place of tensors. A storage has the number of what lies in it; an operator has
+A graph is run once with numbers in the place of tensors. A storage has the number of what lies in it. An operator has
 the number of (what it calls, its literal arguments, the numbers that it reads, for a random operator the state of the
 generator); what it makes or writes has a number made of that. Two equal numbers are the same bits:
 
@@ -10,13 +10,14 @@ generator); what it makes or writes has a number made of that. Two equal numbers
     dx = mm(h, g)           9 = mm(7, 3)     h_1 = mul(x, s)         10 = mul(1, 8)
                                              dx  = mm(h_1, g)        11 = mm(10, 3), and 9 is wanted
 
-Views need no number: they are places in a storage, and a reader reads (number of the storage, place). That a view lies
-where its operator and arguments put it is derived anew, once for all views that are alike. A rerun has the
-number of its original, a replay that of the draw that it repeats, a result written over an argument that of the result.
-What a codec has decoded counts as the value that was encoded, for readers that need no more of it than the codec keeps.
+Views need no number: they are places in a storage, and a reader reads (number of the storage, place). Where a view lies
+is derived anew from its operator and arguments, once for all views that are alike. A rerun has the number of its
+original, a replay that of the draw that it repeats, a result written over an argument the number that it would have in
+memory of its own. What a codec has decoded counts as the value that was encoded, for readers that need no more of it
+than the codec keeps.
 
-Shares no code with the passes: their rewritings that change operators and not values stand here a second time, as
-:mod:`roamc.graph.same_values`.
+This module shares no code with the passes: which of their rewritings change operators but no values stands a second
+time in :mod:`roamc.graph.same_values`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,15 @@ aten = torch.ops.aten
 
 
 def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
-    """Number the values of ``graph``, which pass ``after`` left, in its present order.
+    """Number the values of ``graph`` in its present order.
+
+    Args:
+        graph: the graph; stays as it is.
+        numbers: gives the numbers; the same object for all graphs that are to be compared.
+        after: name of the pass that left the graph, for the message.
+
+    Returns:
+        The numbers of its operators, effects and final values.
 
     Raises:
         VerifyError: a view does not lie in what it is a view of, or elsewhere in it than its arguments say.
@@ -79,11 +88,11 @@ def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = ()
 
     Args:
         graph: what the pass left.
-        before: of the graph before the pass.
+        before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
         lossy: names of the codecs with an error that may be used.
-        handed_over: compare outputs of forward where the caller gets them, and not once more at the end of the step:
-            they may have become views of tensors that are the caller's to write.
+        handed_over: compare outputs of forward only where the caller gets them, and not again at the end of the step:
+            by then the caller may have written to tensors that they are views of.
 
     Returns:
         The values of ``graph``.
@@ -118,7 +127,18 @@ def _output(position: int, port: Port, part: str) -> str:
 
 
 class Walk:
-    """Runs operators on numbers."""
+    """Runs the nodes of a graph, one after the other, on numbers in the place of values.
+
+    Attributes:
+        numbers: gives the numbers.
+        encodings: name of a storage to its encodings.
+        reuse: name of an operator to the position of the argument that its result is written over.
+        state: number of the random generator's present state.
+        operators: name of each operator that has run to the number of its call.
+        effects: (number, name) of each operator that has run and has an effect beside results and writes.
+        makers: number to the name of the first node that has it.
+        writers: content of a storage to the name of the first operator that has written it in place.
+    """
 
     def __init__(
         self, numbers: Numbers, encodings: Sequence[Encoding] = (), reuse: Mapping[str, int] | None = None
@@ -140,7 +160,7 @@ class Walk:
         self._written: set[int] = set()
 
     def feed(self, node: fx.Node, number: Number) -> None:
-        """What ``node`` stands for comes from outside."""
+        """Give what ``node``, an input or a constant of the graph, stands for the value ``number``."""
         self._other[node] = number
         self.makers.setdefault(number, node.name)
         for place in self.numbers.places(node):
@@ -152,7 +172,8 @@ class Walk:
         """Run ``node``: number what it reads, then what it makes and writes.
 
         Returns:
-            What is wrong with ``node`` if it is a view and does not lie where it should; else None.
+            None if all is well. For a view that does not lie where it should, the end of a sentence that begins with
+            "a view".
         """
         places = self.numbers.places(node)
         fresh = [place for place in places if self._memory(place) not in self._content]
@@ -186,7 +207,15 @@ class Walk:
         self._written.add(over)
 
     def results(self, returned: Sequence[tuple[fx.Node | None, Port]], part: str) -> dict[str, Number]:
-        """Numbers of what lies now in the tensors that are returned, under words for a message."""
+        """Return the present values of outputs.
+
+        Args:
+            returned: each node of the output tuple, None where there is no value, and its port.
+            part: "forward" or "step", at whose end they are read.
+
+        Returns:
+            Words for a message to the number of the output's value; outputs without a value are left out.
+        """
         return {
             _output(position, port, part): self.numbers.of("output", self._read(node))
             for position, (node, port) in enumerate(returned)
@@ -194,14 +223,24 @@ class Walk:
         }
 
     def hand_over(self, nodes: Iterable[fx.Node]) -> None:
-        """Forward has ended. Until backward begins, another forward may write again what this one wrote to the caller's
-        tensors; what lies there now has no known value."""
+        """End forward: what this graph has written to tensors of ``nodes`` gets an unknown value.
+
+        ``nodes`` are inputs and constants of the graph. Before backward begins, another forward may write to them too.
+        """
         for place in (place for node in nodes for place in self.numbers.places(node)):
             if self._memory(place) in self._written:
                 self._content[self._memory(place)] = self.numbers.of("handed", self._content[self._memory(place)])
 
     def left(self, node: fx.Node, name: str) -> dict[str, Number]:
-        """Numbers of what was written to the tensors of ``node``, which are not the step's own."""
+        """Return the final values of those tensors of an input or constant ``node`` that the graph has written.
+
+        Args:
+            node: the input or constant.
+            name: the user's name for it.
+
+        Returns:
+            One entry, words for a message to the content of the tensor's storage; empty if nothing was written.
+        """
         lies = [self._memory(place) for place in self.numbers.places(node)]
         written = [storage for storage in lies if storage in self._written]
         return {f"{name} ({node.name})": self._content[storage] for storage in written}
@@ -209,7 +248,7 @@ class Walk:
     def _write(
         self, node: fx.Node, place: Place, target: Target, number: Number, made: Number | None, position: int
     ) -> None:
-        """``node``, the call with this ``number``, writes to ``place``; ``made`` is the result of its twin."""
+        """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin makes, ``made``."""
         content = self._note("written", number, position, by=node.name)
         if target.twin is not None:
             result = made if made is not None else self._note("part", number, 0, by=node.name)
@@ -236,31 +275,38 @@ class Walk:
         return number, made
 
     def content(self, place: Place) -> Number:
-        """What lies in the storage of ``place`` now; what a codec has decoded without error counts as what it was."""
+        """Return the present content of the storage of ``place``; of an exactly decoded value, that of the original."""
         content = self._content[self._memory(place)]
         keeps, value = self._decoded.get(content, (None, content))
         return value if keeps is Need.ELEMENTS else content
 
     def elements(self, node: fx.Node) -> Number:
-        """The elements of the one tensor that ``node`` stands for, wherever they may lie."""
+        """Return the number of the elements of the one tensor that ``node`` stands for, the same wherever they lie."""
         (place,) = self.numbers.places(node)
         return self.uncopied(self.numbers.elements(self.content(place), place.geometry))
 
     def uncopied(self, elements: Number) -> Number:
-        """Of elements that have been copied from elsewhere, perhaps more than once, those."""
+        """Return ``elements``, or the elements that they are a copy of, at the end of a chain of copies."""
         kind, *said = self.numbers.key(elements)
         if kind == "filled":
             return self.uncopied(int(said[1]))
         return self.uncopied(self.numbers.elements(*said)) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
-        """The number of a call."""
+        """Return the number of ``call``."""
         return self.called(call.target, call.keys, call.state, call.once)
 
     def called(
         self, target: Any, keys: tuple[Key, Key], state: Number | None = None, once: str | None = None
     ) -> Number:
-        """The number of a call of ``target`` with the arguments that have ``keys``."""
+        """Return the number of a call of ``target``.
+
+        Args:
+            target: the operator.
+            keys: keys of the positional and the keyword arguments, from :meth:`keys`.
+            state: number of the generator's state; None if the operator draws nothing.
+            once: name of the node if another such call may give other bits; else None.
+        """
         return self.numbers.of("call", self.numbers.target(target).number, *keys, state, once)
 
     def _equal(self, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -285,13 +331,13 @@ class Walk:
         return f"of {known[0]}, and lies elsewhere in it than its arguments say"
 
     def _makes_anew(self, node: fx.Node, target: Target, fresh: Sequence[Place]) -> bool:
-        """Whether ``node``, of an operator that makes views, makes other tensors: not those of its argument."""
+        """Whether ``node``, whose operator makes views, makes new tensors here instead of views of its argument."""
         if not fresh or target.target is not operator.getitem:
             return bool(fresh) and not self._viewed(node, target)
         return all(place.position != node.args[1] for place in self.numbers.places(node.args[0]))  # type: ignore[arg-type]
 
     def _viewed(self, node: fx.Node, target: Target) -> tuple[Place, ...]:
-        """Where the views that ``node`` makes lie by its operator and its arguments."""
+        """The places of the views that ``node`` makes, derived from its operator and its arguments."""
         base = next(tensor for argument in node.all_input_nodes for _, tensor in tensors_of(argument))
         named = tuple((name, self._where(node.kwargs[name])) for name in node.kwargs)
         key = target.number, tuple(map(self._where, node.args)), named
@@ -321,7 +367,7 @@ class Walk:
         return number
 
     def _coded(self, encoding: Encoding, value: Number) -> Number:
-        """The number of a value that was encoded and decoded."""
+        """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
         for graph in (encoding.encode, encoding.decode):
             walk = Walk(self.numbers)
             for node in graph.nodes:
@@ -338,7 +384,11 @@ class Walk:
     # -- arguments ------------------------------------------------------------------------------
 
     def keys(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, Key]:
-        """Positional and keyword arguments of a call of ``target``, with numbers for tensors."""
+        """Return keys of the positional and of the keyword arguments, with the present numbers in the place of tensors.
+
+        Where ``target`` needs only the shape of an argument, the key holds no more. Where it needs only signs, a
+        decoded value with the same signs has the key of the original.
+        """
         rule = self.numbers.target(target).rule
         named = tuple((name, self._key(kwargs[name])) for name in sorted(kwargs)) if kwargs else ()
         if not rule.shape_of and rule.compares is None:

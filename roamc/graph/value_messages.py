@@ -1,4 +1,4 @@
-"""What the judge of values says: two numbers are followed down to where they begin to differ."""
+"""Error messages of :mod:`roamc.graph.value_flow`: two numbers are followed down to where they begin to differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from roamc.graph.value_numbers import Flow, Number, Numbers
 
 
 def fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | None, found: Number | None) -> None:
-    """Follow two numbers down to where they begin to differ, and say what is read there."""
+    """Follow two numbers down to where they begin to differ, and raise an error that says what is read there.
+
+    Args:
+        now: values of the graph that a pass left.
+        before: values of the graph before the pass, with the same ``numbers``.
+        after: name of the pass.
+        reader: operator, output or tensor of the caller's that gets another value.
+        wanted: number that ``reader`` had before the pass; None if it had none.
+        found: number that ``reader`` has now; None if it has none.
+
+    Raises:
+        VerifyError: always.
+    """
     path = list(_path(now.numbers, wanted, found))
     calls = [number for _, number in path if now.numbers.key(number)[0] == "call"]
     via = next((now.makers[number] for number in reversed(calls) if number in now.makers), reader)
@@ -25,7 +37,12 @@ def fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | None
 
 
 def fail_effects(now: Flow, before: Flow, after: str) -> None:
-    """Say which operator with an effect runs in another place, or that there are more or fewer of them.
+    """Raise an error that names the operator with an effect that runs in another place, or counts those before and now.
+
+    Args:
+        now: values of the graph that a pass left; its ``effects`` have other numbers than those of ``before``.
+        before: values of the graph before the pass.
+        after: name of the pass.
 
     Raises:
         VerifyError: always.
@@ -58,12 +75,11 @@ WORDS = {
     "no": "no state of a generator",
     "target": "another operator",
 }
-"""Kind of key to what it stands for."""
+"""First part of a key to what the key stands for; ``{}`` is the name of an operator."""
 
 
 def _path(numbers: Numbers, wanted: Number | None, found: Number | None) -> Iterator[tuple[Number, Number]]:
-    """Two numbers that differ, then pairs of numbers that differ and that they are made of, as far as operators are
-    the same."""
+    """Yield two numbers that differ, then the differing numbers inside these, and so on while operators agree."""
     pair = (wanted, found) if wanted is not None and found is not None else None
     while pair is not None:
         yield pair
@@ -85,11 +101,11 @@ NUMBERED = {
     "patched": (1, 3),
     "patched part": (1, 4),
 }
-"""Kind of key to the places in it at which there are numbers; in "read" and "other" at all."""
+"""First part of a key to the positions in the key that hold numbers; keys "read" and "other" hold them everywhere."""
 
 
 def _inside(wanted: Any, found: Any) -> tuple[Number, Number] | None:
-    """The first two numbers that differ in keys that are otherwise alike; None where more than numbers differs."""
+    """The first two numbers that differ in two keys; None where something else differs before."""
     if not (isinstance(wanted, tuple) and isinstance(found, tuple)) or len(wanted) != len(found):
         return None
     everywhere = range(len(wanted)) if wanted and wanted[0] in ("read", "other") else ()

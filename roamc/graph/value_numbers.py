@@ -1,4 +1,9 @@
-"""Numbers in the place of values: equal numbers are the same bits. :mod:`roamc.graph.value_flow` judges with them."""
+"""Value numbering: numbers stand for values, equal numbers for the same bits; :mod:`roamc.graph.value_flow` uses them.
+
+A *key* is a tuple that says how a value comes about: first its kind, such as "call" or "read", then literals and
+numbers. The *content* of a storage is the number of all bytes in it; a *geometry* is the number of shape, strides,
+offset, dtype and lazy bits.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,14 @@ from roamc.operators import ops
 from roamc.operators.schemas import relative
 
 Number = int
+"""Stands for a value, an operator, a geometry or a state of a generator."""
+
 Key = tuple[Any, ...]
+"""What a number was given for: its kind, then what it is made of."""
 
 
 class Numbers:
-    """Numbers of values: equal for equal keys. One object for all graphs that are to be compared."""
+    """Gives numbers to keys, the same to equal keys. Graphs can be compared only if they share one object."""
 
     def __init__(self) -> None:
         self._known: dict[Key, Number] = {}
@@ -32,18 +40,18 @@ class Numbers:
         self._born: dict[Number, Number] = {}
 
     def of(self, *key: Any) -> Number:
-        """The number of ``key``, whose first part says what it is."""
+        """Return the number of ``key``, a new one if the key is new; its first part says of which kind it is."""
         number = self._known.setdefault(key, len(self._keys))
         if number == len(self._keys):
             self._keys.append(key)
         return number
 
     def key(self, number: Number) -> Key:
-        """What has this number."""
+        """Return the key that has ``number``."""
         return self._keys[number]
 
     def target(self, target: Any) -> Target:
-        """What is known of an operator, which is asked for by identity: hashing one is slow."""
+        """Return what is known of an operator; it is looked up by identity, as hashing an operator is slow."""
         known = self._targets.get(id(target))
         if known is None:
             rule = ops.rule(target)
@@ -52,7 +60,7 @@ class Numbers:
         return known
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
-        """Where the tensors that ``node`` stands for lie."""
+        """Return the place of each tensor among the results of ``node``."""
         value = node.meta.get("val")
         known = self._tensors.get(id(value))
         if known is None or known[0] is not value:
@@ -60,9 +68,16 @@ class Numbers:
         return known[1]
 
     def lies(self, key: Key, base: torch.Tensor, make: Callable[[], Any]) -> tuple[Place, ...]:
-        """Where the views lie that ``make`` gives, called the first time that views with this ``key`` are asked for.
+        """Return the places of the views that ``make`` gives.
 
-        Their storage means nothing later: it is that of the first. None of them if they share none with ``base``.
+        Args:
+            key: the same for views of the same geometry; ``make`` is called only for the first of them.
+            base: the fake tensor that the views are of.
+            make: makes the fake views, one or a list; it runs under the fake mode of ``base``.
+
+        Returns:
+            The places; their ``storage`` is that of the first call and means nothing. Empty if a result does not share
+            the storage of ``base``, so that it is no view.
         """
         known = self._views.get(key)
         if known is None:
@@ -78,15 +93,28 @@ class Numbers:
         return known
 
     def born(self, content: Number, geometry: Number) -> None:
-        """Note that ``content`` is what an operator gives that lies so, and fills its storage."""
+        """Note that an operator made a tensor with this ``geometry``, in a storage with this ``content``."""
         self._born.setdefault(content, geometry)
 
     def elements(self, content: Number, geometry: Number) -> Number:
-        """The elements of a tensor, wherever they may lie: of one that fills its storage, the content of that."""
+        """Return the number of a tensor's elements, the same wherever they lie.
+
+        For a tensor in the storage that its operator made for it, with the same geometry, it is ``content``.
+
+        Args:
+            content: of the tensor's storage.
+            geometry: of the tensor.
+        """
         return content if self._born.get(content) == geometry else self.of("elements", content, geometry)
 
     def patched(self, content: Number, part: Place, elements: Number) -> Number:
-        """What is in a storage when ``elements`` have been written to a ``part`` of it."""
+        """Return the content of a storage after a write to a part of it.
+
+        Args:
+            content: before the write.
+            part: what is written.
+            elements: number of the elements that are written.
+        """
         geometry, elements = self._innermost(content, part.geometry, elements)
         if elements == self.elements(content, geometry):
             return content
@@ -101,11 +129,18 @@ class Numbers:
         return elements
 
     def patched_part(self, content: Number, base: Place, part: Place, elements: Number) -> Number:
-        """A copy of ``base``, a part of a storage, with ``elements`` written to ``part`` of that."""
+        """Return the number of the elements of ``base`` with ``elements`` written to a part of them.
+
+        Args:
+            content: of the storage that ``base`` lies in.
+            base: a part of that storage, which is copied.
+            part: what is written, a part of ``base``, as it lies in that storage.
+            elements: number of the elements that are written.
+        """
         return self.of("patched part", content, base.geometry, *self._innermost(content, part.geometry, elements))
 
     def _innermost(self, content: Number, geometry: Number, elements: Number) -> tuple[Number, Number]:
-        """Where what is written differs from what is there: ``elements`` may be a copy of the part, itself patched."""
+        """Geometry and elements of the innermost write: ``elements`` may be a copy of the part with a part patched."""
         kind, *said = self.key(elements)
         inside = kind == "patched part" and said[:2] == [content, geometry]
         return (said[2], said[3]) if inside else (geometry, elements)
@@ -119,14 +154,21 @@ class Numbers:
 
 
 def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:
-    """The operator that makes what ``target`` writes over its first argument; None if there is none."""
+    """The operator that returns as a new value what ``target`` writes over its first argument; None without one."""
     return relative(target, lambda name: name.removesuffix("_")) if rule.mutates == (0,) else None
 
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor: position among the results of its node, storage, number of its geometry, number of its shape, whether
-    it fills its storage."""
+    """Where one tensor lies.
+
+    Attributes:
+        position: among the results of its node.
+        storage: identity of its storage, see :func:`roamc.compat.identity`.
+        geometry: number of its shape, strides, offset, dtype and lazy bits.
+        shape: number of its shape.
+        whole: every byte of the storage belongs to exactly one element of it.
+    """
 
     position: int
     storage: int
@@ -137,8 +179,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Target:
-    """An operator, its number, its row of the operator table, whether it makes views alone, and the operator that makes
-    what it writes over its first argument, if there is one."""
+    """What is known of an operator.
+
+    Attributes:
+        target: the operator.
+        number: its number.
+        rule: what the operator table says of it.
+        is_view: a call only makes views, or picks one result of several.
+        twin: the operator that returns as a new value what this one writes over its first argument; None if there is
+            none.
+    """
 
     target: Any
     number: Number
@@ -152,12 +202,13 @@ class Flow:
     """The values of one graph, as numbers.
 
     Attributes:
-        numbers: what they stand for.
-        operators: operator to its number.
-        effects: numbers of what has an effect beside results and writes, in order.
-        finals: what the step leaves behind, under words for a message, to its number: outputs, caller's tensors.
-        makers: number to the first operator of this graph that has it.
-        writers: number of what lies in a storage to the first operator of this graph that has written it in place.
+        numbers: gave the numbers.
+        operators: name of an operator to the number of its call.
+        effects: (number, name) of each operator with an effect beside results and writes, in graph order.
+        finals: what the step leaves behind to its number: outputs, tensors of the caller's that are written, and the
+            state of the random generator. The keys are words for a message.
+        makers: number to the name of the first node of this graph that has it.
+        writers: content of a storage to the name of the first operator of this graph that has written it in place.
     """
 
     numbers: Numbers = field(repr=False)

@@ -1,4 +1,4 @@
-"""The judge of graphs and of plans. Every graph a pass leaves, and every plan, is checked here before it runs.
+"""The judge of graphs: every graph that a pass leaves is checked here before it runs.
 
 The checks are dull on purpose and share nothing with the solvers. An error is one line: the fault, the pass that ran
 last, and how to leave that pass out. The ten nodes around the fault go to the log, at debug level.
@@ -23,7 +23,7 @@ from roamc.operators import ops
 from roamc.operators.corrections import corrected
 
 Life = tuple[int, int, int]
-"""Born, dead (half-open, in positions of the graph's node list), bytes."""
+"""(born, dead, bytes) of a storage: it lives in ``[born, dead)``, in positions of the graph's node list."""
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,9 @@ class Constraints:
     """What a pass must leave as it is.
 
     Attributes:
-        order: (before, after) pairs of node names: data, writes, random operators, collectives.
-        effects: names of nodes that write, draw, talk to other ranks or assert.
+        order: (before, after) pairs of names of nodes that must stay in this order: data, writes, random operators,
+            collectives.
+        effects: names of nodes that write, draw, talk to other ranks or assert, and so must not be removed.
     """
 
     order: tuple[tuple[str, str], ...] = ()
@@ -45,7 +46,7 @@ class Constraints:
 
 
 def constraints(graph: TrainGraph) -> Constraints:
-    """Read the constraints off a graph before a pass."""
+    """Return what a pass must leave as it is in ``graph``, to be given to :func:`check_graph` behind the pass."""
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
     effects = tuple(op.node.name for op in memory.operators if ops.has_effect(op.node.target))
@@ -53,13 +54,13 @@ def constraints(graph: TrainGraph) -> Constraints:
 
 
 def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, *, deep: bool = False) -> None:
-    """Check one graph.
+    """Check that a graph is well-formed: ports, phases, order, aliases and in-place reuse.
 
     Args:
         graph: what the pass left.
         after: name of the pass, for the message.
         kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay.
-        deep: also derive shape, dtype and strides of every node again from its operator.
+        deep: also derive shape, dtype, strides and device of every result again from its operator.
 
     Raises:
         VerifyError: names the fault and the pass; the log has the neighbourhood.
@@ -80,7 +81,15 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
 
 
 def storage_lives(graph: TrainGraph) -> dict[str, Life]:
-    """Storage name to (born, dead, bytes), in positions of the graph's own node list."""
+    """Return when each storage of ``graph`` lives, derived from the node list alone, to judge a plan by.
+
+    Results written over an argument lie in its storage. A view does not prolong a life, but what reads the view does;
+    what an asynchronous operator touches lives until its wait. Inputs and constants have lives like any other storage.
+
+    Returns:
+        Storage name (see :func:`roamc.graph.storage_name`) to (born, dead, bytes). The storage lives in
+        ``[born, dead)``: positions in ``graph.graph.nodes``, where views, inputs and the output node count as well.
+    """
     shared = SharedStorages(graph)
     owner: dict[int, str] = {}
     lives: dict[str, Life] = {}
@@ -143,12 +152,12 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
 
 
 def _under_way(start: fx.Node | None) -> list[fx.Node]:
-    """The nodes whose memory an operator reads and writes until it has ended."""
+    """The asynchronous operator and what it reads, whose memory is in use until it has ended; empty for None."""
     return [] if start is None else [start, *start.all_input_nodes]
 
 
 def _check_finished(graph: TrainGraph, after: str) -> None:
-    """Operators that may return before they have ended: somebody waits for each in the same part of the step."""
+    """Check that in the same part of the step something waits for each operator that may return before it has ended."""
     waits = {start: node for node in operators(graph.graph) if (start := started_by(node)) is not None}
     for node in operators(graph.graph):
         if ops.rule(node.target).asynchronous and node not in waits:
@@ -161,7 +170,7 @@ def _check_finished(graph: TrainGraph, after: str) -> None:
 
 
 def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> None:
-    """From its start to its end nobody writes what an operator reads, nor reads or writes what it writes."""
+    """Check that until an operator ends nothing writes what it reads, nor reads or writes what it writes."""
     shared = SharedStorages(graph)
     under_way: dict[fx.Node, tuple[set[int], set[int]]] = {}  # operator to what it reads, and what it writes
     for node in operators(graph.graph):
@@ -197,7 +206,7 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
 
 
 def _check_aliases(graph: TrainGraph, after: str) -> None:
-    """What the operator table calls a view must share storage, and nothing else may."""
+    """Check that results share storage with an input only where the operator table says so, and picks always do."""
     for node in operators(graph.graph):
         rule = ops.rule(node.target)
         inputs = {identity(t) for argument in node.all_input_nodes for _, t in tensors_of(argument)}
@@ -210,7 +219,7 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
 
 
 def _check_reuse(graph: TrainGraph, after: str) -> None:
-    """Results written over an argument: the operator may do that, both lie alike, and nobody reads the old values."""
+    """Check in-place reuse: the operator may do that, argument and result lie alike, nothing reads the old values."""
     shared = SharedStorages(graph)
     known: dict[int, list[fx.Node]] = {}
     born: set[int] = set()  # storages
@@ -257,7 +266,7 @@ def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _check_metadata(graph: TrainGraph, after: str) -> None:
-    """Every tensor's shape, dtype and strides again, from operator and inputs, as the device's kernels give them."""
+    """Derive shape, dtype, strides and device of every result again, as the real kernels give them, and compare."""
     mode = mode_of(graph.graph)
     for node in operators(graph.graph):
         if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):

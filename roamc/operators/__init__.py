@@ -1,10 +1,10 @@
 """What roamc knows of operators: one table in chapters, and the operators and kernels of its own.
 
-ops.py              the joined row of an operator, and what follows for a call: everybody asks here
+ops.py              what all chapters say of an operator, joined, and what follows for a call: other folders ask here
 table.py            chapter: aliases, random numbers, in-place writes, forms with out=, ranges of indices
 costs/              chapter: what bounds the time, what is read, FLOPs, workspace
 kernels.py          chapter: functions of ours that write into planned memory
-corrections.py      chapter: results that are not what torch's fake kernels note; fakes.py: fake kernels of ours
+corrections.py      chapter: results that differ from what torch's fake kernels give; fakes.py: fake kernels of ours
 out_variants.py     how an operator puts its results into planned memory, which follows from the chapters
 
 random.py, collectives.py, effects.py   operators of ours

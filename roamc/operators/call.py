@@ -1,4 +1,4 @@
-"""What a node calls: the operator itself, also where roamc runs it again with old random numbers."""
+"""What a node calls, and the fake tensors among its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roamc.operators.random import replay
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and its arguments; nodes stand for tensors."""
+    """One call of an operator: ``target`` with positional ``args`` and ``kwargs``, in which nodes stand for tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -22,19 +22,19 @@ class Call:
 
 
 def call_of(node: fx.Node) -> Call:
-    """What ``node`` runs; a replayed random operator counts as the operator that it replays."""
+    """Return the call that ``node`` makes; for a ``replay`` it is the call of the random operator that is replayed."""
     if node.target is replay:
         return Call(node.args[1], tuple(node.args[2:]), dict(node.kwargs))
     return Call(node.target, tuple(node.args), dict(node.kwargs))
 
 
 def fakes(value: Any) -> Any:
-    """``value`` with the fake tensors that its nodes stand for."""
+    """Return ``value`` with each node, also in nested lists, tuples and dicts, replaced by its fake value, or None."""
     return fx.node.map_arg(value, lambda node: node.meta.get("val"))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists and tuples of them."""
+    """Yield ``value`` if it is a tensor, or all tensors in nested lists and tuples, in order; skip all else."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -43,10 +43,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensor_at(call: Call, position: int) -> torch.Tensor:
-    """The tensor, or the first of several, that ``call`` is given there."""
+    """Return the fake tensor that is positional argument ``position`` of ``call``, or the first in it if it is a list.
+
+    Raises:
+        StopIteration: the argument is no tensor.
+    """
     return next(tensors_in(fakes(call.args[position])))
 
 
 def rows_of(tensor: torch.Tensor) -> int:
-    """How many rows it has: along its last dimension, whatever the others are."""
+    """Return how many rows ``tensor`` has along its last dimension: elements divided by the size of that dimension."""
     return tensor.numel() // max(1, tensor.shape[-1])

@@ -1,4 +1,4 @@
-"""Collectives that are finished when they return.
+"""Collective operators that are finished when they return.
 
 torch's functional collectives are two operators each: one starts the communication, one waits for it.
 
@@ -9,8 +9,9 @@ An operator here does both, so that no argument or result is in use by the netwo
 
     z = roamc_collective.all_reduce(x, "sum", group)
 
-``FINISHED`` maps torch's starts to these operators. ``KERNELS`` maps the operators to functions that write into
-tensors they are given; operators that are not there make their results themselves.
+``FINISHED`` maps torch's starts to these operators. ``KERNELS`` maps some of these operators to functions that write
+into ``out``, tensors of the results' geometry, and return when the communication is finished; the other operators
+allocate their results. Arguments are those of the operator of the same name in ``_c10d_functional``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ RESULTS: dict[str, Fake] = {
     "all_to_all_single": _exchanged,
     "broadcast": _same_shape,
 }
-"""Name in ``_c10d_functional`` to the geometry of the results: contiguous, as the real kernels allocate them."""
+"""Name in ``_c10d_functional`` to the fake kernel: its results are contiguous, as the real kernels allocate them."""
 
 
 def _finished(start: OpOverload) -> OpOverload:
@@ -90,7 +91,7 @@ def _finished(start: OpOverload) -> OpOverload:
 
 
 def _dense(argument: Any) -> Any:
-    """Tensors as torch's kernels take them: torch 2.11 refuses others, later versions copy them as well."""
+    """``argument`` with contiguous tensors: torch 2.11 refuses others, later versions copy them as well."""
     if isinstance(argument, Tensor):
         return argument.contiguous()
     return list(map(_dense, argument)) if isinstance(argument, list) else argument
@@ -105,12 +106,12 @@ FINISHED: dict[OpOverload, OpOverload] = (
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """What the network sends of a tensor: complex numbers as pairs."""
+    """``tensor`` as the network sends it: complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def all_reduce(input: Tensor, reduce_op: str, group_name: Any, *, out: Tensor) -> None:
-    """Reduce over all ranks, in place where ``out`` is ``input``."""
+    """Reduce ``input`` over all ranks by ``reduce_op`` into ``out``; ``input`` stays unless ``out`` is ``input``."""
     if out.data_ptr() != input.data_ptr():
         out.copy_(input)
     FUNCTIONAL.all_reduce_.default(_real(out), reduce_op, group_name)
@@ -120,7 +121,7 @@ def all_reduce(input: Tensor, reduce_op: str, group_name: Any, *, out: Tensor) -
 def all_reduce_coalesced(
     inputs: Sequence[Tensor], reduce_op: str, group_name: Any, *, out: Tensor | tuple[Tensor, ...]
 ) -> None:
-    """Reduce several tensors in one call."""
+    """Reduce each of ``inputs`` over all ranks by ``reduce_op`` into its tensor of ``out``, in one call."""
     results = [out] if isinstance(out, Tensor) else list(out)
     for result, tensor in zip(results, inputs, strict=True):
         result.copy_(tensor)
@@ -130,20 +131,20 @@ def all_reduce_coalesced(
 
 
 def all_gather_into_tensor(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> None:
-    """Put the tensors of all ranks one behind the other."""
+    """Write the ``input`` of all ``group_size`` ranks to ``out``, one behind the other along dimension 0, by rank."""
     FUNCTIONAL.all_gather_into_tensor_out.default(_real(input.contiguous()), group_size, group_name, out=_real(out))
     FUNCTIONAL.wait_tensor.default(out)
 
 
 def reduce_scatter_tensor(input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor) -> None:
-    """Reduce over all ranks and keep this rank's part."""
+    """Reduce ``input`` over all ranks by ``reduce_op`` and write this rank's part along dimension 0 to ``out``."""
     dense = _real(input.contiguous())
     FUNCTIONAL.reduce_scatter_tensor_out.default(dense, reduce_op, group_size, group_name, out=_real(out))
     FUNCTIONAL.wait_tensor.default(out)
 
 
 def broadcast(input: Tensor, src: int, group_name: Any, *, out: Tensor) -> None:
-    """Take over the tensor of rank ``src``, in place where ``out`` is ``input``."""
+    """Write the ``input`` of rank ``src`` to ``out`` on every rank; ``out`` may be ``input``."""
     if out.data_ptr() != input.data_ptr():
         out.copy_(input)
     FUNCTIONAL.broadcast_.default(out, src, group_name)
@@ -154,4 +155,4 @@ _WRITERS = (all_reduce, all_reduce_coalesced, all_gather_into_tensor, reduce_sca
 KERNELS: dict[OpOverload, Callable[..., None]] = {
     FINISHED[getattr(FUNCTIONAL, writer.__name__).default]: writer for writer in _WRITERS if FINISHED
 }
-"""Operator of ours to the function that writes its results into ``out``."""
+"""Operator of this module to the function that writes its results into ``out``."""

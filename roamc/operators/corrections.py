@@ -2,6 +2,9 @@
 
 Each row of ``FIXES`` names an operator and says what its results really are. Views of a mended result are
 derived again. Tests compare every predicted byte with real storages and find the rows that are missing.
+
+A fix is called with a node and the fake mode of its tensors. ``node.meta["val"]`` is what torch's fake kernel gives, as
+it is *noted* in the graph. A fix returns the result of the real kernel, or None where it is the same.
 """
 
 from __future__ import annotations
@@ -26,19 +29,24 @@ Fix = Callable[[fx.Node, FakeTensorMode], Any]
 
 
 def correct(graph: fx.Graph) -> dict[str, str]:
-    """Give the nodes of ``graph`` the metadata of the real kernels, in place.
+    """Give the fake results of ``graph`` the shapes, strides and dtypes of the real kernels; changes it in place.
 
-    A view that the real memory does not allow becomes one of a copy, as ``reshape`` has it in eager.
+    Where the real strides allow no view, a ``clone`` is inserted and the view is of that copy, as ``reshape`` has it in
+    eager.
 
     Returns:
-        name of each copy to that of its view.
+        Name of each inserted copy to the name of its view; copies belong to the phase of their view.
+
+    Raises:
+        CaptureError: a node cannot be planned or run again: it draws from a generator of the user's, reads or swaps a
+            whole storage, or makes a sparse tensor.
     """
     mode = mode_of(graph)
     copies: dict[str, str] = {}
     if mode is None:
         return copies
     changed: set[fx.Node] = set()
-    moved: set[fx.Node] = set()  # what lies in memory otherwise than torch noted, and so does what is made of it
+    moved: set[fx.Node] = set()  # results with another geometry than torch noted; results of these are derived again
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -58,7 +66,16 @@ def correct(graph: fx.Graph) -> dict[str, str]:
 
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
-    """``fake``, what the fake kernel of ``node`` gives, as the real one gives it; ``node`` stays as it is."""
+    """Return the result of the real kernel of ``node``.
+
+    Args:
+        node: the node; stays as it is.
+        fake: what its fake kernel gives.
+        mode: the fake mode of its tensors.
+
+    Returns:
+        ``fake`` itself where the real kernel gives the same, else fake tensors made anew.
+    """
     fix = FIXES.get(node.target) or (pointwise.lies if ops.rule(node.target).strides is not Strides.AS_NOTED else None)  # type: ignore
     if fix is None:
         return fake
@@ -71,7 +88,7 @@ def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
 
 
 def _refuse(node: fx.Node) -> None:
-    """What cannot be planned or replayed: generators of the user's, whole storages read or swapped, sparse tensors."""
+    """Raise CaptureError for what cannot be planned: generators of the user's, swapped storages, sparse tensors."""
     if node.kwargs.get("generator") is not None:
         raise CaptureError(
             f"{node.target} draws from a generator of its own; draw outside the step and pass the numbers in the "
@@ -95,7 +112,7 @@ def _shares(node: fx.Node) -> bool:
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
-    """What ``node`` gives; a view that its input does not allow reads a copy first, named in ``copies``."""
+    """The fake result of ``node``; a view that its input's strides do not allow gets a copy, noted in ``copies``."""
     try:
         fresh = derived(node, mode)
     except (RuntimeError, ValueError):
@@ -133,18 +150,21 @@ def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
 
 
 def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU's kernels give rows or channels last; torch notes the input's strides, for groups from 2.14 on rows."""
+    """A norm's result is contiguous or channels last on a CPU, as its input suggests.
+
+    torch notes the strides of the input; for group norms it notes a contiguous result from 2.14 on.
+    """
     return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
 
 
 def _batch_norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The same; torch notes the strides of the gradient that comes in."""
+    """The input's gradient is contiguous or channels last on a CPU; torch notes the strides of the gradient read."""
     masked = _masked(node, mode)
     return _laid_out(masked or node.meta["val"], value_of(node.args[1]), mode) or masked  # type: ignore[arg-type]
 
 
 def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
-    """The results with the first in the memory format of ``read``; None where it is."""
+    """The results ``told`` with the first in the memory format of ``read``; None where it has that already."""
     first, *rest = told
     if first is None or read.device.type != "cpu":
         return None
@@ -154,7 +174,7 @@ def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
 
 
 def _in_turn(*fixes: Fix) -> Fix:
-    """Several corrections of one operator, each of what the one before it has left."""
+    """One fix that applies ``fixes`` in turn, each to what the one before it has left."""
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         noted, fixed = node.meta["val"], None
@@ -205,7 +225,7 @@ def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The result over an expanded base is dense; torch 2.11 notes it as expanded too."""
+    """The result of a scatter into an expanded base is dense; torch 2.11 notes it as expanded too."""
     told = node.meta["val"]
     if not is_expanded(told):
         return None
@@ -214,7 +234,7 @@ def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of ``tensor`` share their bytes."""
+    """Whether ``tensor`` has a dimension of stride 0 along which several elements share their bytes."""
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -243,7 +263,7 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """All results lie in order on a CPU; torch notes that they lie like the argument."""
+    """All results are contiguous on a CPU; torch notes that they lie like the argument."""
     noted = node.meta["val"]
     results = noted if isinstance(noted, tuple) else (noted,)
     if all(result is None or result.is_contiguous() or result.device.type != "cpu" for result in results):
@@ -290,8 +310,11 @@ def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU sums rows of bfloat16 as it sums those of float32: without the bag of each index, result 1. Where no
-    gradient is needed, sums leave sizes and winners of bags, results 2 and 3, as long as the offsets."""
+    """Lengths of results 1 to 3 of ``_embedding_bag`` on a CPU: bag of each index, size and winners of each bag.
+
+    Sums of bfloat16, like those of float32, leave result 1 empty. Where no gradient is needed, sums leave results 2 and
+    3 as long as the offsets.
+    """
     weight, indices, offsets, *_ = given(node)[0]
     if weight.device.type != "cpu":
         return None
@@ -318,7 +341,7 @@ SUM = 0
 """The mode of ``EmbeddingBag`` that adds rows up."""
 
 WHERE_IT_STARTS = frozenset({aten.as_strided_scatter.default, aten.as_strided_copy.default})
-"""Operators that read a storage by positions in it: those of a tensor that starts its storage can be moved with it."""
+"""Operators that read a storage by offsets from its start: allowed for an argument that starts its storage."""
 
 WHOLE_STORAGE = frozenset(
     {
@@ -329,6 +352,7 @@ WHOLE_STORAGE = frozenset(
         aten.set_.source_Storage_storage_offset,
     }
 )
+"""Operators that read, swap or resize a whole storage: capture refuses them, but for :data:`WHERE_IT_STARTS`."""
 
 FIXES: dict[OpOverload, Fix] = {
     aten._native_batch_norm_legit_functional.default: _in_turn(_functional_batch_norm, _statistics(1, 2, 3, 4)),

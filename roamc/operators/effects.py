@@ -1,4 +1,4 @@
-"""Operators that do something beside giving results: checks that raise, prints."""
+"""How roamc calls operators that do something beside giving results: checks that raise, prints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def with_effect(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """``operator(*args)`` as torch's ``with_effects`` returns it: a token, which is None here, then the results."""
+    """Call ``operator`` and return a tuple as torch's ``with_effects`` does: a token, None here, then each result."""
     results = operator(*args, **kwargs)
     return (None, *results) if isinstance(results, tuple) else (None, results)

@@ -1,4 +1,4 @@
-"""Fake kernels in the place of torch's, where torch's refuse what the CPU runs or note another layout."""
+"""Fake kernels that replace torch's where those refuse what the CPU runs, or give other strides or dtypes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from roamc.compat import OpOverload, suggested_format
 aten = torch.ops.aten
 
 NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes of inputs that norms may keep statistics of in float32."""
 
 ROW_BYTES = 16
-"""Rows of ``_grouped_mm``'s result begin at multiples of this many bytes, but for ROCm."""
+"""Rows of ``_grouped_mm``'s result begin at multiples of this many bytes, except with ROCm."""
 
 
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Any:
-    """torch's takes bfloat16 alone, as CUDA's first kernel did, and notes rows as dense."""
+    """torch's fake kernel takes bfloat16 alone, as CUDA's first kernel did, and gives rows without padding."""
     if a.device.type != "cpu":
         return NotImplemented
     dtype = out_dtype or a.dtype
@@ -37,9 +38,9 @@ def _grouped_mm(
 
 
 def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
-    """torch's notes the strides of the input for the result; the CPU's kernels give rows or channels last.
+    """The fake kernel of a batch norm: on a CPU the result is contiguous or channels last, as the input suggests.
 
-    Mean and deviation are results 1 and 2: torch's fake kernels on the meta device note those of a GPU.
+    torch's fake kernels give the result the strides of the input, and the statistics, results 1 and 2, as a GPU does.
     """
     names = [argument.name for argument in overload._schema.arguments]
 
@@ -58,13 +59,21 @@ def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
 
 
 def statistics_dtype(x: Tensor, parameters: Iterable[Tensor | None]) -> torch.dtype:
-    """What the CPU's norms keep mean and deviation in: float32 if ``x`` is narrower than a parameter, else as ``x``."""
+    """Return the dtype in which the CPU's norms keep mean and deviation.
+
+    Args:
+        x: the input of the norm.
+        parameters: weight, bias, running mean and running variance, as far as the norm has them.
+
+    Returns:
+        float32 if ``x`` is bfloat16 or float16 and a parameter is float32; else the dtype of ``x``.
+    """
     wide = any(parameter is not None and parameter.dtype is torch.float32 for parameter in parameters)
     return torch.float32 if wide and x.dtype in NARROW else x.dtype
 
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, *others: Any) -> Any:
-    """torch's notes the strides of the gradient that comes in; the CPU's kernel gives rows or channels last."""
+    """The input's gradient is contiguous or channels last; torch's fake kernel gives it the strides of ``grad``."""
     if x.device.type != "cpu":
         return NotImplemented
     told = aten.native_batch_norm_backward.default(*(_on_meta(value) for value in (grad, x, *others)))
@@ -85,11 +94,11 @@ BATCH_NORMS: tuple[OpOverload, ...] = (
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
 )
-"""What ``nn.BatchNorm1d`` to ``3d`` become: the result first, then statistics."""
+"""The operators that ``nn.BatchNorm1d`` to ``3d`` become; they return the result first, then statistics."""
 
 FAKES: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     **{overload: _batch_norm(overload) for overload in BATCH_NORMS},
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Operator to a function that makes its result from fake tensors, or gives NotImplemented: torch's is used then."""
+"""Operator to its fake kernel, with the operator's arguments; where it returns NotImplemented torch's is used."""

@@ -1,4 +1,4 @@
-"""What the indices can be that an operator makes, or that it checks: functions for the operator table."""
+"""Ranges of the indices that an operator makes, or that it checks: functions for the operator table."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from roamc.operators.schemas import argument_of
 
 
 class Range(NamedTuple):
-    """The smallest and the largest of what integers can be."""
+    """Bounds of integers, both included: ``low`` the smallest that can occur, ``high`` the largest."""
 
     low: int
     high: int
 
 
 Rule = Callable[[fx.Node], Range]
-"""From a call of the operator to the range."""
+"""From the node of a call, whose arguments have fake values, to the range of the indices."""
 
 
 def places(dims: int) -> Rule:
-    """Positions in the last ``dims`` dimensions of ``self``, taken as one row."""
+    """Return the rule for indices into the last ``dims`` dimensions of argument ``self``, flattened."""
 
     def rule(node: fx.Node) -> Range:
         return _below(math.prod(_shape(node, "self")[-dims:]))
@@ -32,18 +32,18 @@ def places(dims: int) -> Rule:
 
 
 def along(node: fx.Node) -> Range:
-    """Positions in the dimension ``dim`` of ``self``, or in all of it as one row where no dimension is given."""
+    """Return the range of indices along dimension ``dim`` of argument ``self``; without ``dim``, into it flattened."""
     shape, dim = _shape(node, "self"), _argument(node, "dim")
     return _below(shape[dim] if isinstance(dim, int) and shape else math.prod(shape))
 
 
 def rows(node: fx.Node) -> Range:
-    """Rows of ``weight``."""
+    """Return the range of indices of the rows of argument ``weight``."""
     return _below(_shape(node, "weight")[0])
 
 
 def classes(node: fx.Node) -> Range:
-    """Classes that ``self`` has a score for, and the number that stands for none of them."""
+    """Return the range of class labels: those that ``self`` has scores for, extended to ``ignore_index``."""
     shape, ignored = _shape(node, "self"), int(_argument(node, "ignore_index"))
     known = _below(shape[1] if len(shape) > 1 else shape[0])
     return Range(min(ignored, known.low), max(ignored, known.high))

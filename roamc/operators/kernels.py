@@ -1,7 +1,9 @@
-"""Operators without a usable ``out=`` overload, written so that they fill tensors they are given.
+"""Kernels of operators without a usable ``out=`` overload: functions that fill tensors they are given.
 
-Each gives the bits of the ATen operator it stands for; tests compare every one of them with it.
-``KERNELS`` is the table: overload to the function and the devices on which it is exact.
+``KERNELS`` maps an overload to its function and the devices on which the function is exact. A function takes the
+arguments of its operator and ``out``, with the geometry of the results, and returns None. It gives the bits of the ATen
+operator, and for random ones draws the same numbers; tests compare them. Arguments ``geometry`` are ignored: ``out``
+has the shape, strides and dtype that they ask for.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ WIDE = frozenset({torch.float32, torch.float64})
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function with the arguments of its operator and the keyword ``out``.
+    """A function that stands for an operator and writes the results into planned memory.
 
     Attributes:
+        function: takes the arguments of the operator and the keyword ``out``: a tensor, or a tuple of them.
         devices: types of the devices on which it gives the operator's bits.
-        lean: it takes less memory for itself than the operator, which it then replaces wherever results lie.
+        lean: it has less workspace than the operator, and so replaces it even where results are not in the arena.
     """
 
     function: Callable[..., None]
@@ -54,43 +57,43 @@ def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bo
 
 @_writes(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default)
 def copy(source: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Copy, cast included: the planned tensor has the dtype and strides that were asked for."""
+    """Copy ``source`` to ``out``, converted to the dtype of ``out``."""
     out.copy_(source)
 
 
 @_writes(aten.copy.default)
 def functional_copy(self: Tensor, source: Tensor, non_blocking: bool = False, *, out: Tensor) -> None:
-    """The geometry of ``self`` with the values of ``source``."""
+    """Write the values of ``source``, broadcast to the shape of ``self``, to ``out``."""
     out.copy_(source)
 
 
 @_writes(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 def zeros(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Zero the planned tensor."""
+    """Fill ``out`` with zeros."""
     out.zero_()
 
 
 @_writes(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 def ones(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Fill the planned tensor with ones."""
+    """Fill ``out`` with ones."""
     out.fill_(1)
 
 
 @_writes(aten.full.default, aten.full_like.default)
 def full(shape: Any, value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Fill the planned tensor with ``value``."""
+    """Fill ``out`` with ``value``."""
     out.fill_(value)
 
 
 @_writes(aten.new_full.default)
 def new_full(like: Tensor, shape: Any, value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Fill the planned tensor with ``value``."""
+    """Fill ``out`` with ``value``."""
     out.fill_(value)
 
 
 @_writes(aten.scalar_tensor.default)
 def scalar_tensor(value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Write one number."""
+    """Write ``value`` to ``out``, a tensor of one element."""
     out.fill_(value)
 
 
@@ -102,61 +105,61 @@ def scalar_tensor(value: float, *, out: Tensor, **geometry: Any) -> None:
     aten.new_empty_strided.default,
 )
 def empty(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Leave the planned tensor as it is."""
+    """Leave ``out`` as it is."""
 
 
 @_writes(aten.add.Scalar)
 def add_scalar(self: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> None:
-    """``self + alpha * other``."""
+    """Write ``self + alpha * other`` to ``out``."""
     torch.add(self, other, alpha=alpha, out=out)
 
 
 @_writes(aten.sub.Scalar)
 def sub_scalar(self: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> None:
-    """``self - alpha * other``."""
+    """Write ``self - alpha * other`` to ``out``."""
     torch.sub(self, other, alpha=alpha, out=out)
 
 
 @_writes(aten.mul.Scalar)
 def mul_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
-    """``self * other``."""
+    """Write ``self * other`` to ``out``."""
     torch.mul(self, other, out=out)
 
 
 @_writes(aten.div.Scalar)
 def div_scalar(self: Tensor, other: float, *, out: Tensor) -> None:
-    """``self / other``."""
+    """Write ``self / other`` to ``out``."""
     torch.div(self, other, out=out)
 
 
 @_writes(aten.relu.default)
 def relu(self: Tensor, *, out: Tensor) -> None:
-    """``max(self, 0)``; ATen's own relu is a ``clamp_min`` too."""
+    """Write ``max(self, 0)`` to ``out``; ATen's own relu is a ``clamp_min`` too."""
     torch.clamp_min(self, 0, out=out)
 
 
 @_writes(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def arange(*bounds: float, out: Tensor, **geometry: Any) -> None:
-    """Whole steps between the bounds."""
+    """Write ``torch.arange(*bounds)`` to ``out``."""
     torch.arange(*bounds, out=out)
 
 
 @_writes(aten._safe_softmax.default)
 def safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor) -> None:
-    """Softmax with zeros for rows that are masked out whole."""
+    """Write the softmax along ``dim`` to ``out``, with zeros for rows that are minus infinity throughout."""
     aten._softmax.out(self if dtype is None else self.to(dtype), dim, False, out=out)
     out.masked_fill_(self.eq(-math.inf).all(dim, keepdim=True), 0)
 
 
 @_writes(aten.sum.default)
 def sum_all(self: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> None:
-    """Sum over all elements."""
+    """Write the sum of all elements to ``out``."""
     torch.sum(self, [], dtype=dtype, out=out)
 
 
 @_writes(aten.mean.default)
 def mean_all(self: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> None:
-    """Mean over all elements."""
+    """Write the mean of all elements to ``out``."""
     torch.mean(self, [], dtype=dtype, out=out)
 
 
@@ -164,45 +167,56 @@ def mean_all(self: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> 
 def binary_cross_entropy(
     self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *, out: Tensor
 ) -> None:
-    """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the storage of the result,
-    with ``out=`` in the memory behind it."""
+    """Write the loss of each element, or the mean or sum of all, to ``out``.
+
+    ATen's own operator keeps every element's loss in the storage of the result, and with ``out=`` in the memory behind
+    it.
+    """
     _by_element(aten.binary_cross_entropy, (self, target, weight), reduction, out=out)
 
 
 @_writes(aten.huber_loss.default)
 def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0, *, out: Tensor) -> None:
-    """Loss of each element, then its mean or sum; ATen's own with ``out=`` writes every element's loss into the memory
-    behind it."""
+    """Write the loss of each element, or the mean or sum of all, to ``out``.
+
+    ATen's own operator with ``out=`` writes every element's loss into the memory behind the result.
+    """
     _by_element(aten.huber_loss, (self, target), reduction, delta, out=out)
 
 
 @_writes(aten.mse_loss.default, lean=True)
 def mse_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
-    """Loss of each element, then its mean or sum; ATen's own first gives the result the size of its arguments, so that
-    its storage, with ``out=`` the arena, grows by as much."""
+    """Write the loss of each element, or the mean or sum of all, to ``out``.
+
+    ATen's own operator first gives the result the size of its arguments, so that the result's storage, which with
+    ``out=`` is the arena, grows by as much.
+    """
     _by_element(aten.mse_loss, (self, target), reduction, out=out)
 
 
 @_writes(aten.smooth_l1_loss.default, lean=True)
 def smooth_l1_loss(self: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0, *, out: Tensor) -> None:
-    """Loss of each element, then its mean or sum; see :func:`mse_loss`."""
+    """Write the loss of each element, or the mean or sum of all, to ``out``; see :func:`mse_loss`."""
     _by_element(aten.smooth_l1_loss, (self, target), reduction, beta, out=out)
 
 
 @_writes(aten.soft_margin_loss.default, lean=True)
 def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
-    """Loss of each element, then its mean or sum; ATen's own keeps every element's loss in the result's storage."""
+    """Write the loss of each element, or the mean or sum of all, to ``out``.
+
+    ATen's own operator keeps every element's loss in the result's storage.
+    """
     _by_element(aten.soft_margin_loss, (self, target), reduction, out=out)
 
 
 def _by_element(loss: Any, read: tuple[Any, ...], reduction: int, *settings: float, out: Tensor) -> None:
-    """All losses of the elements (reduction 0), or their mean (1) or sum (2), as ATen numbers them.
+    """Write all losses of the elements (reduction 0), or their mean (1) or sum (2), to ``out``.
 
     Args:
-        loss: of ATen.
-        read: its arguments before the reduction.
-        reduction: what is made of the losses.
-        settings: its arguments behind the reduction.
+        loss: an operator of ATen.
+        read: the arguments of ``loss`` in front of the reduction.
+        reduction: what is made of the losses, in ATen's numbers.
+        settings: the arguments of ``loss`` behind the reduction.
         out: where the result goes.
     """
     if reduction == 0:
@@ -213,14 +227,14 @@ def _by_element(loss: Any, read: tuple[Any, ...], reduction: int, *settings: flo
 
 @_writes(aten.stack.default)
 def stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> None:
-    """Copy every tensor to its slice."""
+    """Copy every tensor to its slice of ``out`` along the new dimension ``dim``."""
     for slot, tensor in zip(out.unbind(dim), tensors, strict=True):
         slot.copy_(tensor)
 
 
 @_writes(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Tensor) -> None:
-    """Copy, then fill where ``mask``."""
+    """Copy ``self`` to ``out``, then fill ``out`` with ``value`` where ``mask`` is True."""
     out.copy_(self)
     out.masked_fill_(mask, value)
 
@@ -229,7 +243,7 @@ def masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Tensor) -> None:
 def index_put(
     self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *, out: Tensor
 ) -> None:
-    """Copy, then put in place."""
+    """Copy ``self`` to ``out``, then put ``values`` at ``indices`` of ``out``."""
     out.copy_(self)
     aten.index_put_.default(out, indices, values, accumulate)
 
@@ -239,14 +253,14 @@ def slice_scatter(
     self: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1,
     *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Copy, then overwrite one slice."""
+    """Copy ``self`` to ``out``, then overwrite one slice with ``source``."""
     out.copy_(self)
     aten.slice.Tensor(out, dim, start, end, step).copy_(source)
 
 
 @_writes(aten.select_scatter.default)
 def select_scatter(self: Tensor, source: Tensor, dim: int, index: int, *, out: Tensor) -> None:
-    """Copy, then overwrite one row."""
+    """Copy ``self`` to ``out``, then overwrite what lies at ``index`` of ``dim`` with ``source``."""
     out.copy_(self)
     out.select(dim, index).copy_(source)
 
@@ -255,7 +269,7 @@ def select_scatter(self: Tensor, source: Tensor, dim: int, index: int, *, out: T
 def diagonal_scatter(
     self: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1, *, out: Tensor
 ) -> None:
-    """Copy, then overwrite one diagonal."""
+    """Copy ``self`` to ``out``, then overwrite one diagonal with ``source``."""
     out.copy_(self)
     out.diagonal(offset, dim1, dim2).copy_(source)
 
@@ -265,7 +279,10 @@ def as_strided_scatter(
     self: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None,
     *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Copy, then overwrite an ``as_strided`` view; capture makes sure that ``self`` starts its storage."""
+    """Copy ``self`` to ``out``, then overwrite an ``as_strided`` view with ``source``.
+
+    Capture ensures that ``self`` starts its storage.
+    """
     out.copy_(self)
     out.as_strided(size, stride, out.storage_offset() + (storage_offset or 0)).copy_(source)
 
@@ -274,7 +291,7 @@ def as_strided_scatter(
 def as_strided_copy(
     self: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None, *, out: Tensor
 ) -> None:
-    """Copy of an ``as_strided`` view; capture makes sure that ``self`` starts its storage."""
+    """Copy an ``as_strided`` view of ``self`` to ``out``; capture ensures that ``self`` starts its storage."""
     out.copy_(self.as_strided(size, stride, self.storage_offset() + (storage_offset or 0)))
 
 
@@ -282,21 +299,21 @@ def as_strided_copy(
 def slice_backward(
     grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int, *, out: Tensor
 ) -> None:
-    """Zeros with the gradient in the slice that was taken."""
+    """Fill ``out`` with zeros, and with ``grad`` in the slice that was taken in forward."""
     out.zero_()
     aten.slice.Tensor(out, dim, start, end, step).copy_(grad)
 
 
 @_writes(aten.select_backward.default)
 def select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int, *, out: Tensor) -> None:
-    """Zeros with the gradient in the row that was taken."""
+    """Fill ``out`` with zeros, and with ``grad`` at ``index`` of ``dim``, which was taken in forward."""
     out.zero_()
     out.select(dim, index).copy_(grad)
 
 
 @_writes(aten.constant_pad_nd.default)
 def constant_pad_nd(self: Tensor, pad: Sequence[int], value: float = 0, *, out: Tensor) -> None:
-    """Fill, then copy into the part that is not padding; negative padding crops."""
+    """Fill ``out`` with ``value``, then copy ``self`` to the part that is not padding; negative padding crops."""
     out.fill_(value)
     source, target = self, out
     for back, (before, after) in enumerate(zip(pad[0::2], pad[1::2], strict=True)):
@@ -308,31 +325,34 @@ def constant_pad_nd(self: Tensor, pad: Sequence[int], value: float = 0, *, out: 
 
 @_writes(aten.bernoulli.p)
 def bernoulli(self: Tensor, p: float, *, generator: torch.Generator | None = None, out: Tensor) -> None:
-    """Ones with probability ``p``; draws what ``torch.bernoulli(self, p)`` draws."""
+    """Write ones with probability ``p``, else zeros, to ``out``: draws what ``torch.bernoulli(self, p)`` draws."""
     out.bernoulli_(p, generator=generator)
 
 
 @_writes(aten.rand_like.default)
 def rand_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Uniform in [0, 1)."""
+    """Draw uniform numbers in [0, 1) into ``out``."""
     out.uniform_(0, 1)
 
 
 @_writes(aten.randn_like.default)
 def randn_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Normal with mean 0 and deviation 1."""
+    """Draw normal numbers with mean 0 and deviation 1 into ``out``."""
     out.normal_(0, 1)
 
 
 @_writes(dropout_mask, devices=CPU_ONLY)
 def keep_some(size: Sequence[int], stride: Sequence[int], keep: float, *, out: Tensor, **geometry: Any) -> None:
-    """Truth with probability ``keep``."""
+    """Draw a dropout's mask into ``out``: True with probability ``keep``."""
     out.bernoulli_(keep)
 
 
 @_writes(aten.native_dropout.default, devices=CPU_ONLY, lean=True)
 def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Tensor, Tensor]) -> None:
-    """ATen's CPU kernel step by step: draw the mask, scale it in the input's dtype, multiply."""
+    """Write the result and the mask of a dropout to ``out`` with the bits of ATen's CPU kernel.
+
+    Like that kernel it draws the mask, scales it in the dtype of ``self``, and multiplies.
+    """
     result, mask = out
     if train is False:
         mask.fill_(True)
@@ -347,7 +367,10 @@ def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Ten
 
 @_writes(aten.native_dropout_backward.default, devices=CPU_ONLY, lean=True)
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Tensor) -> None:
-    """``grad * mask * scale`` as ATen's CPU kernel rounds it, the mask cast in place; over ``grad`` piece by piece."""
+    """Write ``grad * mask * scale`` to ``out``, rounded as ATen's CPU kernel rounds it.
+
+    ``out`` may be ``grad``: then the mask is converted to the dtype of ``grad`` piece by piece, else in ``out``.
+    """
     if out.data_ptr() != grad.data_ptr() or out.is_neg() != grad.is_neg():
         out.copy_(mask)
         torch.mul(grad, out, out=out)
@@ -358,7 +381,7 @@ def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Te
 
 
 PIECE = 1 << 18
-"""Elements: enough for every core, few enough to stay in the cache."""
+"""Elements of one piece of a tensor: enough for every core, few enough to stay in the cache."""
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -371,13 +394,13 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _longest(tensor: Tensor) -> tuple[int, int]:
-    """The longest dimension of a large tensor, and how much of it is one part."""
+    """The longest dimension of a large tensor, and the length of one piece along it."""
     size, dim = max((size, dim) for dim, size in enumerate(tensor.shape))
     return dim, max(1, PIECE * size // tensor.numel())
 
 
 def piece_elements(tensor: Tensor) -> int:
-    """Elements of the largest of the parts in which kernels take a tensor."""
+    """Return the elements of the largest piece, where a kernel works through ``tensor`` in pieces: about ``PIECE``."""
     if tensor.numel() <= PIECE:
         return tensor.numel()
     dim, length = _longest(tensor)
@@ -389,7 +412,7 @@ def embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False,
     *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Rows of ``weight``; ATen's own embedding is an ``index_select`` too."""
+    """Write the rows of ``weight`` at ``indices`` to ``out``; ATen's own embedding is an ``index_select`` too."""
     torch.index_select(weight, 0, indices.reshape(-1), out=out.view(-1, weight.size(1)))
 
 
@@ -397,10 +420,10 @@ def embedding(
 def embedding_dense_backward(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool, *, out: Tensor
 ) -> None:
-    """Add every gradient row to the row of its index, in index order as ATen's CPU kernel does.
+    """Write the gradient of the table to ``out``: each row of ``grad`` is added to the row of its index.
 
-    Narrow dtypes go through ``index_put_``, which rounds after every row as the operator does;
-    ``index_add_`` sums them in float32.
+    Rows are added in the order of ATen's CPU kernel. Narrow dtypes go through ``index_put_``, which rounds after every
+    row as the operator does; ``index_add_`` would sum them in float32.
     """
     if scale_grad_by_freq or math.prod(grad.shape) == 0:
         out.copy_(aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq))
@@ -418,13 +441,13 @@ def embedding_dense_backward(
 
 @_writes(aten.im2col.default, lean=True)
 def im2col(self: Tensor, *window: Sequence[int], out: Tensor) -> None:
-    """Windows as columns; ATen's operator first makes a tensor as large as its argument."""
+    """Write the windows of ``self`` as columns to ``out``; ATen's own operator first copies its argument."""
     aten.im2col.out(self, *window, out=out)
 
 
 @_writes(aten.col2im.default, lean=True)
 def col2im(self: Tensor, size: Sequence[int], *window: Sequence[int], out: Tensor) -> None:
-    """Sums of columns; the result of ATen's operator keeps a storage as large as its argument."""
+    """Add columns up to an image in ``out``; the result of ATen's own keeps a storage as large as its argument."""
     aten.col2im.out(self, size, *window, out=out)
 
 
@@ -433,7 +456,10 @@ def batch_norm_functional(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
     training: bool, momentum: float, eps: float, *, out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Batch norm that writes the new running statistics beside its result instead of over the old ones."""
+    """Write a batch norm's result, mean, inverse deviation and new running mean and variance to ``out``.
+
+    The old running statistics stay as they are.
+    """
     result, mean, invstd, new_mean, new_var = out
     new_mean.copy_(running_mean)
     new_var.copy_(running_var)

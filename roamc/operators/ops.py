@@ -1,4 +1,7 @@
-"""What is known of an operator: its row of the table, joined with its schema and tags, and what follows for a call."""
+"""What is known of an operator: its rows of the tables, joined with its schema and tags, and what follows for a call.
+
+A target is what a ``call_function`` node calls.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +30,24 @@ UNKNOWN_COST = Cost(UNKNOWN)
 
 @dataclass(frozen=True)
 class OpRule(Facts):
-    """What the planner must know of one operator.
+    """What the planner must know of one operator. Positions count its arguments from 0.
 
     Attributes:
         view_of: positions of the arguments whose storage a result shares.
         mutates: positions or keyword names of the arguments that are written.
-        random: draws from a generator, so that its place among random operators matters.
-        unknown: nobody says whether it draws or counts its calls, such as an operator that ``torch.library.custom_op``
-            makes without tags: it keeps its place among random operators, and runs as often as in the graph.
-        collective: talks to other ranks; all ranks must issue it in the same order.
-        asynchronous: may return before its results are there or its arguments are read. A graph that runs has none:
-            capture puts operators of :mod:`roamc.operators.collectives` in their place, or refuses the graph.
-        ordered: has an effect that is not in its results (assertions, checks, prints); keeps its place.
-        recomputable: gives the same bits again for the same inputs.
+        random: it draws from a generator, so that its place among random operators matters.
+        unknown: nothing says whether it draws or keeps state between calls, as for an operator that
+            ``torch.library.custom_op`` makes without tags: it keeps its place among random operators, and runs as often
+            as in the graph.
+        collective: it talks to other ranks; all ranks must issue such operators in the same order.
+        asynchronous: it is a collective that may return before its results are there or its arguments are read. A graph
+            that runs has none: capture replaces it by one of :mod:`roamc.operators.collectives`, or refuses the graph.
+        ordered: it has an effect that is not in its results (assertions, checks, prints), and keeps its place.
+        recomputable: it gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
         strides: what gives the order of its result's dimensions in memory.
-        cost: what bounds its time and what it takes for itself; its kind is never "".
+        cost: what bounds its time and its workspace; its kind is never "".
     """
 
     view_of: tuple[int, ...] = ()
@@ -60,7 +64,7 @@ class OpRule(Facts):
 
     @property
     def may_draw(self) -> bool:
-        """Whether it draws, or nobody says that it does not."""
+        """Whether the operator draws random numbers, or nothing says that it does not."""
         return self.random or self.unknown
 
 
@@ -75,9 +79,9 @@ COLLECTIVE_NAMESPACES = frozenset(
 KNOWN_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "quantized", "quantized_decomposed", "mkldnn", "onednn", "roamc"}
 )
-"""Namespaces of which an operator without tags draws nothing and gives the same again.
+"""Namespaces in which an operator without tags draws no random numbers and gives the same bits again.
 
-Of others, such as those of ``torch.library.custom_op``, nobody says so.
+In other namespaces, such as those of ``torch.library.custom_op``, this is unknown.
 """
 
 SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
@@ -86,7 +90,10 @@ SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name fo
 
 @functools.cache
 def rule(target: Target) -> OpRule:
-    """The row of ``target``: an ATen or custom overload, ``operator.getitem`` or a higher-order operator."""
+    """Return what is known of ``target``: an overload, ``operator.getitem``, a higher-order operator or a function.
+
+    Of a function, or a higher-order operator, the rule says that it may draw, keeps its place and must not run again.
+    """
     if target is operator.getitem:
         return OpRule(view_of=(0,), cost=Cost(VIEW))
     if isinstance(target, OpOverload):
@@ -133,7 +140,7 @@ def _from_schema(target: OpOverload) -> OpRule:
 
 
 def _pointwise(target: OpOverload) -> tuple[int, ...]:
-    """All tensors that a pointwise operator reads."""
+    """The positions of all tensor arguments of a pointwise operator; none for other operators."""
     if torch.Tag.pointwise not in target.tags:
         return ()
     arguments = enumerate(target._schema.arguments)
@@ -147,7 +154,7 @@ def _strides(target: OpOverload) -> Strides:
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:
-    """The row of ``target``; a kind that it leaves open is that of torch's tags."""
+    """The row on costs of ``target``; if the row has no kind, torch's tags say it."""
     cost = COSTS.get(stem(target), Cost())
     if is_view:
         return replace(cost, kind=VIEW)
@@ -164,16 +171,17 @@ def _tagged_kind(target: OpOverload) -> str:
 
 
 def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether this call draws random numbers: attention does not where its dropout has probability 0."""
+    """Whether a call of ``target`` draws random numbers: a random operator does, unless its ``dropout_p`` is 0."""
     return rule(target).random and argument_of(target, args, kwargs, "dropout_p") != 0
 
 
 def may_overwrite(node: fx.Node) -> tuple[int, ...]:
-    """Positions of the arguments that ``node`` may write its result over, if both have the same geometry.
+    """Return the positions of the arguments that ``node`` may write its result over, if both have the same geometry.
 
-    Empty for complex results: compilers multiply and divide them in another order where an argument is written over.
-    Left out: an argument whose storage the operator also reads through an argument that it may not write over, such as
-    ``addmm(x, x, x)``. Other geometries in that storage (``mul(x, x.t())``) are the caller's to look for.
+    There are none for complex results: compilers multiply and divide them in another order where an argument is written
+    over. An argument is left out if the operator also reads its storage through an argument that it may not write over,
+    as in ``addmm(x, x, x)``. The caller has to check that what ``node`` reads of that storage has one geometry; in
+    ``mul(x, x.t())`` it has not.
     """
     allowed = rule(node.target).overwrites
     result = node.meta.get("val")
@@ -194,28 +202,42 @@ def reads_elsewhere(node: fx.Node, position: int, besides: Collection[int] = ())
 
 
 def _storages(arguments: Iterable[Any]) -> set[int]:
-    """The storages of those arguments that are tensors."""
+    """The identities of the storages of those arguments that are single strided tensors."""
     values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
     dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
     return {identity(value) for value in dense}
 
 
 def is_view(target: Target) -> bool:
-    """Whether a call of ``target`` only makes another view (or picks one result of several)."""
+    """Whether a call of ``target`` only makes views, or picks one result of several: it is no step of an order."""
     found = rule(target)
     return bool(found.view_of) and not found.mutates
 
 
 class Need(enum.Enum):
-    """What an operator needs of an argument."""
+    """What an operator needs of an argument, or what of a value an encoding keeps.
+
+    Attributes:
+        ELEMENTS: every element, exactly.
+        SIGN: of every element, whether it is above zero.
+        SHAPE: the shape alone.
+    """
 
     ELEMENTS = "elements"
-    SIGN = "sign"  # whether each element is above zero
+    SIGN = "sign"
     SHAPE = "shape"
 
 
 def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
-    """What ``target``, called with ``args``, needs of the tensors at these positions; of all others the elements."""
+    """Return what a call of ``target`` needs of its tensors where it does not need their elements.
+
+    Args:
+        target: what is called.
+        args: its positional arguments.
+
+    Returns:
+        Position of an argument to what the call needs of it: SHAPE or SIGN. Of tensors elsewhere it needs the elements.
+    """
     found = rule(target)
     if not found.shape_of and found.compares is None:
         return {}
@@ -235,7 +257,10 @@ def has_effect(target: Target) -> bool:
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose storage ``node`` writes, in schema order; lists of tensors are flattened."""
+    """Return the arguments of ``node`` whose storage it writes, in schema order; lists of tensors are flattened.
+
+    In-place reuse, which is no property of the operator, is left out.
+    """
     written: list[fx.Node] = []
     schema = getattr(node.target, "_schema", None)
     for where in rule(node.target).mutates:

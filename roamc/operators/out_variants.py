@@ -1,4 +1,4 @@
-"""How an operator puts its results into memory that was planned for them: one of four forms.
+"""How an operator puts its results into planned memory: in one of four forms.
 
 | form     | what is emitted                                   | extra bytes while it runs  |
 |----------|---------------------------------------------------|----------------------------|
@@ -7,9 +7,9 @@
 | IN_PLACE | the operator itself; it makes no storage          | none                       |
 | ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
 
-An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the
-plain operator and copy, which would hide an allocation. Nor does one that does not write its results where it is told
-to: see :class:`roamc.operators.table.OutForm`.
+An ``out=`` overload counts only if it has a kernel of its own: those that torch generates run the plain operator and
+copy, which would hide an allocation. It must also write its results where it is told to: see
+:class:`roamc.operators.table.OutForm`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from roamc.operators.table import OutForm
 
 
 class FormKind(enum.Enum):
-    """See the table above."""
+    """How an operator puts its results into planned memory: one row of this module's table each.
+
+    Attributes:
+        OUT: its overload with ``out=`` arguments writes them there.
+        KERNEL: a function of :mod:`roamc.operators.kernels` writes them there.
+        IN_PLACE: the operator makes no storage.
+        ALLOCATE: the operator allocates them; they are copied to planned memory, or stay with torch's allocator.
+    """
 
     OUT = "out"
     KERNEL = "kernel"
@@ -41,9 +48,9 @@ class Form:
     """The form of one operator on one device.
 
     Attributes:
-        kind: row of the table.
-        overload: for OUT, the overload to call.
-        arguments: for OUT, the keyword of each result, in result order.
+        kind: one of the four forms.
+        overload: for OUT, the overload to call; else None.
+        arguments: for OUT, the keyword of each result, in result order; else empty.
     """
 
     kind: FormKind
@@ -52,10 +59,11 @@ class Form:
 
 
 ALLOCATE = Form(FormKind.ALLOCATE)
+"""The form of operators that cannot write into planned memory."""
 
 
 def form_of(node: fx.Node, births: int) -> Form:
-    """The form of ``node``, which makes ``births`` new storages."""
+    """Return the form of ``node``, an operator with fake results that makes ``births`` new storages."""
     if births == 0:
         return Form(FormKind.IN_PLACE)
     target = node.target
@@ -83,7 +91,7 @@ def _form(target: OpOverload, device: str) -> Form:
     kernel = KERNELS.get(target)
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
-    found = out_overload(target) if device != "meta" else None  # what nobody reads, until it is erased
+    found = out_overload(target) if device != "meta" else None  # meta: results that nobody reads, until erased
     writes = rule(target).out_form in (OutForm.WRITES, OutForm.IN_ROWS)
     if found is not None and writes and has_kernel(found[0].name(), device.upper()):
         return Form(FormKind.OUT, *found)
@@ -91,7 +99,11 @@ def _form(target: OpOverload, device: str) -> Form:
 
 
 def out_overload(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
-    """The overload with the same arguments plus one written keyword per result, and those keywords."""
+    """Find the overload with the arguments of ``target`` plus one written keyword for each result.
+
+    Returns:
+        The overload, and the names of these keywords in the order of the results; None if there is none.
+    """
     wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     packet = target.overloadpacket
     for name in packet.overloads():

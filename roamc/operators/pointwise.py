@@ -1,4 +1,4 @@
-"""How results of pointwise operators lie in memory where torch's fake kernels note another order.
+"""Strides of results of pointwise operators where torch's fake kernels give others than the real kernels.
 
 torch's kernels order the dimensions of a result by the strides of all operands in turn, passing over dimensions that
 are expanded (``TensorIterator``; strides of operands that are promoted on a CPU are those of a promoted copy). The fake
@@ -21,7 +21,15 @@ from roamc.operators.table import Strides
 
 
 def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The result of a pointwise operator as the kernel lays it out; None where that is what ``node`` has noted."""
+    """Return the result of a pointwise operator with the strides that the real kernel gives it.
+
+    Args:
+        node: of an operator for which :func:`is_ordered` holds; ``node.meta["val"]`` is the fake result.
+        mode: the fake mode of its tensors.
+
+    Returns:
+        A fake tensor; None if ``node.meta["val"]`` has these strides, or is not one tensor of floats.
+    """
     noted = node.meta["val"]
     arguments, keywords = given(node)
     operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]

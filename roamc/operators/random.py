@@ -1,7 +1,7 @@
-"""Random operators that run twice, the second time with the numbers of the first; and dropout's mask by itself.
+"""Reruns of random operators with the numbers of the first run, and an operator that draws a dropout's mask alone.
 
-A dropout that hands out its mask is one operator in ATen. Here its mask is drawn by an operator of ours, so that what
-was dropped can be made again from a mask that is kept: two products, where a second draw takes ten times as long.
+In ATen a dropout that hands out its mask is one operator. Here the mask has an operator of its own, so that the result
+of the dropout can be recomputed from a mask that is kept, by two products: to draw again takes ten times as long.
 """
 
 from __future__ import annotations
@@ -27,18 +27,31 @@ def _dropout_mask(
 
 
 dropout_mask = torch.ops.roamc.dropout_mask.default
-"""Reads nothing: the mask of a tensor of this size and these strides."""
+"""``roamc::dropout_mask(size, stride, keep, *, device)``: draws a bool tensor, True with probability ``keep``."""
 
 
 def save_rng_state(device: torch.device) -> torch.Tensor:
-    """The state of ``device``'s default generator, as bytes."""
+    """Return the state of the default generator of ``device``, as a tensor of uint8 on the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 
 
 def replay(state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``operator(*args)`` with the numbers it drew when the generator was in ``state``; its state stays as it is."""
+    """Run a random operator again with the numbers that it drew when its generator was in ``state``.
+
+    The generator is the default one of the first tensor's device in ``args``, else of the keyword ``device``, else of
+    the CPU. Its present state is restored afterwards.
+
+    Args:
+        state: what :func:`save_rng_state` returned before the first run.
+        operator: the random operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What ``operator`` returns.
+    """
     given = kwargs.get("device")
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(given or "cpu"))
     now = save_rng_state(device)

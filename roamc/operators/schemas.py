@@ -14,7 +14,17 @@ Target = object
 
 
 def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> Any:
-    """An argument of a call by its name in the schema, given or its default; None if there is none of that name."""
+    """Return an argument of a call by its name in the schema.
+
+    Args:
+        target: what is called.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        name: of the argument.
+
+    Returns:
+        What the call passes, else the schema's default; None if ``target`` has no schema or no argument ``name``.
+    """
     for position, argument in enumerate(target._schema.arguments if isinstance(target, OpOverload) else ()):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
@@ -22,7 +32,7 @@ def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, obj
 
 
 def name_of(target: Target) -> str:
-    """The qualified name of an operator or a function, the same in every process; of another object that of its type.
+    """Return the qualified name of an operator or function, or of another object's type: the same in every process.
 
     ``aten.mul.Tensor``, ``_operator.getitem``, ``roamc.operators.random.replay``.
     """
@@ -37,7 +47,11 @@ def name_of(target: Target) -> str:
 
 
 def stem(target: Target) -> str:
-    """``"gelu"`` for every ATen overload of gelu, those in place included; ``"mine::op"`` for operators of others."""
+    """Return the name under which ``target`` has a row on costs.
+
+    ``"gelu"`` for every ATen overload of gelu, those in place included; ``"mine::op"`` for operators of other
+    namespaces; ``__name__`` for what has no schema.
+    """
     schema = getattr(target, "_schema", None)
     if schema is None:
         return str(getattr(target, "__name__", target))
@@ -46,14 +60,15 @@ def stem(target: Target) -> str:
 
 
 def relative(target: Target, rename: Callable[[str], str]) -> OpOverload | None:
-    """The ATen operator of another name, such as that without the underscore, which takes the same arguments.
+    """Find the ATen operator that has another name, such as one without underscore, and takes the same arguments.
 
     Args:
         target: an operator.
-        rename: from its name, without namespace and overload, to that of the other one.
+        rename: from the name of ``target``, without namespace and overload, to the wanted name.
 
     Returns:
-        None if there is none, or ``target`` is not of ATen.
+        The overload whose arguments have the same names and types; None if there is none, the wanted name is that of
+        ``target``, or ``target`` is not of ATen.
     """
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None

@@ -1,7 +1,7 @@
 """The operator table: what no schema says of an operator, one row for each.
 
-Code outside of this folder asks :mod:`roamc.operators.ops`, which joins a row with the operator's schema and tags. It
-compares no operator's name itself, but in a rewriting whose subject that operator is.
+Code outside of this folder asks :mod:`roamc.operators.ops`, which joins a row with the operator's schema and tags. Only
+a rewriting whose subject is one operator compares that operator's name itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Space(enum.Enum):
-    """A memory of its own: bytes of one do not count in the peak of another."""
+    """The memory that a storage lies in; only storages in DEVICE count as live bytes of the step."""
 
     DEVICE = "device"
     HOST = "host"
@@ -36,7 +36,7 @@ class Strides(enum.Enum):
 
 
 class OutForm(enum.Enum):
-    """What the overload with ``out=`` arguments does with memory that was planned."""
+    """What an operator's overload with ``out=`` arguments does with memory that was planned for its results."""
 
     WRITES = "writes the results there"
     COPIES = "makes the results first and copies them"
@@ -46,28 +46,31 @@ class OutForm(enum.Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What neither an operator's schema nor its tags say.
+    """What neither an operator's schema nor its tags say. Positions count arguments, or results, from 0.
 
     Attributes:
         shape_of: positions of the arguments of which the operator reads the shape and no element.
         compares: (position of a tensor, position of a number): of the tensor's elements the operator reads only whether
-            they are above the number.
-        part: the view of the first argument that the second argument replaces in the result. Functionalization writes
-            this for an operator that eager runs on that view; eager makes no new tensor.
-        accumulates: torch's formulas for gradients write it over its first argument in eager, and call this form while
-            they are traced.
-        renames: the result is the argument, under a name that nobody but autograd distinguishes.
+            they are above the number. None if there is no such pair.
+        part: the operator that makes a view of the first argument: in the result, the second argument replaces this
+            view. Functionalization writes this for an operator that eager runs on that view; eager makes no new tensor.
+            None if the operator does no such thing.
+        accumulates: in eager, torch's formulas for gradients call the in-place form, on the first argument; while they
+            are traced, they call this operator.
+        renames: the result is the argument; only autograd tells them apart.
         broadcasts: the result has the elements of the second argument in the shape of the first.
         rounds_once: every element of the result is one of an argument or is rounded once, so that its bits are the same
             whatever the strides. Of other operators the last bits may depend on the strides.
         nonnegative: no element of the result is below zero.
-        whole_storage: reads the whole storage of its first argument, which may be the arena.
-        absolute: finds the elements of its first argument by their offset in that storage.
+        whole_storage: the operator reads the whole storage of its first argument, which is the whole arena if the
+            argument lies there.
+        absolute: the operator finds the elements of its first argument by their offset in that storage.
         out_form: what the overload with ``out=`` arguments does.
-        index_ranges: position of a result to what its indices can be.
-        checked_ranges: position of an argument to the range outside of which the operator raises an error.
-        finishes: position of an argument: waits until the operator that made it has ended. Until then that operator
-            reads its arguments and writes its results, whatever runs in between.
+        index_ranges: position of a result of indices to the rule for their range.
+        checked_ranges: position of an argument to the rule for the range outside of which the operator raises an error.
+        finishes: position of an argument made by an asynchronous operator, for whose end this operator waits. Until
+            then the asynchronous operator reads its arguments and writes its results, whatever runs in between. None if
+            this operator does not wait.
         space: the memory that its results lie in.
     """
 
@@ -90,7 +93,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Row(Facts):
-    """One row: facts, and corrections to what schema and tags say; None leaves a field as derived."""
+    """One row: facts, and corrections to fields of :class:`roamc.operators.ops.OpRule` that schema and tags give.
+
+    ``view_of``, ``random``, ``recomputable`` and ``overwrites`` replace the derived field; None leaves it as derived.
+    """
 
     view_of: tuple[int, ...] | None = None
     random: bool | None = None
@@ -117,8 +123,8 @@ ROWS: dict[str, Row] = {
     "aten::_fused_dropout": Row(random=True),
     # Has no dropout: refuses probabilities above 0.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
-    # Add up or write with atomics on a GPU, or pick one of equals: the same inputs may give other bits. All that
-    # torch.use_deterministic_algorithms lists, and attention's backward.
+    # Add or write with atomics on a GPU, or pick one of several equal elements: the same inputs may give other bits.
+    # These are all that torch.use_deterministic_algorithms lists, and attention's backward.
     "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::_index_put_impl_": Row(recomputable=False),
     "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
@@ -167,7 +173,7 @@ ROWS: dict[str, Row] = {
     "aten::baddbmm": Row(overwrites=(0,)),
     "aten::scatter": Row(overwrites=(0,), accumulates=True),
     "aten::masked_scatter": Row(accumulates=True),
-    # Kernels of ours that begin with a copy of their first argument, or that read no more than its geometry.
+    # Operators whose kernel here begins with a copy of their first argument, or reads only its geometry.
     "aten::copy.default": Row(overwrites=(0, 1), broadcasts=True, rounds_once=True, whole_storage=True),
     "aten::masked_fill": Row(overwrites=(0,), rounds_once=True, strides=Strides.AS_NOTED),
     "aten::slice_scatter": Row(overwrites=(0,), part=aten.slice.Tensor, whole_storage=True),

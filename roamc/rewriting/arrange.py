@@ -16,10 +16,19 @@ from roamc.graph.memory import build_memory
 
 
 def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
-    """Move the nodes: picks right behind their operator, views right before the first that reads them.
+    """Put the operators of ``graph`` into ``order``, in place; views that nothing reads are erased.
+
+    Picks go right behind their operator, views right in front of the first node that reads them.
+
+    Args:
+        graph: its nodes are moved.
+        order: names of all operators that do work, see :class:`roamc.graph.memory.Operator`.
+
+    Returns:
+        The graph with the same FX graph, its ``phase`` without the erased nodes.
 
     Raises:
-        PlanError: ``order`` is not a legal order of the graph's operators.
+        PlanError: ``order`` is not a permutation of the operators, or has one in front of what it reads.
     """
     by_name = {node.name: node for node in graph.graph.nodes}
     wanted = {op.node.name for op in build_memory(graph).operators}

@@ -1,4 +1,4 @@
-"""Which storages another run of an operator makes again, and until when the operator may run."""
+"""Which storages another run of an operator would make again, and until which step it may run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from roamc.rewriting.rerun import may_run_again
 from roamc.rewriting.rerun_variants import recompute_variant, results_of
 
 Able = Callable[[fx.Node], bool]
-"""Whether an operator may run again."""
+"""From the node of an operator to whether it may run again."""
 
 
 def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may_run_again) -> list[bool]:
-    """Temporaries that another run of one ``able`` operator makes again, and that nothing writes after the first."""
+    """Return for each of ``storages`` whether it can be freed early and recomputed.
+
+    It can be if it is a temporary of more than 0 bytes, its operator may run again by ``able`` and was not traced in
+    forward inside :func:`roamc.keep`, another run makes this result, and no other operator writes the storage.
+    """
     written = {storage for op in memory.operators for storage in op.writes}
     made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
     again = made - written
@@ -38,10 +42,19 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
 def expiries(
     memory: MemoryModel, nodes: dict[str, fx.Node], names: Sequence[str], sequence: Sequence[int], *, boundary: bool
 ) -> list[int]:
-    """Per operator the first step in front of which it must not run again: what it reads is written before that.
+    """Return for each operator the first step in front of which it must not run again: what it reads is overwritten.
 
-    Where forward and backward are run apart (``boundary``), a tensor of the caller's that the graph writes may be
-    written between the two: by another forward.
+    Args:
+        memory: of the graph.
+        nodes: name of an operator to its node.
+        names: name behind each number of ``sequence``; "" for a number that is no operator.
+        sequence: a permutation of the indices of ``names``: the order in which they run.
+        boundary: forward and backward are run apart. Then an operator of forward that reads a tensor of the caller's
+            must not run again behind the boundary, if the graph writes that tensor: another forward may write in
+            between.
+
+    Returns:
+        One step for each of ``names``, in steps of ``sequence``; ``len(names)`` if the operator may always run again.
     """
     steps = {names[index]: step for step, index in enumerate(sequence)}
     writes: dict[int, list[int]] = {}

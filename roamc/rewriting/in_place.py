@@ -1,7 +1,7 @@
 """Results that may be written over an argument, by an operator that is the last to use it (in-place reuse).
 
-The bits are those of the operator that allocates its result. Which arguments may be written over stands in
-:mod:`roamc.operators.ops`.
+The result has the same bits as if it were allocated. Which arguments may be written over says
+:func:`roamc.operators.ops.may_overwrite`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roamc.operators.out_variants import FormKind, form_of
 from roamc.options import Options
 
 PASS = "reuse"
-"""The pass that decides what is written over what, by its name in ``Options.disable``."""
+"""Name, in ``Options.disable``, of the pass that decides which results are written over which arguments."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Reuse:
     """A result that may take over the bytes of an argument, in an order in which that is the argument's last use.
 
     Attributes:
-        position: of the argument.
+        position: of the argument among the positional arguments of the result's operator.
         reused: index of the argument's storage, whose bytes the result takes over.
         result: index of the result's storage.
     """
@@ -40,7 +40,13 @@ class Reuse:
 
 
 def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> list[Reuse]:
-    """What is written over what in ``order``: of the reuses of each result the first that is possible."""
+    """Return the reuses to carry out in ``order``: for each result the first of ``reuses`` that is possible.
+
+    Args:
+        memory: n operators.
+        order: a permutation of 0..n-1.
+        reuses: candidates, for each result the best first.
+    """
     chosen: dict[int, Reuse] = {}
     for reuse in possible(memory, order, reuses):
         chosen.setdefault(reuse.result, reuse)
@@ -48,7 +54,7 @@ def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> l
 
 
 def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> Iterator[Reuse]:
-    """The reuses whose operator is the last to use the argument's storage, for operators in ``order``."""
+    """Yield those of ``reuses`` whose operator is, in ``order``, the last to use the argument's storage."""
     position = {operator: step for step, operator in enumerate(order)}
     for reuse in reuses:
         maker = memory.storages[reuse.result].producer
@@ -57,17 +63,20 @@ def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse])
 
 
 def wanted(memory: MemoryModel, options: Options) -> list[Reuse]:
-    """All that are possible; none where the user leaves in-place reuse out."""
+    """Return :func:`all_reuses`; none if the user's options disable in-place reuse."""
     return [] if PASS in options.disable else all_reuses(memory)
 
 
 def all_reuses(memory: MemoryModel) -> list[Reuse]:
-    """The possible reuses of every operator, in the graph's order."""
+    """Return :func:`reuses` of every operator, in graph order."""
     return [reuse for operator in memory.operators for reuse in reuses(memory, operator)]
 
 
 def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
-    """The arguments that ``operator`` may write its result over once nobody else needs them, best first."""
+    """Yield a :class:`Reuse` for each argument that ``operator`` may write its single result over, best first.
+
+    They hold in each order in which ``operator`` is the last to use the argument's storage, see :func:`possible`.
+    """
     node = operator.node
     tensors = [tensor for _, tensor in tensors_of(node)]
     if len(operator.births) != 1 or len(tensors) != 1 or form_of(node, 1).kind is FormKind.ALLOCATE:
@@ -84,7 +93,7 @@ def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
 def _may_reuse(reused: Storage, result: Storage, argument: fx.Node) -> bool:
     """Whether ``result`` may take over the bytes of ``reused``: as many bytes, and both storages are the step's own.
 
-    A result that is handed out takes over the storage of an argument that made it, not of a view of it.
+    A result that is handed out may take over a storage only through the argument that made it, not through a view.
     """
     if reused.place is not Place.TEMPORARY or reused.nbytes != result.nbytes or not reused.nbytes:
         return False

@@ -11,17 +11,26 @@ from roamc.solvers.order import OrderProblem, make_problem
 from roamc.units import Bytes
 
 HANDOVER = ""
-"""Stands in the list of names for the moment at which the caller hands the tangents to backward."""
+"""Name of the operator that stands in a problem for the moment at which the caller hands the tangents to backward."""
 
 
 def order_problem(
     graph: TrainGraph, memory: MemoryModel, reuses: Iterable[Reuse] = (), workspace: Sequence[Bytes] | None = None
 ) -> tuple[OrderProblem, list[str]]:
-    """The graph as plain numbers (stages at the boundary, buffers, constraints), and the name behind each number.
+    """Return the graph as plain numbers for the solvers, and the names of the problem's operators.
 
-    Between forward and backward stands one operator more, which brings the tangents into being. ``reuses`` are the
-    results that may take over the bytes of an argument; ``workspace`` is what each operator of ``memory`` takes for
-    itself, to be counted or not.
+    A graph with a boundary has stages, and in the problem one operator more, :data:`HANDOVER`, at the boundary: it
+    makes the tangents.
+
+    Args:
+        graph: says whether there is a boundary.
+        memory: of ``graph``.
+        reuses: results that may take over the bytes of an argument.
+        workspace: bytes that each operator of ``memory`` takes for itself; None to count none.
+
+    Returns:
+        The problem, whose buffers are :func:`buffers_of` in their sequence; and the name of the operator behind each of
+        its numbers.
     """
     names = [op.node.name for op in memory.operators]
     stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
@@ -48,5 +57,5 @@ def order_problem(
 
 
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:
-    """The storages behind the problem's buffers: all but tangents that nobody uses."""
+    """Return the storages behind the buffers of :func:`order_problem`: all counted ones but tangents nobody uses."""
     return tuple(s for s in memory.counted if s.producer >= 0 or memory.uses[s.index] or s.place is Place.OUTPUT)

@@ -7,8 +7,8 @@
     dW   = mm(ln.T, g)              ln_1 = layer_norm(x, w, b)
                                     dW   = mm(ln_1.T, g)
 
-From a rerun on, whoever reads one of the storages that it renews reads the new one, and views of it are made anew.
-Random operators draw what they drew the first time: the generator's state is kept from in front of the first run.
+Behind a rerun, all readers of a storage that it renews read the new version, and views of the storage are made anew.
+Random operators draw what they drew the first time: the generator's state is saved in front of the first run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Rerun(NamedTuple):
     """One more run of an operator.
 
     Attributes:
-        before: name of the operator that it runs right in front of.
-        operator: name of the operator.
-        renews: names of those of its storages that later readers read from this run.
+        before: name of the operator in front of which it runs.
+        operator: name of the operator that runs again.
+        renews: names of the storages, made by ``operator``, of which readers from here on read the version of this run.
     """
 
     before: str
@@ -46,7 +46,14 @@ class Rerun(NamedTuple):
 
 
 def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
-    """Write ``reruns`` into the graph, in its present order; what nobody reads any more is taken out.
+    """Write ``reruns`` into ``graph``, whose nodes are changed in place; nodes that nobody reads any more are erased.
+
+    Args:
+        graph: operators in the order in which they are to run.
+        reruns: reruns in front of one operator are written in the sequence given.
+
+    Returns:
+        The graph with the same FX graph and with ``phase``, ``waits``, ``saved`` and ``encodings`` brought up to date.
 
     Raises:
         PlanError: the graph has no such operators or storages, or they cannot run again.
@@ -58,8 +65,7 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
 
 
 def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
-    """The encodings, each of a storage that is there: where all readers of a first run came to read the second, the
-    first was taken out, and the value that is encoded is that of the second."""
+    """The encodings of ``graph``; where a first run was erased, of the storage that the second run makes instead."""
     there = {node.name for node in graph.graph.nodes}
     again: dict[str, str] = {}
     for node in graph.graph.nodes:
@@ -75,7 +81,7 @@ def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Whether another run gives the same bits, for the same inputs and the same state of the generator."""
+    """Whether another run of ``node`` gives the same bits, for the same inputs and the same state of the generator."""
     target, _, _ = recompute_variant(node)
     rule = ops.rule(target)
     return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state

@@ -1,7 +1,7 @@
-"""Variants of operators to recompute with, where the operator itself cannot be called again: one row each.
+"""Variants to call for a rerun, where the operator itself cannot be called again: one row of ``VARIANTS`` each.
 
 A batch norm in training also gives new running statistics, for which it reads the old ones. By the time of a rerun
-they have been replaced. What is normalised does not depend on them.
+these have been replaced. The normalised result does not depend on them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from torch import fx
 from roamc.compat import OpOverload
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""Target, arguments and keywords, with nodes for tensors."""
 
 aten = torch.ops.aten
 
 
 def recompute_variant(node: fx.Node) -> Call:
-    """Target, arguments and keywords of another run of ``node``. Its results are the first of those of ``node``."""
+    """Return target, arguments and keywords of another run of ``node``.
+
+    Its results are the first results of ``node``, maybe not all: see :func:`results_of`.
+    """
     variant = VARIANTS.get(node.target)
     return variant(node) if variant is not None else (node.target, node.args, dict(node.kwargs))
 
@@ -36,10 +40,11 @@ VARIANTS: dict[Any, Callable[[fx.Node], Call]] = {
     aten._native_batch_norm_legit.default: _without_statistics,
     aten._native_batch_norm_legit_functional.default: _without_statistics,
 }
+"""Operator to what gives another run of a node that calls it."""
 
 
 def results_of(target: Any, first: fx.Node) -> int:
-    """How many results of ``first`` another run as ``target`` gives."""
+    """Return how many results another run of ``first`` has, as a call of ``target`` from :func:`recompute_variant`."""
     value = first.meta["val"]
     if isinstance(value, torch.Tensor):
         return 1

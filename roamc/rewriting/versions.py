@@ -1,7 +1,7 @@
-"""Storages in static single assignment: each version of a storage is written once, and readers read the newest one.
+"""Versions of storages, as in static single assignment: one operator makes each, and readers read the newest one.
 
-:mod:`roamc.rewriting.rerun` and the codecs of pass ``retain`` make a storage a second time, a new version, and hand it
-to the readers from there on. Views of a storage are made anew of each version.
+:mod:`roamc.rewriting.rerun` and the codecs of pass ``retain`` make a storage a second time, a new version, which all
+later readers read. Views of a storage are made anew of each version.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from roamc.graph.rewrite import mode_of, placed_in
 from roamc.operators import ops
 
 PLACE = torch.uint8
-"""Stands for the bytes of a storage, whatever the dtypes of its tensors."""
+"""Dtype of the fake tensors whose storages serve for tensors of any dtype."""
 
 
 class Versions:
-    """The newest version of every storage, while the graph is walked through from the first node to the last.
+    """Keeps the newest version of every storage, while a subclass walks the graph from the first node to the last.
+
+    A graph without tensors raises PlanError.
 
     Attributes:
-        graph: what is walked and written into.
+        graph: the graph that is walked, and written into in place.
         memory: of the graph as it was.
-        mode: of all fake tensors.
-        phase: of every operator, new ones included.
-        newest: node that makes or picks a renewed storage to the node of its last version.
-        views: (view, the version of what it looks at) to that view of that version.
-        first: version of a result or view to the node of the first one; operators that read a version may run again.
-        makers: name to node of the graph's own operators.
+        mode: the fake mode of all tensors.
+        phase: node name to phase of every operator, new ones included.
+        newest: node that makes or picks a storage to the node of the storage's newest version, if it was renewed.
+        views: (view, version of what it is a view of) to the same view of that version.
+        first: node of a later version of a result or view to the node of the first version.
+        makers: name to node of the operators that the graph had before; views are left out.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -52,13 +54,16 @@ class Versions:
         self.makers = {op.node.name: op.node for op in self.memory.operators}
 
     def redirect(self, node: fx.Node) -> None:
-        """Let ``node`` read the newest versions."""
+        """Replace the arguments of ``node`` by their newest versions, in place."""
         if self.newest:
             node.args = fx.map_arg(node.args, lambda argument: self.version(argument, node))
             node.kwargs = fx.map_arg(node.kwargs, lambda argument: self.version(argument, node))
 
     def version(self, node: fx.Node, at: fx.Node) -> fx.Node:
-        """What a reader at ``at`` reads for ``node``: its last version, or a view of the last version of its base."""
+        """Return the newest version of ``node``, for a reader that stands in front of ``at`` or is ``at`` itself.
+
+        For a view of a storage with a newer version, the view is made anew in front of ``at``, once for each version.
+        """
         node = self.first.get(node, node)
         if node in self.newest:
             return self.newest[node]
@@ -84,18 +89,22 @@ class Versions:
         return made
 
     def renew(self, node: fx.Node, version: fx.Node) -> None:
-        """From here on, readers of ``node`` read ``version``."""
+        """Make ``version`` the newest version of ``node``, for all readers that the walk still comes to."""
         self.newest[node] = version
         self.first[version] = node
 
     def results(self, first: fx.Node) -> list[fx.Node]:
-        """The nodes that stand for single results: the operator itself, or the picks of its results."""
+        """Return the nodes that stand for single results of ``first``: the operator itself, or the picks of several."""
         if isinstance(first.meta.get("val"), torch.Tensor):
             return [first]
         return [user for user in first.users if user.target is operator.getitem and user.name in self.graph.phase]
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, at: fx.Node) -> fx.Node:
-        """Call ``target`` in front of ``at``, in its phase, with the name and the notes of ``like``."""
+        """Insert a call of ``target`` in front of ``at``, in the phase of ``at``, and return its node.
+
+        The node gets the name of ``like``, made unique by FX, and a copy of its ``meta``, fake value included: the
+        caller replaces that.
+        """
         with self.graph.graph.inserting_before(at):
             made = self.graph.graph.create_node("call_function", target, args, kwargs, name=like.name)
         made.meta = dict(like.meta)
@@ -103,7 +112,13 @@ class Versions:
         return made
 
     def moved(self, node: fx.Node, storages: dict[int, torch.UntypedStorage]) -> Any:
-        """The fake results of ``node`` with the same geometry in other storages; those it does not know are new."""
+        """Return fake results like those of ``node``, of the same geometry, in other storages.
+
+        Args:
+            node: the node; stays as it is.
+            storages: identity of a storage to the one that takes its place. A storage that is missing gets a new fake
+                one, which is added.
+        """
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             return self._move(value, storages)
@@ -117,7 +132,7 @@ class Versions:
             return placed_in(old, storages[identity(old)])
 
     def finished(self) -> TrainGraph:
-        """The graph as it has become; what nobody reads any more is taken out."""
+        """Erase nodes that nobody reads, and return the graph with ``phase``, ``waits`` and ``saved`` up to date."""
         graph = self.graph
         _erase_dead(graph.graph, set(graph.gradients))
         by_name = {node.name: node for node in graph.graph.nodes}
@@ -128,7 +143,7 @@ class Versions:
 
 
 def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
-    """Take out what nobody reads, such as a first run whose results are all read from a later one."""
+    """Erase nodes that nobody reads, such as a first run whose readers all read a later one."""
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
         if idle and not ops.has_effect(node.target):
@@ -136,9 +151,10 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
 
 
 def _saved(graph: TrainGraph) -> tuple[str, ...]:
-    """What passes from forward to backward now: tensors first, as AOTAutograd takes them, then objects such as a mesh.
+    """Names of what passes from forward to backward now: tensors first, as AOTAutograd takes them, then other objects.
 
-    In both, first what passed before. Tensors whose version AOTAutograd does not check come last among the tensors.
+    Tensors whose version counter AOTAutograd does not check come last among the tensors. Within each group, names that
+    passed before come first, in their old sequence.
     """
     given = zip(placeholders(graph.graph), graph.inputs, strict=True)
     early = {node for node, port in given if port.phase is Phase.FORWARD}

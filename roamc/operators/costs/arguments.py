@@ -1,4 +1,4 @@
-"""How arguments lie that torch's kernels on a CPU read as they are; others are copied first.
+"""Tests of an argument's strides: torch's kernels on a CPU read one that passes as it is, and copy any other first.
 
 Read off the heap with torch 2.13, operator by operator (``benchmarks/workspace.py --operators``).
 """
@@ -9,7 +9,10 @@ import torch
 
 
 def matrix(tensor: torch.Tensor) -> bool:
-    """Rows or columns lie side by side, none over another: what products read as it is."""
+    """Whether matrix products read ``tensor`` as it is: its rows, or its columns, are dense and do not overlap.
+
+    Only the last two dimensions matter; a vector, or a single row or column, passes.
+    """
     if tensor.dim() < 2 or min(tensor.shape[-2:]) <= 1:
         return True
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -17,21 +20,21 @@ def matrix(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """All elements in order."""
+    """Whether ``tensor`` is contiguous, the last dimension fastest."""
     return tensor.is_contiguous()
 
 
 def channels_last(tensor: torch.Tensor) -> bool:
-    """Channels last, and not in order as well."""
+    """Whether ``tensor``, of four or five dimensions, lies channels last and is not contiguous as well."""
     form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return form is not None and tensor.is_contiguous(memory_format=form) and not tensor.is_contiguous()
 
 
 def image(tensor: torch.Tensor) -> bool:
-    """In order, or channels last."""
+    """Whether ``tensor`` is contiguous or lies channels last."""
     return tensor.is_contiguous() or channels_last(tensor)
 
 
 def in_order(tensor: torch.Tensor) -> bool:
-    """All matrices lie behind each other, by rows or by columns."""
+    """Whether ``tensor``, of two dimensions or more, is contiguous, or is so with its last two dimensions exchanged."""
     return tensor.is_contiguous() or tensor.mT.is_contiguous()

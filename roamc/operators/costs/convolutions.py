@@ -1,9 +1,9 @@
-"""What convolutions take for themselves on a CPU, at the upper end.
+"""Workspace of convolutions on a CPU, estimated at the upper end.
 
-They run in oneDNN, which chooses among its kernels by rules of its own.
+They run in oneDNN, which chooses among its kernels by rules of its own. What it mostly takes:
 
-    channels first    arguments and results once more, in blocks of 16 channels
-    channels last     the weight once more
+    channels first    copies of arguments and results, in blocks of 16 channels
+    channels last     a copy of the weight
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from roamc.operators.costs.products import THREADS
 from roamc.units import Bytes
 
 BLOCK = 16
-"""oneDNN's blocked layouts have channels in groups of so many."""
+"""Channels in one block of oneDNN's blocked layouts."""
 
 FEW = 16
-"""Convolutions of fewer input channels have kernels of their own."""
+"""Convolutions of fewer input channels have kernels of their own, which copy the weight more often in backward."""
 
 SMALL: Bytes = 32 << 10
-"""What a convolution takes in any case."""
+"""Bytes that every convolution of oneDNN takes."""
 
 ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that oneDNN convolves; others take torch's own kernels."""
 
 
 def convolution(call: Call, made: torch.Tensor) -> Bytes:
-    """Bytes beside arguments and ``made``, the result, forward."""
+    """Return the workspace in bytes of a call of ``aten.convolution`` with the result ``made``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if image.dtype not in ONEDNN:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
@@ -44,7 +44,7 @@ def convolution(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> Bytes:
-    """Image and result in blocks; in float32 the one is given back before the other is put in order."""
+    """Copies of image and result in blocks; in float32 the image's is freed before the result is put in order."""
     pointwise = prod(weight.shape[2:]) == 1
     if image.dtype is not torch.float32:
         return _blocks(made) + (_blocks(image) if pointwise else _packed(image))
@@ -54,13 +54,13 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> B
 
 
 def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> Bytes:
-    """The larger of the two twice; without strides as the gradient of an image."""
+    """Twice the larger of image and result in blocks; for stride 1 at least what the gradient of an image takes."""
     most = 2 * max(_packed(image), _packed(made))
     return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(made) - made.nbytes)
 
 
 def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Bytes beside arguments and results of the gradients."""
+    """Return the workspace in bytes of a call of ``aten.convolution_backward``; ``made`` is not read."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if image.dtype not in ONEDNN:
         return _columns(weight, gradient)
@@ -81,7 +81,7 @@ def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _of_groups(weight: torch.Tensor, groups: int) -> Bytes:
-    """What the weights of groups take more, forward; those of two channels are padded."""
+    """What the weight of a grouped convolution takes more, forward; groups of two channels are padded to blocks."""
     leave, enter = weight.shape[0] // groups, weight.shape[1]
     if groups == 1:
         return 0
@@ -89,16 +89,18 @@ def _of_groups(weight: torch.Tensor, groups: int) -> Bytes:
 
 
 def _weight_in_blocks(weight: torch.Tensor, groups: int) -> Bytes:
-    """A weight in float32 with the channels of each group, coming and going, in whole blocks."""
+    """Bytes of a weight in float32 with the input and the output channels of each group padded to whole blocks."""
     leave, enter = weight.shape[0] // groups, weight.shape[1]
     block = torch.float32.itemsize * BLOCK * BLOCK * prod(weight.shape[2:])
     return groups * -(-leave // BLOCK) * -(-enter // BLOCK) * block
 
 
 def _padded(call: Call) -> Bytes:
-    """Weights of narrow groups, with the channels of each group in whole blocks; in 16 bits half of it once more, and
-    an image and a gradient likewise. Groups of one channel have kernels of their own up to windows of 3 x 3, and for
-    the gradient of the image."""
+    """Backward, channels last: the weight of a grouped convolution, the channels of each group padded to whole blocks.
+
+    In 16 bits half of that once more, and for each thread one image and one gradient, padded likewise. Nothing for
+    groups of one channel with windows up to 3 x 3 or without a gradient of the weight: they have kernels of their own.
+    """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     groups: int = call.args[-2]
     of_weight: bool = call.args[-1][1]
@@ -116,7 +118,7 @@ def _padded(call: Call) -> Bytes:
 def _gradients(
     gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *, transposed: bool, of_image: bool
 ) -> Bytes:
-    """Image and gradient in blocks; for the gradient of the image even where few channels could stay as they are."""
+    """Copies of image and gradient in blocks; for the gradient of the image even if there are few channels."""
     if transposed:
         return sum(
             _blocks(tensor, BLOCK // 2 if tensor.shape[1] <= BLOCK // 2 else BLOCK) for tensor in (image, gradient)
@@ -129,34 +131,34 @@ def _gradients(
 
 
 def _blocks(tensor: torch.Tensor, block: int = BLOCK) -> Bytes:
-    """Its bytes with channels in whole blocks."""
+    """Bytes of ``tensor`` with its channels, dimension 1, padded to whole blocks."""
     channels = tensor.shape[1]
     return tensor.nbytes // max(1, channels) * -(-channels // block) * block
 
 
 def _blocked(tensor: torch.Tensor) -> Bytes:
-    """Bytes of ``tensor`` in blocks of channels; one of very few channels stays as it is."""
+    """Bytes of ``tensor`` in blocks of channels; as it is with at most a quarter of a block."""
     return tensor.nbytes if tensor.shape[1] <= BLOCK // 4 else _blocks(tensor)
 
 
 def _packed(tensor: torch.Tensor) -> Bytes:
-    """Bytes of ``tensor`` in blocks of channels, in blocks of half the size where there are few."""
+    """:func:`_blocked`, but 5 to 8 channels lie in one block of half the size."""
     return _blocks(tensor, BLOCK // 2) if BLOCK // 4 < tensor.shape[1] <= BLOCK // 2 else _blocked(tensor)
 
 
 def _gathered(image: torch.Tensor, weight: torch.Tensor, strides: list[int]) -> Bytes:
-    """Strided convolutions without a window first gather the pixels that they read."""
+    """Pixels that a strided 1 x 1 convolution gathers first, of one image for each thread."""
     if prod(weight.shape[2:]) > 1 or prod(strides) == 1:
         return 0
     return THREADS * image.nbytes // max(1, image.shape[0] * prod(strides))
 
 
 def _columns(weight: torch.Tensor, pixels: torch.Tensor) -> Bytes:
-    """torch's own kernels multiply the weight with a matrix of windows, which they make first."""
+    """Bytes of the matrix of windows that torch's own kernels make first, to multiply it by the weight."""
     window = prod(weight.shape[1:])
     return pixels.shape[0] * window * prod(pixels.shape[2:]) * pixels.itemsize
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
-    """As oneDNN sees it: channels are the fastest dimension, and there is more than one."""
+    """Whether oneDNN takes ``tensor`` as channels last: more than one channel, and they are the fastest dimension."""
     return tensor.dim() > 2 and tensor.shape[1] > 1 and tensor.stride(1) == 1

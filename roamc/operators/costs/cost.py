@@ -1,4 +1,4 @@
-"""One row of the chapter on costs."""
+"""One row of the chapter on costs, and the signatures of the formulas in it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from roamc.operators.call import Call
 from roamc.units import Bytes
 
 Ordered = Callable[[torch.Tensor], bool]
+"""From a fake argument to whether a CPU's kernel reads it as it is; if not, the kernel copies it first."""
+
 FlopFormula = Callable[..., int]
+"""From the positional arguments of a call, fake tensors for nodes, to FLOPs."""
+
 Workspace = Callable[[Call, torch.Tensor], Bytes]
-"""From a call and its first result to the bytes beside its arguments and results while it runs."""
+"""From a call and its first fake result to the bytes beside its arguments and results while it runs."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What bounds the time of an operator, what it reads, and what it takes for itself.
+    """What bounds the time of an operator, what it reads, and its workspace. Positions count its arguments from 0.
 
     Attributes:
-        kind: one of :data:`roamc.operators.costs.kinds.KINDS`; "" for what the operator's tags say.
-        flops: from its arguments to the multiplications and additions of its products, where
-            ``torch.utils.flop_counter`` has no formula in some supported version.
-        any_dtypes: torch on a CPU has vector code for it whatever the dtypes of its arguments.
-        exponent: position of an exponent, of which some are taken by multiplications or a root.
-        causal_blocks: under a causal mask it leaves out whole blocks of hidden scores, not every one.
+        kind: one of :data:`roamc.operators.costs.kinds.KINDS`; "" for the kind that the operator's tags say.
+        flops: formula for the FLOPs of its products; None to use that of ``torch.utils.flop_counter``, if it has one.
+        any_dtypes: torch on a CPU has vector code for it even if its arguments differ in dtype.
+        exponent: position of the exponent of a power; some exponents cost only multiplications or a root. None if the
+            operator is no power.
+        causal_blocks: under a causal mask it leaves out only whole blocks of hidden scores, not every hidden score.
         unread: positions of arguments of which it reads no element.
-        unread_in_place: used instead of ``unread`` when the operator writes in place.
-        picks_from: position of the argument of which it reads no more elements than results, or indices, there are.
+        unread_in_place: replaces ``unread``, unless empty, for the form of the operator that writes in place.
+        picks_from: position of a table; of it the operator reads at most one element for each element of its result or
+            of another argument. None if it reads all arguments whole.
         written_into: only for kind "scatter": position of the tensor written into, whose elements are not counted as
             work; None if there is none.
         read_as: position of an argument to a test of its strides; a CPU's kernel copies an argument that fails it.
         like_first: a CPU's kernel copies the second argument unless both have channels last, or neither has.
-        workspace: bytes that it takes for itself on a CPU; None: only arguments converted to another dtype count.
-        eager_workspace: the same in eager PyTorch, where that is not what a kernel of ours takes.
+        workspace: formula for the workspace on a CPU beside the copies of ``read_as`` and ``like_first``; None if that
+            is only what arguments take that are converted to another dtype.
+        eager_workspace: the same for eager PyTorch, where a kernel of roamc takes another amount; None if they agree.
     """
 
     kind: str = ""

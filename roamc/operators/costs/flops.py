@@ -1,4 +1,7 @@
-"""Multiplications and additions of products, two for each pair, where torch's registry lacks a formula."""
+"""FLOPs of products where torch's registry lacks a formula: a multiplication and its addition count as two.
+
+Each formula takes the positional arguments of its ATen operator and ignores those in ``rest``.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ Flops = int
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Flops:
-    """Two batched products: queries by keys, weights by values (Vaswani et al. 2017, equation 1).
+    """Return the FLOPs of fused attention forward, without the softmax.
 
-    Several heads of the query may read one head of keys and values. (torch's own formulas refuse that before 2.13.)
+    They are those of two batched products: queries by keys, weights by values (Vaswani et al. 2017, equation 1).
+    Arguments are ``[batch, heads, length, head]``; several heads of the query may read one head of keys and values.
+    (torch's own formulas refuse that before 2.13.)
     """
     return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
@@ -21,36 +26,40 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest
 def attention_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> Flops:
-    """Five: the weights again, and the gradients of values, weights, queries and keys (Dao et al. 2022)."""
+    """Return the FLOPs of fused attention backward, without the softmax.
+
+    They are those of five batched products: the attention weights, computed again, and the gradients of values,
+    weights, queries and keys (Dao et al. 2022). Arguments are ``[batch, heads, length, head]``.
+    """
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
-    """A score for every query, key and head of the query ``[batch, heads, queries, head]``."""
+    """The number of scores: one for every query, key and head of the query ``[batch, heads, queries, head]``."""
     return math.prod(query.shape[:-1]) * key.shape[-2]
 
 
 def product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
-    """``a @ b`` for vectors, matrices and batches of them."""
+    """Return the FLOPs of ``a @ b``; unless ``a`` is a vector, only the batch dimensions of ``a`` count."""
     columns = b.shape[-1] if b.dim() > 1 else 1
     return 2 * a.numel() * columns if a.dim() > 1 or b.dim() < 2 else 2 * b.numel()
 
 
 def product_and_sum(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
-    """``addend + a @ b``: the product."""
+    """Return the FLOPs of ``addend + a @ b``: those of the product alone."""
     return product(a, b)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Flops:
-    """``x [..., in] @ weight [out, in].T``."""
+    """Return the FLOPs of ``x [..., in] @ weight [out, in].T``; a bias adds none."""
     return 2 * x.numel() * weight.shape[0]
 
 
 def outer(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
-    """Every element of ``a`` by every one of ``b``."""
+    """Return the FLOPs of an outer product: one for every pair of an element of ``a`` and one of ``b``."""
     return a.numel() * b.numel()
 
 
 def outer_and_sum(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> Flops:
-    """``addend + outer(a, b)``."""
+    """Return the FLOPs of ``addend + outer(a, b)``: two for every element."""
     return 2 * a.numel() * b.numel()

@@ -1,8 +1,8 @@
 """The kinds of operators: what bounds their time.
 
-Two families. Kinds of ``PRODUCTS`` do many operations an element, and a profile gives FLOP/s for them. The others do
-few, and are bound by memory or, where a profile gives it, by elements a second: a CPU draws random numbers and takes
-exponentials far slower than it reads memory.
+There are two families. Kinds in ``PRODUCTS`` do many operations an element, and a profile gives FLOP/s for them. The
+others do few, and are bound by memory or, where a profile gives a rate for them, by elements a second: a CPU draws
+random numbers and takes exponentials far slower than it reads memory.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ KINDS: dict[str, str] = {
     "scan": "running sums, sorting, largest k",
     UNKNOWN: "none of the above; taken for expensive, see roamc.cost.predict",
 }
-"""Every kind and what is in it."""
+"""Name of every kind to the operators that are of it."""
 
 HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "scan", UNKNOWN})
-"""Kinds that do much for an element, or read and write memory here and there."""
+"""Kinds that do many operations an element, or read and write memory in no regular order."""
 
 LIGHT = frozenset(KINDS) - HEAVY
-"""Kinds that do a few operations an element, mostly one after the other in memory: cheap on any device."""
+"""Kinds that do a few operations an element, mostly in the order of memory: cheap on any device."""

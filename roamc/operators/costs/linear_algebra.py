@@ -1,6 +1,7 @@
-"""What factors, inverses and functions of matrices take for themselves on a CPU: read off the heap with torch 2.13.
+"""Workspace of factors, inverses and functions of matrices on a CPU: read off the heap with torch 2.13.
 
-A batch of matrices counts once, the buffers of LAPACK once for all of them, its pivots and flags matrix by matrix.
+Each formula takes a call and its first result ``made`` and returns bytes. LAPACK's buffer is counted once for all
+matrices of a batch, its pivots and flags once for each.
 """
 
 from __future__ import annotations
@@ -11,41 +12,47 @@ from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.units import Bytes
 
 EXPONENTIAL, EXPONENTIALS = 12, 14
-"""``matrix_exp`` of one matrix, and of many: so many times the argument where numbers are so large that it has to
-square often, which cannot be known. Of small numbers, 5 to 10 times of one and 10 of many."""
+"""Workspace of ``matrix_exp`` in sizes of its argument, for one matrix and for a batch.
+
+This is the upper end, for numbers so large that it squares often. Small numbers, which cannot be known before, take 5
+to 10 sizes for one matrix and 10 for a batch.
+"""
 
 PIVOT: Bytes = 4
-"""Of every row that LAPACK may have swapped;"""
+"""Bytes of one pivot: the row with which LAPACK swapped a row."""
 
 FLAGS: Bytes = 32
-"""and other things noted of every matrix."""
+"""Bytes of status that are kept for every matrix."""
 
 LINES = 48
-"""Rows or columns that LAPACK has beside matrices, at most."""
+"""Most rows or columns that LAPACK's buffer has beside whole matrices."""
 
 TALL = 11 / 6
-"""From so many times as many rows as columns on, or the other way round, matrices are first made square."""
+"""Matrices whose longer side is more than this many times the shorter are made square first."""
 
 
 def exponential(call: Call, made: torch.Tensor) -> Bytes:
-    """Powers and sums of them, at the upper end: see :data:`EXPONENTIAL`."""
+    """Return the workspace of ``linalg_matrix_exp``: powers and sums of them, see :data:`EXPONENTIAL`."""
     count = _matrices(made)
     return made.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
 def inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """The factors, and a pivot a row."""
+    """Return the workspace of ``linalg_inv_ex``: the factors, a pivot for each row, flags."""
     return made.nbytes + rows_of(made) * PIVOT + _matrices(made) * FLAGS
 
 
 def pivots(call: Call, made: torch.Tensor) -> Bytes:
-    """Signs or places that pivots stand for, twice the size of these."""
+    """Return the workspace of determinants and ``lu_unpack``: two pivots for each row of the argument, flags."""
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
 def singular(call: Call, made: torch.Tensor) -> Bytes:
-    """The argument, and the buffer of one matrix: with vectors three squares, four of what is made square first."""
+    """Return the workspace of ``_linalg_svd``: a copy of the argument, and LAPACK's buffer for one matrix.
+
+    With vectors the buffer holds three squares of the shorter side, or four if the matrix is made square first.
+    """
     read = tensor_at(call, 0)
     full = call.args[1] if len(call.args) > 1 else False
     vectors = call.args[2] if len(call.args) > 2 else True
@@ -58,7 +65,7 @@ def singular(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """Singular vectors, and products of them."""
+    """Return the workspace of ``linalg_pinv``: singular vectors, products of them, and LAPACK's buffer."""
     short = min(made.shape[-2:])
     squares = _matrices(made) * short * short * made.itemsize
     first = made.nbytes + (LINES + 4 * short) * short * made.itemsize
@@ -66,20 +73,24 @@ def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def eigen(call: Call, made: torch.Tensor) -> Bytes:
-    """The buffer of one matrix: two squares of it and some rows."""
+    """Return the workspace of ``_linalg_eigh``: LAPACK's buffer for one matrix, two squares of it and some rows."""
     side = tensor_at(call, 0).shape[-1]
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
 def reflectors(call: Call, made: torch.Tensor) -> Bytes:
-    """A factor a row or column, and the buffer of one matrix: blocks of an eighth of its columns."""
+    """Return the workspace of ``linalg_qr`` and ``linalg_householder_product``.
+
+    It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: an eighth of it, or
+    of ``LINES`` times its longer side if that is more.
+    """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
     return _matrices(read) * short * read.itemsize + max(LINES, short) * long * read.itemsize // 8
 
 
 def copied_factor(call: Call, made: torch.Tensor) -> Bytes:
-    """The factor is copied."""
+    """Return the workspace of ``cholesky_solve``: a copy of the factor, flags."""
     return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
 
 

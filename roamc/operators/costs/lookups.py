@@ -1,4 +1,7 @@
-"""What operators that read, sort or add by index take for themselves on a CPU: read off the heap with torch 2.13."""
+"""Workspace of operators that read, sort or add by index, on a CPU: read off the heap with torch 2.13.
+
+Each formula takes a call and its first result ``made`` and returns bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,27 @@ from roamc.operators.call import Call, tensor_at
 from roamc.units import Bytes
 
 INDEX: Bytes = 8
-"""Of an index, whatever dtype it is given in."""
+"""Bytes of an index in a workspace, whatever dtype the argument has."""
 
 MEAN, LARGEST = 1, 2
-"""Modes of ``_embedding_bag``."""
+"""Modes of ``_embedding_bag``: means and largest elements."""
 
 SPREAD = 16
-"""Columns from which on rows with one index each are sorted, not scattered element by element."""
+"""Rows with one index each are sorted from this many columns on; narrower ones are scattered element by element."""
 
 
 def bags(call: Call, made: torch.Tensor) -> Bytes:
-    """Of which bag every index is, for means; else the bags themselves."""
+    """Return the workspace of ``_embedding_bag``: for means a number for every index, else one for every bag."""
     indices, offsets = tensor_at(call, 1), tensor_at(call, 2)
     return INDEX * (max(indices.numel(), offsets.numel()) if _mode(call, 4) == MEAN else offsets.numel())
 
 
 def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """The indices and their places, sorted too, and of which bag they are; of largest elements, these and theirs."""
+    """Return the workspace of ``_embedding_bag_backward``: five numbers for every index.
+
+    They are index and place, both sorted as well, and bag. For largest elements it is an element and a number for every
+    element of the gradient, and a number for every bag.
+    """
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * offsets.numel()
@@ -32,7 +39,11 @@ def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Of the gradient of a table: the indices, sorted too, and their places; of largest elements, these and theirs."""
+    """Return the workspace of ``_embedding_bag_dense_backward``: four numbers for every index.
+
+    They are index and place, both sorted as well. For largest elements it is an element and a number for every element
+    of the gradient, and a number for every bag.
+    """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * gradient.shape[0]
@@ -44,14 +55,22 @@ def _mode(call: Call, position: int) -> int:
 
 
 def median(call: Call, made: torch.Tensor) -> Bytes:
-    """A copy to sort, unless the elements to choose from lie side by side; with them all, always."""
+    """Return the workspace of ``median`` and ``nanmedian``: a copy of the argument to sort.
+
+    It is 0 if there is a dimension and the elements along it lie side by side.
+    """
     read = tensor_at(call, 0)
     ordered = len(call.args) > 1 and read.dim() > 0 and read.stride(call.args[1]) == 1
     return 0 if ordered else read.nbytes
 
 
 def scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Means count and mark, in half precision in float32; where whole rows have one index, it is sorted instead."""
+    """Return the workspace of ``scatter_reduce``.
+
+    If each row has one index, it is four numbers for every row: torch sorts the rows. Else a mean takes a tensor like
+    the result, one like the larger of result and source, and a byte (four in half precision) for every element of the
+    result; any other reduction takes the result in float32 in half precision, else nothing.
+    """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     half = made.itemsize == 2 and made.is_floating_point()
     if _by_rows(tensor_at(call, 0), call.args[1], index, source):
@@ -62,7 +81,7 @@ def scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether all of a row goes to one row, as the index's strides say: torch then sorts the rows."""
+    """Whether every row of ``source`` goes to one row of ``tensor``, by the strides of ``index``: torch sorts these."""
     if dim or not index.dim() or tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         return False
     expanded = index.stride(0) > 0 and not any(index.stride()[1:]) and index.shape[1:] == source.shape[1:]
@@ -71,11 +90,17 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 
 
 def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Means count: ones like the source, summed like it."""
+    """Return the workspace of ``index_reduce``: 0, but for means.
+
+    They take ones like the source, sums of these like the result, and four numbers for every index.
+    """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
 
 
 def masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """The mask as numbers and their running sums: by several threads; one alone takes a result or three."""
+    """Return the workspace of ``masked_scatter_backward``: the mask as integers, and their running sums.
+
+    This holds for several threads; one thread alone takes one to three times the result.
+    """
     return 2 * INDEX * tensor_at(call, 1).numel()

@@ -1,4 +1,7 @@
-"""What other operators take for themselves on a CPU: products, norms, losses, sums, transforms, distances."""
+"""Workspace of other operators on a CPU: products, norms, losses, sums, transforms, distances.
+
+Each formula takes a call and its first result ``made`` and returns bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,37 @@ from roamc.operators.kernels import piece_elements
 from roamc.units import Bytes
 
 ACROSS: Bytes = 288 << 10
-"""What a softmax takes along another dimension than the last, in half precision."""
+"""Bytes that a softmax in half precision takes along any dimension but the last."""
 
 FOURIER: Bytes = 104
-"""What a Fourier transform takes of every element of its longest row."""
+"""Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
 
 
 def first_again(call: Call, made: torch.Tensor) -> Bytes:
-    """The first argument is copied, or something of its size made of it."""
+    """Return the workspace of operators that copy their first argument, or make one tensor of its size."""
     return tensor_at(call, 0).nbytes
 
 
 def dropout_piece(call: Call, made: torch.Tensor) -> Bytes:
-    """A part of the first argument."""
+    """Return the workspace of roamc's ``native_dropout_backward``: one piece of the mask in the dtype of ``made``."""
     return piece_elements(tensor_at(call, 0)) * made.itemsize
 
 
 def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """The gradient once more; in half precision in float32 where it does not lie like the image."""
+    """Return the workspace of ``native_batch_norm_backward``: a copy of the gradient.
+
+    The copy is in float32 if the gradient has half precision and other strides than the image.
+    """
     gradient, image = tensor_at(call, 0), tensor_at(call, 1)
     alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
     return gradient.nbytes if alike else 4 * gradient.numel()
 
 
 def summed(call: Call, made: torch.Tensor) -> Bytes:
-    """The argument in the dtype of the result; in half precision, over scattered dims, in float32."""
+    """Return the workspace of ``sum``: the argument converted to the result's dtype, if that is another.
+
+    Else 0, but in half precision the argument in float32 where the summed dimensions do not lie as one in memory.
+    """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
         return read.numel() * made.itemsize
@@ -49,7 +58,10 @@ def summed(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def averaged(call: Call, made: torch.Tensor) -> Bytes:
-    """The argument in the dtype of the result; in half precision both in float32."""
+    """Return the workspace of ``mean``: the argument converted to the result's dtype, if that is another.
+
+    Else 0, but in half precision argument and result in float32.
+    """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
         return read.numel() * made.itemsize
@@ -61,18 +73,24 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def cast_to_result(call: Call, made: torch.Tensor) -> Bytes:
-    """The argument in the dtype of the result; of complex numbers in the same precision, nothing."""
+    """Return the workspace of reductions that convert a real argument to the result's dtype, if that is another."""
     read = tensor_at(call, 0)
     return 0 if read.dtype == made.dtype or read.is_complex() else read.numel() * made.itemsize
 
 
 def fourier(call: Call, made: torch.Tensor) -> Bytes:
-    """A copy where the dimensions that are not transformed cannot be walked through as one."""
+    """Return the workspace of ``_fft_r2c`` and ``_fft_c2c``: a buffer for one row, and maybe a copy of the argument.
+
+    The argument is copied if the dimensions that are not transformed do not lie as one in memory.
+    """
     return _batched(tensor_at(call, 0), call.args[1])
 
 
 def fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
-    """All dimensions but the last to complex numbers first, which are then what is read."""
+    """Return the workspace of ``_fft_c2r``: as :func:`fourier` for one dimension.
+
+    For several it is a complex copy, in which all but the last are transformed first, and the larger of both stages.
+    """
     read, (*others, last) = tensor_at(call, 0), call.args[1]
     if not others:
         return _batched(read, [last])
@@ -80,7 +98,7 @@ def fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
-    """A row, and a copy of ``tensor`` unless all but ``dims`` can be walked through as one."""
+    """Bytes of a row, and of a copy of ``tensor`` unless all dimensions but ``dims`` lie as one in memory."""
     transformed = {dim % tensor.dim() for dim in dims}
     rest = [dim for dim in range(tensor.dim()) if dim not in transformed]
     row = FOURIER * max((tensor.shape[dim] for dim in transformed), default=0)
@@ -88,19 +106,22 @@ def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
 
 
 def distances(call: Call, made: torch.Tensor) -> Bytes:
-    """Both sets of points with two columns more; before there is a result, the first one doubled."""
+    """Return the workspace of ``_euclidean_dist``: copies of both sets of points with two columns more.
+
+    Before there is a result, the first set is there twice.
+    """
     first, second = tensor_at(call, 0), tensor_at(call, 1)
     more = 2 * (rows_of(first) + rows_of(second)) * made.itemsize
     return more + max(2 * first.nbytes - made.nbytes, first.nbytes + second.nbytes)
 
 
 def pairs(call: Call, made: torch.Tensor) -> Bytes:
-    """Sets of points that stand for a batch of them are copied for each."""
+    """Return the workspace of ``_cdist_forward``: a set of points is copied if it is broadcast over the batch."""
     return _repeated(tensor_at(call, 0), tensor_at(call, 1))
 
 
 def pairs_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Sets of points that stand for a batch of them are copied for each; the gradient comes before the sets."""
+    """Return the workspace of ``_cdist_backward``, see :func:`pairs`; argument 0 is the gradient."""
     return _repeated(tensor_at(call, 1), tensor_at(call, 2))
 
 
@@ -111,71 +132,93 @@ def _repeated(first: torch.Tensor, second: torch.Tensor) -> Bytes:
 
 
 def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
-    """Whether these dimensions, all if there are none, can be walked through as one."""
+    """Whether ``dims`` of ``tensor``, all if there are none, can be walked through in memory as one dimension."""
     chosen = [dim % tensor.dim() for dim in dims] if dims and tensor.dim() else range(tensor.dim())
     rows = sorted((tensor.stride(dim), tensor.shape[dim]) for dim in chosen if tensor.shape[dim] > 1)
     return all(stride == inner * count for (inner, count), (stride, _) in itertools.pairwise(rows))
 
 
 def logits_loss(call: Call, made: torch.Tensor) -> Bytes:
-    """Two tensors in float32, three where they do not lie alike."""
+    """Return the workspace of ``binary_cross_entropy_with_logits``: two tensors like the argument in float32.
+
+    There are three if the argument is not contiguous.
+    """
     read = tensor_at(call, 0)
     return (8 if read.is_contiguous() else 12) * read.numel()
 
 
 def half_in_float32(call: Call, made: torch.Tensor) -> Bytes:
-    """Half precision is computed in float32."""
+    """Return the workspace of operators that compute half precision in float32: ``made`` in float32; else 0."""
     return 4 * made.numel() if made.itemsize == 2 else 0
 
 
 def safe_softmax(call: Call, made: torch.Tensor) -> Bytes:
-    """A byte of every element: whether it is finite."""
+    """Return the workspace of ``_safe_softmax``: a byte for every element, whether it is finite."""
     return made.numel()
 
 
 def losses(call: Call, made: torch.Tensor) -> Bytes:
-    """The loss of every element, where one number is made of them; half precision is summed in float32."""
+    """Return the workspace of losses that are summed or averaged: the loss of every element; without reduction 0.
+
+    In half precision it is there in float32 as well, to be summed.
+    """
     read = tensor_at(call, 0)
     return read.nbytes + half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
 def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
-    """The losses in float32 for half precision; they themselves lie in the storage of the result."""
+    """Return the workspace of eager losses that keep the loss of every element in the result's storage.
+
+    In half precision it is these losses in float32, if they are summed or averaged; else 0.
+    """
     read = tensor_at(call, 0)
     return half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
 def softmax_across_rows(call: Call, made: torch.Tensor) -> Bytes:
-    """Half precision along another dimension than the last is computed in float32, some rows at a time."""
+    """Return the workspace of a softmax: :data:`ACROSS` in half precision along any dimension but the last, else 0.
+
+    torch computes such rows in float32, a few at a time.
+    """
     dim = next((argument for argument in call.args if isinstance(argument, int)), -1)
     return ACROSS if made.itemsize == 2 and made.dim() > 1 and dim % made.dim() != made.dim() - 1 else 0
 
 
 def rolled(call: Call, made: torch.Tensor) -> Bytes:
-    """Dimension after dimension; without any, the elements in order."""
+    """Return the workspace of ``roll``: a copy for each dimension but the first, as torch rolls one after the other.
+
+    Without dimensions it is a copy of an argument that is not contiguous.
+    """
     dims = call.args[2] if len(call.args) > 2 else ()
     return made.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
 def multinomial(call: Call, made: torch.Tensor) -> Bytes:
-    """Two tensors like the probabilities."""
+    """Return the workspace of ``multinomial``: two tensors like the probabilities."""
     return 2 * tensor_at(call, 0).nbytes
 
 
 def kth_value(call: Call, made: torch.Tensor) -> Bytes:
-    """All values and their places."""
+    """Return the workspace of ``kthvalue``: a copy of all values, and an index of 8 bytes for each."""
     read = tensor_at(call, 0)
     return read.numel() * (read.itemsize + 8)
 
 
 def rms_norm(call: Call, made: torch.Tensor) -> Bytes:
-    """One tensor of squares; in half precision two and a half in float32."""
+    """Return the workspace of ``_fused_rms_norm``: the squares of the argument in float32.
+
+    For other dtypes than float32, such as half precision, it is two and a half times as much.
+    """
     read = tensor_at(call, 0)
     return read.numel() * (4 if read.itemsize == 4 else 10)
 
 
 def matrix_products(call: Call, made: torch.Tensor) -> Bytes:
-    """Buffers of the kernel; batches also copy what is not in order, in float32 matrix after matrix."""
+    """Return the workspace of ``mm``, ``addmm``, ``bmm`` and ``baddbmm``: the kernel's buffers, see :func:`products`.
+
+    Batched products also copy factors whose strides the kernel does not read: in half precision all matrices of the
+    batch at once, else one after the other.
+    """
     first, second = [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
     if made.dim() < 3:
         return products(first, second, made)
@@ -185,10 +228,10 @@ def matrix_products(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def attention(call: Call, made: torch.Tensor) -> Bytes:
-    """See :func:`roamc.operators.costs.attention.forward_bytes`."""
+    """Return the workspace of fused attention, see :func:`roamc.operators.costs.attention.forward_bytes`."""
     return forward_bytes(tensor_at(call, 0), tensor_at(call, 1))
 
 
 def attention_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """See :func:`roamc.operators.costs.attention.backward_bytes`."""
+    """Return the workspace of fused attention backward, see :func:`roamc.operators.costs.attention.backward_bytes`."""
     return backward_bytes(tensor_at(call, 0), tensor_at(call, 1), tensor_at(call, 2))

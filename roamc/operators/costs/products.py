@@ -1,8 +1,8 @@
-"""What matrix products in half precision take for themselves on a CPU: the buffers of oneDNN's kernels, a set a thread.
+"""Workspace of matrix products in half precision on a CPU: the buffers of oneDNN's kernels, a set for each thread.
 
 Read off the heap with torch 2.13 on a machine with AVX-512 for bfloat16: of 2,400 products of 1 to 8,192 rows and
-columns, in order and transposed, none takes more, and half of them 0.85 or more of it. Products of float32 take
-nothing.
+columns, in order and transposed, none takes more than this formula says, and half of them take 0.85 of it or more.
+Products of float32 take nothing.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import torch
 from roamc.units import Bytes
 
 THREADS = 2
-"""Buffers of so many threads are counted: a plan is not to depend on the machine that makes it."""
+"""Threads whose buffers are counted: a fixed number, so that a plan does not depend on the machine that makes it."""
 
 ROWS, COLUMNS = 256, 64
-"""A thread makes a block of the result of so many rows and columns,"""
+"""Most rows and columns of the block of the result that a thread makes in one round."""
 
 WIDE, TALL = 1024, 4096
-"""or in several rounds one of so many columns, or rows;"""
+"""Most columns, or rows, of a block that is made in several rounds over the depth."""
 
 DEPTH = 512
-"""from this much of the first factor at a time; twice that where it is in order and longer."""
+"""Columns of the first factor read in one round; up to twice as many if its rows are contiguous and longer."""
 
 PADDED = 32
-"""Columns that a copied block of the first factor has more."""
+"""Columns added to a copied block of the first factor."""
 
 SELF: Bytes = 28 << 10
+"""Bytes that a product of bfloat16 takes in any case."""
 
 
 def products(first: torch.Tensor, second: torch.Tensor, made: torch.Tensor) -> Bytes:
-    """Bytes beside ``first [..., rows, depth] @ second [..., depth, columns]`` while it is computed."""
+    """Return the workspace in bytes of ``made = first [..., rows, depth] @ second [..., depth, columns]``."""
     rows, depth, columns = first.shape[-2], first.shape[-1], second.shape[-1]
     in_order = first.stride(-1) == 1
     if made.dtype is torch.float16:

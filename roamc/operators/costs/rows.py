@@ -1,4 +1,4 @@
-"""The rows on costs: the name of an operator for all of its overloads and its form in place, without namespace."""
+"""The rows on costs. A name without namespace stands for all overloads of an operator and its form in place."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ ROWS: dict[str, Cost] = {
     "cholesky_solve": Cost(workspace=linear_algebra.copied_factor),
     **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "lu_unpack"), _PIVOTS),
 }
-"""Operators of which more is known than their kind."""
+"""Operator to its row, where more is known than its kind."""
 
 KIND_ALONE: dict[str, str] = {
     FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
@@ -191,7 +191,7 @@ KIND_ALONE: dict[str, str] = {
     "upsample_trilinear3d_backward grid_sampler_2d_backward grid_sampler_3d_backward",
     "scan": "cummax cummin sort topk argsort unique_consecutive _unique2 nonzero bincount",
 }
-"""Kind to the operators of which no more is known."""
+"""Kind to the names, separated by spaces, of the operators of which only the kind is known."""
 
 COSTS: dict[str, Cost] = {
     **{name: Cost(kind) for kind, names in KIND_ALONE.items() for name in names.split()},
