@@ -39,15 +39,18 @@ from roamc.units import Bytes
 
 
 def check_program(graph: TrainGraph, program: Program, code: CodeType | None = None) -> None:
-    """Check that ``program`` is ``graph``, whose layout pass has run, operator by operator.
+    """Check that ``program`` calls the operators of ``graph`` in order, on the values and bytes that the layout says.
+
+    The program runs once on stand-ins; no operator computes anything.
 
     Args:
-        graph: the planned graph.
-        program: emitted from it.
-        code: the program's source where it has been compiled already: what will run.
+        graph: the planned graph, whose layout pass has run.
+        program: the program that was emitted from it.
+        code: the compiled source of the program, if there is one; else the source is compiled here.
 
     Raises:
-        VerifyError: names the line of the program, the operator, and what is wrong.
+        VerifyError: the program is another one than the graph, or the graph has no layout; names the line of the
+            program, the operator, and what is wrong.
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
@@ -67,39 +70,52 @@ def check_program(graph: TrainGraph, program: Program, code: CodeType | None = N
 
 
 class _Fault(Exception):
-    """What is wrong."""
+    """The program is wrong; the message says what it does."""
 
 
 class _Cell:
-    """SharedStorages: the arena, or one storage outside it. Gone when no stand-in lies in it any more."""
+    """The memory of one storage, as a stand-in sees it: the arena, or one storage outside it.
+
+    It is garbage collected when no stand-in lies in it any more, by which the judge sees that memory is freed.
+
+    Attributes:
+        bound: whether it is known which storage of the graph it is.
+    """
 
     bound = False
 
 
 Geometry = tuple[Bytes, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
-"""Offset in the cell, shape, strides, dtype, the lazy bits conj and neg."""
+"""(offset in the cell in bytes, shape, strides in elements, dtype, lazy conjugate bit, lazy negative bit)."""
 
 
 @dataclass(frozen=True)
 class _Stand:
-    """A tensor of the program."""
+    """What the program has in the place of a tensor.
+
+    Attributes:
+        judge: the judge that runs the program.
+        cell: the memory that it lies in.
+        geometry: where in the cell it lies, and its shape, strides, dtype and lazy bits.
+    """
 
     judge: _Judge
     cell: _Cell
     geometry: Geometry
 
     def copy_(self, source: Any) -> None:
+        """Check that ``source`` is a result whose planned place this is."""
         self.judge.copy(self, source)
 
     def as_strided(self, shape: Any, stride: Any, offset: int) -> _Stand:
-        """Another tensor in the same memory, ``offset`` elements from its start."""
+        """Return another stand-in in the same memory, ``offset`` elements from the start of the memory."""
         place = offset * self.geometry[3].itemsize, tuple(shape), tuple(stride)
         return _Stand(self.judge, self.cell, (*place, *self.geometry[3:]))
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator or kernel of the program."""
+    """What the program has in the place of an operator or kernel, ``target``: a call of it is checked."""
 
     judge: _Judge
     target: Any
@@ -110,7 +126,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class _Torch:
-    """``torch`` as the program sees it."""
+    """What the program has in the place of ``torch``: allocations give stand-ins."""
 
     judge: _Judge
 
@@ -122,11 +138,16 @@ class _Torch:
 
 
 class _Judge:
-    """Runs a program on stand-ins; the arena of the program.
+    """Runs a program on stand-ins and checks every call; the program has it in the place of its arena.
+
+    Its checks raise :class:`_Fault` where the program does something else than the graph and the layout say.
 
     Attributes:
-        line: of the source, of the last call.
-        node: name of the last operator.
+        graph: the planned graph.
+        layout: the layout of the graph.
+        program: the program that is judged.
+        line: line of the source that made the last call.
+        node: name of the operator of the last call.
     """
 
     def __init__(self, graph: TrainGraph, layout: Layout, program: Program) -> None:
@@ -156,7 +177,7 @@ class _Judge:
     # -- the whole program ----------------------------------------------------------------------
 
     def run(self, code: CodeType) -> None:
-        """Bind the program to this arena, then run its functions one after the other."""
+        """Bind the program to the judge as its arena, then run its functions one after the other."""
         namespace = {name: self._constant_of(value) for name, value in self.program.constants.items()}
         exec(code, namespace)
         bound = namespace["bind"](self)
@@ -172,7 +193,13 @@ class _Judge:
                 self._expect(stand, node, 0, "the saved tensor")
 
     def _function(self, function: Any, entry: Entry, kept: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """Run one function on stand-ins, of which ``kept`` come from the one before; what it returns."""
+        """Run one function on stand-ins and return its results by node.
+
+        Args:
+            function: the bound function.
+            entry: its parameters, results and phases.
+            kept: node to result of the function before, from which parameters are taken; emptied.
+        """
         self._due = iter(self._operators(entry))
         self._handed = {self._name(t) for node in entry.results if node is not None for _, t in tensors_of(node)}
         args = [kept.pop(node) if node in kept else self._fed(node) for node in entry.parameters]
@@ -189,11 +216,15 @@ class _Judge:
         return {node: value for node, value in zip(entry.results, results, strict=True) if node is not None}
 
     def _operators(self, entry: Entry) -> list[fx.Node]:
-        """What one function has to call: picks are no calls, and views of planned tensors are planned tensors."""
+        """Return the operators that one function has to call, in order.
+
+        Picks of one result (``getitem``) are no calls, and views of planned tensors are planned tensors themselves.
+        """
         mine = [node for node in self.graph.graph.nodes if self.graph.phase.get(node.name) in entry.phases]
         return [node for node in mine if self._is_called(node)]
 
     def _is_called(self, node: fx.Node) -> bool:
+        """Whether the program has to call ``node``, see :meth:`_operators`."""
         if node.op != "call_function" or node.target is operator.getitem:
             return False
         waits = started_by(node) is not None
@@ -204,6 +235,7 @@ class _Judge:
         return any(maker_of(self._name(tensor)) == node.name for _, tensor in tensors_of(node))
 
     def _check_all_ran(self) -> None:
+        """Check that each phase runs in one function, each input is fed, and the right ranges are closed at the end."""
         phases = [phase for entry in self.program.entries.values() for phase in entry.phases]
         lost = [name for name, phase in self.graph.phase.items() if phases.count(phase) != 1]
         fed = [node for entry in self.program.entries.values() for node in entry.parameters if node.op == "placeholder"]
@@ -224,24 +256,32 @@ class _Judge:
         conj: bool = False,
         neg: bool = False,
     ) -> _Stand:
-        """A planned tensor; see :meth:`roamc.runtime.arena.Arena.view`."""
+        """Return a stand-in for a planned tensor; see :meth:`roamc.runtime.arena.Arena.view`."""
         self._views[name] = made = _Stand(self, self._arena, (offset, tuple(size), tuple(stride), dtype, conj, neg))
         return made
 
     def close(self, low: Bytes, high: Bytes) -> None:
-        """A range of the arena is trimmed."""
+        """Note that the program trims the range ``[low, high)`` of the arena, in bytes.
+
+        Raises:
+            _Fault: the range is trimmed already.
+        """
         if (low, high) in self._closed:
             raise _Fault(f"trims [{low}, {high}) twice")
         self._closed.add((low, high))
 
     def open(self, low: Bytes, high: Bytes) -> None:
-        """A range of the arena comes again."""
+        """Note that the program uses the range ``[low, high)`` of the arena, in bytes, again.
+
+        Raises:
+            _Fault: the range is not trimmed.
+        """
         if (low, high) not in self._closed:
             raise _Fault(f"takes [{low}, {high}) again, which is not trimmed")
         self._closed.remove((low, high))
 
     def copy(self, place: _Stand, source: Any) -> None:
-        """A result goes to its planned place."""
+        """Check that the program copies a result of its last operator, ``source``, to the result's planned place."""
         for at, (waiting, node, position) in enumerate(self._uncopied):
             if waiting() is source:
                 self._expect(place, node, position, "the copy of the result")
@@ -251,7 +291,20 @@ class _Judge:
         raise _Fault("copies what is no result of its last operator")
 
     def call(self, target: Any, args: Sequence[Any], keywords: Mapping[str, Any], line: int) -> Any:
-        """The next operator runs; what it returns."""
+        """Check that a call is the next operator of the graph, on the right values and places, and return its results.
+
+        Args:
+            target: the operator or kernel that the program calls.
+            args: the positional arguments of the call.
+            keywords: the keyword arguments, places of results included.
+            line: the line of the source that makes the call.
+
+        Returns:
+            Stand-ins for the results; None where the operator writes them to places that it is given.
+
+        Raises:
+            _Fault: the call is another one than the graph and the layout say.
+        """
         node = next(self._due, None)
         self.line, self.node = line, node.name if node is not None else "behind the last operator"
         if node is None or self.program.statements.get(line, ("",))[0] != node.name:
@@ -270,7 +323,7 @@ class _Judge:
         return self._overwrite(node, written) if outs else self._results(node)
 
     def _overwrite(self, node: fx.Node, outs: Sequence[Any]) -> None:
-        """An operator writes its results to where they are told to."""
+        """Check the places ``outs`` that the program gives to an operator for its results."""
         tensors = list(tensors_of(node))
         if len(outs) != len(tensors):
             raise _Fault(f"writes {len(outs)} results of {len(tensors)}")
@@ -281,7 +334,10 @@ class _Judge:
             self._written.add(self._name(tensor))
 
     def _results(self, node: fx.Node) -> Any:
-        """What an operator returns that has no place for its results: a view, what it wrote, or new memory."""
+        """Return stand-ins for the results of an operator that is given no places for them.
+
+        They are views, arguments that it wrote, or new memory.
+        """
         if node.name in self.graph.reuse:
             raise _Fault("does not write over its argument")
         value = node.meta.get("val")
@@ -290,6 +346,7 @@ class _Judge:
         return tuple(self._result(node, position, item) for position, item in enumerate(value))
 
     def _result(self, node: fx.Node, position: int, value: Any) -> Any:
+        """Return a stand-in for one result of ``node``; ``value`` is the fake tensor or number of the graph."""
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, position), object())
         name = self._name(value)
@@ -306,7 +363,10 @@ class _Judge:
     # -- memory -----------------------------------------------------------------------------------
 
     def _check_memory(self, position: int) -> None:
-        """While the operator at ``position`` runs, what is dead is gone, and the layout's trims are closed."""
+        """Check the memory while the operator at ``position`` of the node list runs.
+
+        Storages outside the arena that are dead must be freed, and exactly the trims of the layout closed.
+        """
         while self._deaths and self._deaths[-1][0] <= position:
             _, name = self._deaths.pop()
             cell = self._cells.get(name)
@@ -323,13 +383,13 @@ class _Judge:
             raise _Fault(f"runs while {sorted(self._closed)} are trimmed, and not {sorted(wanted)}")
 
     def _bind(self, tensor: torch.Tensor, cell: _Cell) -> _Cell:
-        """The storage of ``tensor`` is ``cell``, unless it has one."""
+        """Note that ``cell`` is the storage of ``tensor``, unless that has a cell already; return ``cell``."""
         cell.bound = True
         self._cells.setdefault(self._name(tensor), weakref.ref(cell))
         return cell
 
     def _fed(self, node: fx.Node) -> Any:
-        """A stand-in for an input."""
+        """Return a stand-in for an input of the graph."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, 0), object())
@@ -338,6 +398,7 @@ class _Judge:
         return _Stand(self, cell or self._bind(value, _Cell()), self._geometry(value))
 
     def _constant_of(self, value: Any) -> Any:
+        """Return what the program gets in the place of one of its constants."""
         if value is torch:
             return _Torch(self)
         return _Operator(self, value) if callable(value) else value
@@ -345,31 +406,35 @@ class _Judge:
     # -- what is what -----------------------------------------------------------------------------
 
     def _name(self, tensor: torch.Tensor) -> str:
+        """Return the name of the storage of a tensor of the graph."""
         return self._names[self._shared.of(tensor)]
 
     def _is_placed(self, node: fx.Node) -> bool:
+        """Whether ``node`` gives tensors and all of them lie in the arena."""
         names = [self._name(tensor) for _, tensor in tensors_of(node)]
         return bool(names) and all(name in self.layout.offset for name in names)
 
     def _geometry(self, tensor: torch.Tensor) -> Geometry:
+        """Return where a tensor of the graph has to lie: in the arena, or in its own storage outside."""
         offset = self.layout.offset.get(self._name(tensor), 0) + int(tensor.storage_offset()) * tensor.itemsize
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         return offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
     def _expect(self, value: Any, node: fx.Node, position: int, what: str) -> None:
+        """Check that a value of the program is result ``position`` of ``node``; ``what`` names it in the message."""
         tensor = dict(tensors_of(node))[position]
         if not self._lies(value, tensor):
             told = f"lies at {value.geometry}" if isinstance(value, _Stand) else f"is {value}"
             raise _Fault(f"{what} {position} of {node.name} {told}, and not at {self._geometry(tensor)}")
 
     def _lies(self, value: Any, tensor: torch.Tensor) -> bool:
-        """Whether a value of the program is ``tensor`` of the graph."""
+        """Whether a value of the program is a stand-in for ``tensor`` of the graph, in the right memory and place."""
         cell = self._cells.get(self._name(tensor))
         alive = cell is not None and isinstance(value, _Stand) and value.cell is cell()
         return alive and value.geometry == self._geometry(tensor)
 
     def _is(self, value: Any, wanted: Any) -> bool:
-        """Whether an argument of the program is that of the graph: literals with their types and their bits."""
+        """Whether an argument of the program is that of the graph; literals must be equal in type and in all bits."""
         if isinstance(wanted, fx.Node):
             return self._is_value_of(value, wanted)
         if isinstance(wanted, dict):
@@ -382,6 +447,7 @@ class _Judge:
         return value is wanted or (type(value) is type(wanted) and repr(value) == repr(wanted))
 
     def _is_value_of(self, value: Any, node: fx.Node) -> bool:
+        """Whether a value of the program stands for ``node``."""
         if node.op == "get_attr":
             wanted = attribute(self.graph.module, str(node.target))
             return value is wanted or (isinstance(value, _Operator) and value.target is wanted)
@@ -396,11 +462,12 @@ class _Judge:
 
 
 def _outs(node: fx.Node, target: Any) -> tuple[str, ...]:
-    """Keywords under which a call of ``target`` takes the results of ``node``, in their sequence; none for the operator
-    itself.
+    """Return the keywords under which a call of ``target`` is given places for the results of ``node``, in their order.
+
+    There are none if ``target`` is the operator of ``node`` itself.
 
     Raises:
-        _Fault: it is neither the operator, nor the same with other memory for its results.
+        _Fault: ``target`` is neither that operator, nor its kernel or overload that is given places for its results.
     """
     if target is node.target:
         return ()

@@ -1,6 +1,7 @@
-"""The partition of a planned graph into forward and backward, as modules of their own, for AOTAutograd.
+"""The partition of a planned graph into forward and backward, as modules of their own.
 
-It never runs them: it reads off them how many tensors are saved, their shapes and strides, and what backward returns.
+AOTAutograd reads off them how many tensors are saved, their shapes and strides, and what backward returns. They run
+only where the emitted program has failed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from roamc.graph import TrainGraph
 
 
 def partitioned(graph: TrainGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(forward, backward) of a graph with a boundary; forward returns the user's outputs, then what is saved."""
+    """Split a graph with a boundary into two modules.
+
+    Their operators are copies of the graph's nodes in the same order, with the same names and metadata.
+
+    Returns:
+        (forward, backward). Forward takes its inputs, and returns the user's outputs and then the saved tensors.
+        Backward takes the saved tensors and then its other inputs, and returns the gradients, None where there is none.
+    """
     forward, backward = entries_of(graph)
     return _part(graph, forward), _part(graph, backward)
 
 
 def _part(graph: TrainGraph, entry: Entry) -> fx.GraphModule:
+    """Return the operators of one function of the program as a module."""
     part = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in entry.parameters:

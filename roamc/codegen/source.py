@@ -3,7 +3,7 @@
 The program is a function ``bind(arena)``: it makes every planned tensor once, as a view of the arena, and
 returns the functions that run one step over them. Each statement is one operator; a comment gives the
 line of the user's model. Tensors outside the arena are deleted right after their last use. Where a range of the
-arena is empty for a while, its memory may go back to the system: ``arena.close`` and ``arena.open`` say when.
+arena is empty for a while, ``arena.close`` gives its memory back to the system and ``arena.open`` takes it again.
 
     def bind(arena):
         addmm = arena.view("addmm", 4096, (256, 768), (768, 1), torch.float32)
@@ -50,15 +50,22 @@ from roamc.units import Bytes
 
 @dataclass(frozen=True)
 class Program:
-    """Emitted source and what it needs beside torch.
+    """Emitted source, the objects that it needs, and where in it the nodes of the graph are.
+
+    ``bind(arena)`` returns a dict: the name of every entry to a function of a list of arguments, which it empties, that
+    returns a tuple of results. For a graph with a boundary it has "saved" as well, a function without arguments that
+    returns the planned places of those saved tensors that lie in the arena, in the order of ``TrainGraph.saved``.
 
     Attributes:
-        source: Python text defining ``bind(arena)``.
-        constants: names in the source to objects: operators, kernels, tensors of the graph, rare arguments.
-        entries: the functions of the program, by name.
-        statements: line of the source to the node that it runs, and which of the node's lines it is, from 0.
-        places: node and position among its results to the name of its planned tensor.
-        names: node to the name of its local.
+        source: Python text that defines ``bind(arena)``; ``arena`` has the methods ``view``, ``open`` and ``close`` of
+            :class:`roamc.runtime.arena.Arena`.
+        constants: global names of the source to objects: torch, operators, kernels, tensors of the graph, and arguments
+            that have no literal form.
+        entries: name to function of the program: "step", or "forward" and "backward".
+        statements: line of the source, from 1, to (node that it runs, which of the lines of the node's statement it is,
+            from 0).
+        places: (node, position among its results) to the name of the planned tensor, as ``arena.view`` is given it.
+        names: node to the name of the local variable that holds its value outside the arena.
     """
 
     source: str
@@ -71,7 +78,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Entry:
-    """One function of the program: its parameters, what it returns, and the phases it runs."""
+    """One function of the program.
+
+    Attributes:
+        name: "step", "forward" or "backward".
+        parameters: the nodes whose values it takes, in order: inputs of the graph, and in backward saved tensors first.
+        results: the nodes whose values it returns, in order, and None where it returns None.
+        phases: the phases whose operators it runs.
+    """
 
     name: str
     parameters: tuple[fx.Node, ...]
@@ -80,7 +94,7 @@ class Entry:
 
 
 def emit(graph: TrainGraph) -> Program:
-    """Emit ``graph``, whose layout pass has run.
+    """Emit a planned graph, whose layout pass has run, as a program; the graph stays as it is.
 
     Raises:
         PlanError: the graph has no layout.
@@ -91,7 +105,12 @@ def emit(graph: TrainGraph) -> Program:
 
 
 def entries_of(graph: TrainGraph) -> tuple[Entry, ...]:
-    """One function for a whole step; two, split at the boundary, for a graph of ``torch.compile``."""
+    """Return the functions of the program for ``graph``.
+
+    Returns:
+        ("step",) for a graph without a boundary; else ("forward", "backward"). Forward returns the user's outputs, then
+        the saved tensors; backward takes the saved tensors, then the inputs that enter after forward.
+    """
     inputs = placeholders(graph.graph)
     outputs = output_values(graph.graph)
     if not graph.boundary:
@@ -150,13 +169,17 @@ class _Emitter:
         )
 
     def _saved(self) -> str:
-        """The planned places of saved tensors, for a backward whose saved tensors come from elsewhere."""
+        """Return the text of a tuple with the planned places of the saved tensors that lie in the arena."""
         by_name = {node.name: node for node in self.graph.graph.nodes}
         placed = [self._tensor(by_name[name]) for name in self.graph.saved if self._in_arena(by_name[name])]
         return f"({', '.join(placed)},)" if placed else "()"
 
     def _function(self, entry: Entry) -> list[tuple[str, str, int]]:
-        """The lines of one function; with each, where it is a part of an operator, the node and which part."""
+        """Return the lines of one function as (text, node, part).
+
+        Node is the name of the operator that the line belongs to, and "" if there is none; part counts the lines of the
+        operator's statement, from 0.
+        """
         nodes = self._nodes_of(entry)
         last = _LastUses(entry, nodes)
         head = [f"def {entry.name}(args):"]
@@ -181,7 +204,7 @@ class _Emitter:
         return [*lines, (f"    return ({results},)" if entry.results else "    return ()", "", 0)]
 
     def _nodes_of(self, entry: Entry) -> list[fx.Node]:
-        """Operators of the entry's phases, and the views of tensors outside the arena that they need here."""
+        """Return the operators of the entry's phases, in order, without views of planned tensors."""
         mine = [
             node
             for node in self.graph.graph.nodes
@@ -198,7 +221,7 @@ class _Emitter:
         return list(listed)
 
     def _parameter(self, node: fx.Node) -> str:
-        """The local name of a parameter; tensors that already lie in the arena arrive and are ignored."""
+        """Return the local name of a parameter; "_" for a saved tensor in the arena, which the function ignores."""
         return "_" if node.op == "call_function" and self._in_arena(node) else self.names.of(node)
 
     def _delete(self, names: Sequence[str]) -> list[str]:
@@ -232,7 +255,10 @@ class _Emitter:
         return found
 
     def _tensor(self, node: fx.Node, position: int = 0) -> str:
-        """The name that stands for one value: a constant, a planned view, made on first need, or a local."""
+        """Return the name of one value in the source: a constant, a planned tensor or a local.
+
+        A planned tensor is added to the lines of ``bind`` when its name is first asked for.
+        """
         if node.op == "get_attr":
             return self._attribute(node)
         if not isinstance(node.meta.get("val"), torch.Tensor) and position == 0 and not self._many(node):
@@ -246,9 +272,11 @@ class _Emitter:
         return self.planned[key]
 
     def _many(self, node: fx.Node) -> bool:
+        """Whether the operator has several results, even if that is a tuple of one."""
         return isinstance(node.meta.get("val"), list | tuple)
 
     def _view(self, node: fx.Node, position: int, storage: Storage) -> str:
+        """Add the line of ``bind`` that makes a planned tensor, and return the tensor's name."""
         tensor = dict(tensors_of(node))[position]
         name = self.names.of(node) if not self._many(node) else self.names.fresh(f"{node.name}_{position}")
         offset = self.layout.offset[storage.name] + int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -261,6 +289,7 @@ class _Emitter:
     # -- statements -----------------------------------------------------------------------------
 
     def _statement(self, node: fx.Node) -> list[str]:
+        """Return the lines that run one operator, without indentation."""
         births = self._births(node)
         if node.name in self.graph.reuse:
             return self._overwriting(node)
@@ -277,7 +306,7 @@ class _Emitter:
         return self._copied(node, births, comment)
 
     def _plain(self, node: fx.Node) -> str:
-        """The operator itself; the result is a local, or ignored where it is a planned tensor already."""
+        """Return a call of the operator as it is; its result is a local, or ignored if it is planned or never read."""
         if node.target is operator.getitem:
             return f"{self.names.of(node)} = {self.names.of(node.args[0])}[{node.args[1]!r}]"
         call = f"{self._function_name(node.target)}({self._arguments(node)})"
@@ -288,12 +317,16 @@ class _Emitter:
         return f"  # {line}" if line else ""
 
     def _overwriting(self, node: fx.Node) -> list[str]:
-        """The result goes over an argument; outside the arena it is that tensor, under another name."""
+        """Return the lines of an operator with in-place reuse, which writes its result over an argument.
+
+        Outside the arena the result is the argument's tensor under another name.
+        """
         argument: Any = node.args[self.graph.reuse[node.name]]
         alias = [] if self._in_arena(node) else [f"{self.names.of(node)} = {self._tensor(argument)}"]
         return [*alias, self._written(node, form_of(node, 1)) + self._comment(node)]
 
     def _written(self, node: fx.Node, form: Form) -> str:
+        """Return a call of the operator's ``out`` overload or kernel, which writes to the places of its results."""
         results = [self._result(node, position) for position, _ in tensors_of(node)]
         if form.kind is FormKind.OUT:
             target: Any = form.overload
@@ -305,12 +338,16 @@ class _Emitter:
         return f"{self._function_name(target)}({arguments}{', ' if arguments else ''}{outs})"
 
     def _result(self, node: fx.Node, position: int) -> str:
+        """Return the name of the place that a result is written to: a planned tensor, a local or an item of one."""
         if self._placed(self._storage(node, position)):
             return self._tensor(node, position)
         return self.names.of(node) if not self._many(node) else f"{self.names.of(node)}[{position}]"
 
     def _allocate_rest(self, node: fx.Node, births: Sequence[tuple[int, Storage]]) -> list[str]:
-        """Results that are handed out, of an operator whose other results are planned: made just before."""
+        """Return the line that allocates the results of an operator that lie outside the arena.
+
+        There is no line if all results are planned. In the tuple of several results, planned ones are None.
+        """
         if all(self._placed(storage) for _, storage in births):
             return []
         made = []
@@ -326,7 +363,7 @@ class _Emitter:
         ]
 
     def _copied(self, node: fx.Node, births: Sequence[tuple[int, Storage]], comment: str) -> list[str]:
-        """No ``out=`` form: run the operator, copy what is planned, keep the rest."""
+        """Return the lines of an operator without an ``out=`` form: run it, copy planned results, keep the others."""
         name = self.names.of(node)
         placed = [position for position, storage in births if self._placed(storage)]
         local = f"{name}_result" if self._in_arena(node) else name
@@ -348,6 +385,7 @@ class _Emitter:
         return ", ".join(parts)
 
     def _literal(self, value: Any) -> str:
+        """Return the text of one argument; one that has no exact literal form becomes a constant."""
         if isinstance(value, fx.Node):
             return self._tensor(value)
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -371,6 +409,7 @@ class _Emitter:
         return self._constant(f"run_{target.__name__}", target)
 
     def _constant(self, name: str, value: Any) -> str:
+        """Enter ``value`` among the constants, and return its name: ``name``, with underscores if that is taken."""
         while self.names.taken(name) or self.constants.get(name, value) is not value:
             name += "_"
         self.constants[name] = value
@@ -378,14 +417,17 @@ class _Emitter:
 
 
 ARGUMENT = "constant_"
-"""How the names of constants begin that are arguments of operators, and not called."""
+"""Prefix of the names of constants that are arguments of operators, and not operators."""
 
 RESERVED = frozenset({"torch", "arena", "args", "bind", "step", "forward", "backward", "_"})
 """Names that the program uses itself."""
 
 
 def _empty(tensor: torch.Tensor) -> str:
-    """The text that allocates a tensor of this geometry; where it does not begin its storage, with all of that."""
+    """Return the text that allocates a tensor of this shape, strides, dtype and device.
+
+    If the tensor does not begin at the start of its storage, the whole storage is allocated.
+    """
     shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     kind = f'dtype={tensor.dtype}, device="{tensor.device}"'
     if not tensor.storage_offset():
@@ -397,7 +439,7 @@ def _empty(tensor: torch.Tensor) -> str:
 
 
 def _by_operator(trims: Iterable[tuple[str, Trim]]) -> dict[str, list[tuple[Bytes, Bytes]]]:
-    """Operator to the ranges that go, or come back, at it, from the lowest on."""
+    """Group trims by the operator that each comes with: operator to the ranges ``(low, high)``, the lowest first."""
     found: dict[str, list[tuple[Bytes, Bytes]]] = {}
     for name, trim in sorted(trims, key=lambda item: item[1].low):
         found.setdefault(name, []).append((trim.low, trim.high))
@@ -405,7 +447,7 @@ def _by_operator(trims: Iterable[tuple[str, Trim]]) -> dict[str, list[tuple[Byte
 
 
 class _Names:
-    """One Python identifier per node, unlike Python's words and the program's own names."""
+    """One Python identifier per node, none of them a keyword or one of the program's own names."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._taken = set(RESERVED)
@@ -419,6 +461,7 @@ class _Names:
         return name in self._taken
 
     def fresh(self, name: str) -> str:
+        """Take a new identifier: ``name``, with underscores behind it if that is taken or a keyword."""
         while name in self._taken or keyword.iskeyword(name):
             name += "_"
         self._taken.add(name)
@@ -426,7 +469,10 @@ class _Names:
 
 
 class _LastUses:
-    """For one function: which locals may be deleted after which statement."""
+    """For one function, the locals that may be deleted after each statement.
+
+    ``node in last_uses`` says whether the function reads or returns the value of ``node``.
+    """
 
     def __init__(self, entry: Entry, nodes: Sequence[fx.Node]) -> None:
         last: dict[fx.Node, fx.Node] = {}
@@ -450,4 +496,5 @@ class _LastUses:
         return node in self._used
 
     def get_done(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes whose values nothing reads after the statement of ``node``."""
         return self._done.get(node, [])

@@ -1,8 +1,8 @@
 """Time, FLOPs and bytes of a node on a device profile, by its operator's row in :mod:`roamc.operators.costs`.
 
-    flops(node), traffic(node)          counted off the fake tensors, the same on every device
-    seconds(node, profile)              what the node takes on the device that ``profile`` describes
-    load_profile("cpu")                 the profile that was measured here, or the shipped one
+    flops(node), traffic(node)          FLOPs and bytes, counted off the fake tensors: the same on every device
+    seconds(node, profile)              predicted time of the node on the device that ``profile`` describes
+    load_profile("cpu")                 the profile that was measured on this machine, or a shipped one
 
 :mod:`roamc.cost.measure` holds the micro-benchmarks that make a profile.
 """

@@ -23,11 +23,12 @@ Flops = int
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node must move.
+    """Bytes that an operator must move between memory and the processor.
 
     Attributes:
-        read: of its arguments, each once, expanded dimensions once.
-        written: of its results and of arguments that it writes.
+        read: bytes that it reads of its arguments; a tensor that is given twice counts once, and so does an element
+            that an expanded dimension repeats.
+        written: bytes of its results and of arguments that it writes, counted in the same way.
     """
 
     read: Bytes
@@ -35,15 +36,22 @@ class Traffic:
 
     @property
     def total(self) -> Bytes:
-        """Both."""
+        """Bytes read and written together."""
         return self.read + self.written
 
 
 def flops(node: fx.Node) -> Flops:
-    """Multiplications and additions of the products in ``node``, two for each pair, by torch's own formulas.
+    """Count the multiplications and additions of products, such as ``mm`` and convolutions, in ``node``.
 
-    0 for pointwise operators, reductions and views, whose time is not bound by arithmetic, and for custom operators,
-    of which nothing is known: :func:`roamc.cost.kind.kind_of` tells these apart.
+    The formulas are those of ``torch.utils.flop_counter``, or of :attr:`roamc.operators.costs.cost.Cost.flops`: a
+    multiplication with its addition counts as two.
+
+    Args:
+        node: a ``call_function`` node with fake tensors in its metadata.
+
+    Returns:
+        FLOPs; 0 for pointwise operators, reductions and views, whose time is not bound by arithmetic, and for custom
+        operators, whose FLOPs are not known. :func:`roamc.cost.kind.kind_of` tells the first from the second.
     """
     call = call_of(node)
     own = ops.rule(call.target).cost.flops
@@ -55,7 +63,10 @@ def flops(node: fx.Node) -> Flops:
 
 
 def traffic(node: fx.Node) -> Traffic:
-    """Bytes that ``node`` reads and writes; none for views and for tensors that are not filled."""
+    """Count the bytes that ``node``, a ``call_function`` node, reads and writes.
+
+    Both counts are 0 for views and for operators that make a tensor without filling it, such as ``empty``.
+    """
     kind = kind_of(node)
     if kind in (VIEW, FREE):
         return Traffic(0, 0)
@@ -70,6 +81,7 @@ def traffic(node: fx.Node) -> Traffic:
 
 
 def _read(call: Call, in_place: bool) -> list[torch.Tensor]:
+    """Return the argument tensors of which ``call`` reads elements; ``in_place`` says that it writes an argument."""
     cost = ops.rule(call.target).cost
     unread = cost.unread_in_place if in_place and cost.unread_in_place else cost.unread
     args = [value for at, value in enumerate(call.args) if at not in unread]
@@ -77,7 +89,7 @@ def _read(call: Call, in_place: bool) -> list[torch.Tensor]:
 
 
 def _picked(call: Call, mutated: list[torch.Tensor], fresh: list[torch.Tensor]) -> Traffic:
-    """Reads or writes by index: of the tensor that is picked from, no more than there is to pick."""
+    """Count the bytes of an operator that reads or writes by index: of the indexed tensor at most the picked ones."""
     read = _read(call, False)
     if ops.rule(call.target).cost.picks_from is not None:
         table, others = read[0], read[1:]
@@ -89,13 +101,13 @@ def _picked(call: Call, mutated: list[torch.Tensor], fresh: list[torch.Tensor]) 
 
 
 def own_bytes(tensor: torch.Tensor) -> Bytes:
-    """Bytes of the elements that ``tensor`` really has: expanded dimensions count once."""
+    """Return the bytes of the elements that ``tensor`` has in memory: an expanded dimension counts as one element."""
     kept = (int(size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not size)
     return math.prod(kept) * tensor.itemsize
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
-    """Of all that are distinct: another storage, offset or geometry."""
+    """Sum :func:`own_bytes` over distinct tensors; two with equal storage, offset, shape and strides count once."""
     places = {
         (identity(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())): own_bytes(tensor)
         for tensor in tensors
@@ -104,9 +116,10 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
 
 
 def elements(node: fx.Node) -> int:
-    """The most elements that any argument or result of ``node`` has; expanded ones count, as each is worked on.
+    """Return the number of elements that ``node``, a ``call_function`` node, works through; 0 without tensors.
 
-    Of what is read or written by index, only elements that are picked.
+    This is the size of its largest argument or result. Elements that an expanded dimension repeats count each time. A
+    tensor that is read or written by index is left out: the picked elements count, as indices, source or result.
     """
     call = call_of(node)
     cost = ops.rule(call.target).cost

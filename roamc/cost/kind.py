@@ -1,4 +1,4 @@
-"""The kind of a node: that of its operator, and for a few also by their arguments."""
+"""The kind of a node, which says what bounds its time: that of its operator, for some refined by the arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from roamc.operators.call import Call, call_of, fakes, tensors_in
 from roamc.operators.costs.kinds import LIGHT
 
 QUICK_POWERS = (2, 3, -1, -2, 1, 0, 2.0, 3.0, -1.0, -2.0, 1.0, 0.0)
-"""Exponents that are taken by multiplication; 0.5 and -0.5 are roots."""
+"""Exponents that torch computes by multiplication or division; 0.5 and -0.5, computed as roots, are not among them."""
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of ``node``, one of :data:`roamc.operators.costs.kinds.KINDS`."""
+    """Return the kind of ``node``, a ``call_function`` node: a key of :data:`roamc.operators.costs.kinds.KINDS`."""
     call = call_of(node)
     cost = ops.rule(call.target).cost
     if cost.exponent is not None and len(call.args) > cost.exponent:
@@ -33,7 +33,7 @@ def is_light(node: fx.Node) -> bool:
 
 
 def _pointwise(call: Call, node: fx.Node) -> str:
-    """Pointwise operators read and write in step unless dtypes or strides differ."""
+    """Return "mixed" if the dtypes of the arguments differ, "strided" if strides do, else "pointwise"."""
     read = [tensor for tensor in tensors_in(fakes([*call.args, *call.kwargs.values()])) if tensor.dim()]
     made = next(tensors_in(node.meta.get("val")), None)
     if made is None:
@@ -45,12 +45,12 @@ def _pointwise(call: Call, node: fx.Node) -> str:
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of the dimensions that have more than one element; an expanded dimension moves nothing."""
+    """Return the strides of the dimensions with more than one element, without expanded ones, whose stride is 0."""
     return tuple(int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
 
 
 def _convolution(call: Call, kind: str) -> str:
-    """By window and groups, and the direction."""
+    """Return the kind of a convolution by its groups, window and direction; ``kind`` gives the direction."""
     backward = kind.removeprefix("convolution")
     weight = fakes(call.args[2 if backward else 1])
     groups = call.args[-2 if backward else 8] if len(call.args) > 8 else 1

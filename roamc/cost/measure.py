@@ -1,16 +1,16 @@
-"""``roamc calibrate``: measures a device with small functions and makes its profile.
+"""``roamc calibrate``: measures a device with small benchmarks and makes its profile.
 
-Every round runs each probe, so that a slow moment of the machine hits all alike, and the least of the rounds is kept:
-whatever else runs on the machine only adds. (Medians, where three others shared two cores, were off by a factor of two
-in either direction.) One thread is measured by the time that it had a processor.
+Every round runs each probe, so that a slow moment of the machine hits all alike. The shortest time of all rounds is
+kept: other work on the machine only adds to it. (Medians were off by a factor of two in either direction where three
+other processes shared two cores.) With a single thread, the thread's processor time is measured.
 
-On a CPU a probe runs twice in a round, and the mean counts: once after all others, its tensors out of the caches, and
-once more. In a training step an operator's arguments were written lately and the place of its result was not. Against a
-step of GPT the first of these two is 10 to 50 % slow for kinds that move much and compute little, the second as much
-too fast.
+On a CPU a probe runs twice in a round, and the mean counts: once after all others, when its tensors are out of the
+caches, and once more directly after that. In a training step an operator's arguments were written lately and the place
+of its result was not. Compared with a step of GPT, the first of the two runs is 10 to 50 % too slow for kinds that move
+much and compute little, and the second is as much too fast.
 
-What a kind's own time is, overhead and all, is divided into its FLOPs or elements: a profile speaks for tensors of the
-size of activations.
+The rate of a kind is its FLOPs or elements over its time, the overhead of the call included. Rates therefore hold for
+tensors of the size of activations.
 """
 
 from __future__ import annotations
@@ -30,28 +30,34 @@ from roamc.errors import ProfileError
 from roamc.units import Bytes, Seconds
 
 SCALES = {"cpu": (1024, 768, 8), "cuda": (16384, 4096, 256)}
-"""Device type to rows, width and images: activations beyond the nearest caches, a few milliseconds a probe."""
+"""Device type to (rows, width, images) of :class:`Scale`: tensors are larger than the nearest caches, and a probe takes
+a few milliseconds."""
 QUICK = (32, 64, 1)
+"""(rows, width, images) where ``quick`` is set."""
 ROUNDS, QUICK_ROUNDS = 9, 2
+"""How often every probe is timed, and how often where ``quick`` is set."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 CALLS = {"cpu": 2, "cuda": 10}
-"""Calls between two readings of the clock: a GPU is only read when it is idle."""
+"""Device type to the calls between two readings of the clock; a GPU is synchronized before each reading."""
 SWEEP = {"cpu": range(16, 27), "cuda": range(20, 30)}
-"""Powers of two: bytes of each of three tensors that the bandwidth is measured with."""
+"""Device type to the exponents n for which the bandwidth is measured, with three tensors of ``2**n`` bytes each."""
 
 Say = Callable[[str, int], None]
+"""Receives what is being done, as text, and the number of rounds that are done."""
 
 
 def calibrate(device: str | torch.device = "cpu", *, quick: bool = False, say: Say | None = None) -> DeviceProfile:
-    """Measure ``device``, with torch's present number of threads; half a minute at most.
+    """Measure ``device``, on a CPU with torch's present number of threads, and return its profile; nothing is stored.
+
+    This takes half a minute at most. :func:`roamc.cost.profile.store_profile` keeps the profile for later runs.
 
     Args:
         device: "cpu", "cuda" or one of several, such as "cuda:1".
-        quick: tiny tensors and two rounds: a readable profile whose numbers mean nothing, for tests.
-        say: is told what happens, and the rounds that are done.
+        quick: use tiny tensors and two rounds. The profile is valid but its numbers mean nothing; for tests.
+        say: called before every round with what is done, such as "measuring cpu", and the number of rounds done before.
 
     Raises:
-        ProfileError: there is no such device here.
+        ProfileError: torch knows no device of this name, it is neither a CPU nor a CUDA device, or it is not there.
     """
     where = _device(device)
     scale = Scale(where, *(QUICK if quick else SCALES[where.type]))
@@ -87,13 +93,24 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def clock(device: torch.device) -> Callable[[], Seconds]:
-    """What to measure with: one thread by its own time on a processor, which goes on while nobody else has it."""
+    """Return the function to read the time with: the thread's processor time on a CPU with one thread, else wall time.
+
+    Processor time stands still while another process has the processor.
+    """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 class _Timed:
-    """Probes by key, and the seconds that each took, round by round."""
+    """The probes that are measured and the seconds that each took.
+
+    Attributes:
+        device: the device that is measured.
+        clock: see :func:`clock`.
+        work: key to the callable of a probe and its FLOPs, elements or bytes. Keys are (kind, name of the dtype), or
+            ("bytes", size), ("weights", 0) and ("overhead", 0).
+        seconds: key to the mean time of one run, for every round.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -113,7 +130,7 @@ class _Timed:
         self.work[key], self.seconds[key] = (run, count), []
 
     def round(self) -> None:
-        """Run every probe by the clock."""
+        """Run every probe once more and append the time of one run to its seconds."""
         calls = CALLS[self.device.type]
         for key, (run, _) in self.work.items():
             self._wait()
@@ -128,15 +145,15 @@ class _Timed:
             torch.cuda.synchronize(self.device)
 
     def least(self, key: tuple[str, Any]) -> Seconds:
-        """Of one run."""
+        """Return the seconds of one run in the fastest round, at least a nanosecond."""
         return max(min(self.seconds[key]), 1e-9)
 
     def rate(self, key: tuple[str, Any]) -> float:
-        """FLOPs, elements or bytes a second, to four digits."""
+        """Return FLOPs, elements or bytes a second in the fastest round, rounded to four significant digits."""
         return _digits(self.work[key][1] / self.least(key))
 
     def rates(self, table: dict[str, Probe]) -> dict[str, dict[str, float]]:
-        """Of all kinds of a table, by dtype."""
+        """Return kind to name of the dtype to :meth:`rate`, for the kinds in ``table`` that were measured."""
         found: dict[str, dict[str, float]] = {}
         for kind, dtype in self.work:
             if kind in table:
@@ -145,6 +162,7 @@ class _Timed:
 
 
 def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> DeviceProfile:
+    """Make the profile from measured times; ``sweep`` has the sizes of the bandwidth's tensors, smallest first."""
     by_traffic = {3 * size: timed.rate(("bytes", size)) for size in sweep}
     slow, fast = by_traffic[3 * sweep[-1]], max(by_traffic.values())
     cached = [traffic for traffic, rate in by_traffic.items() if rate >= (slow + fast) / 2]
@@ -168,11 +186,15 @@ def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> Dev
 
 
 def _digits(value: float) -> float:
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def _triad(size: Bytes) -> Probe:
-    """An addition of two tensors of ``size`` bytes into a third, and a product in place: half of all pointwise work."""
+    """Return a probe that adds two tensors of ``size`` bytes into a third and multiplies one in place.
+
+    Its work is the bytes that both move, five times ``size``. About half of all pointwise work is of these two forms.
+    """
 
     def probe(scale: Scale, dtype: torch.dtype) -> Work:
         a, b, out = (torch.ones(size // dtype.itemsize, dtype=dtype, device=scale.device) for _ in range(3))
@@ -187,13 +209,19 @@ def _triad(size: Bytes) -> Probe:
 
 
 def _weights(scale: Scale, dtype: torch.dtype) -> Work:
-    """A convolution with large weights and one small image: most of its time goes into the weights."""
+    """Prepare a convolution with large weights and one small image, whose time goes mostly into reordering the weights.
+
+    The elements of the weights are counted.
+    """
     x, weight = scale.floats(dtype, 1, 512, 4, 4), scale.floats(dtype, 512, 512, 3, 3)
     return lambda: F.conv2d(x, weight, padding=1), weight.numel()
 
 
 def _weight_rate(timed: _Timed, flop_rate: float) -> float:
-    """Elements of the weights a second, in what the products leave of the time."""
+    """Return elements of the weights a second in :func:`_weights`, after the time of the products is taken off.
+
+    ``flop_rate`` is the rate of dense convolutions. At least a tenth of the time counts as that of the weights.
+    """
     count = timed.work["weights", 0][1]
     products = 2 * 16 * count / flop_rate
     took = timed.least(("weights", 0))
@@ -201,7 +229,7 @@ def _weight_rate(timed: _Timed, flop_rate: float) -> float:
 
 
 def _overhead(scale: Scale, dtype: torch.dtype) -> Work:
-    """Small operators of several kinds, a hundred of each."""
+    """Prepare 500 calls of operators on tiny tensors, a hundred of each of five; count the calls."""
     x, weight = scale.floats(dtype, 8, 8), scale.floats(dtype, 8)
     out = torch.empty_like(x)
 

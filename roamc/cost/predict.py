@@ -3,8 +3,8 @@
     seconds = overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
 
 Convolutions add the two instead: libraries bring weights and images into another order before they multiply.
-An operator of which nothing is known is priced as if it went over its tensors ``UNKNOWN_PASSES`` times: dear enough
-that nobody recomputes it to save memory, and not so dear that it hides all others in a sum.
+An operator of which nothing is known is priced as if it went over its tensors ``UNKNOWN_PASSES`` times: too expensive
+to be recomputed, but not so expensive that it dominates the time of a step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
 UNKNOWN_PASSES = 32
+"""An operator of which nothing is known is priced as if it moved the bytes of its tensors this many times."""
 
 NEXT = {
     "batched_matmul": "matmul",
@@ -39,11 +40,14 @@ NEXT = {
     "exponential_backward": "exponential",
     "concatenation": "strided",
 }
-"""Where a profile has no rate for a kind, that of another."""
+"""Kind to the kind whose rate is used where a profile has none for the first."""
 
 
 def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
-    """What ``node`` takes on the device that ``profile`` describes; 0 for views and nodes that are no operators."""
+    """Predict the seconds that ``node`` takes on the device that ``profile`` describes.
+
+    The result is 0 for views and for nodes that are not ``call_function``.
+    """
     if node.op != "call_function":
         return 0.0
     kind = kind_of(node)
@@ -63,21 +67,25 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
 
 
 def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
-    """The predicted time of every operator of ``graph``, by name."""
+    """Return node name to predicted seconds, for every ``call_function`` node of ``graph``, views included."""
     return {node.name: seconds(node, profile) for node in operators(graph.graph)}
 
 
 def step_seconds(graph: TrainGraph, profile: DeviceProfile) -> Seconds:
-    """The predicted time of one step: the sum over its operators, which run one after the other."""
+    """Predict the seconds of one step: the sum over its operators, which run one after the other."""
     return sum(prices(graph, profile).values())
 
 
 def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:
+    """Return the seconds in which ``count`` bytes are moved, from a cache if they fit in it."""
     return count / (profile.cache_bandwidth if count <= profile.cache_bytes else profile.bandwidth)
 
 
 def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
-    """Weights are brought into the order of the library's kernels at every call; in backward their gradient as well."""
+    """Return the seconds in which a convolution's weights are reordered for the library's kernels, at every call.
+
+    In backward the gradient of the weights is reordered as well.
+    """
     call = call_of(node)
     weights = [tensor for tensor in tensors_in(fakes(call.args[1:3])) if tensor.dim() > 2]
     count = max((own_bytes(tensor) // tensor.itemsize for tensor in weights[-1:]), default=0)
@@ -86,7 +94,10 @@ def _reorder_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
 
 
 def _share(node: fx.Node) -> float:
-    """Fused attention under a causal mask leaves out what the mask hides: half of the products, on a CPU less."""
+    """Return the share of its products that ``node`` computes: 1, but less for fused attention with a causal mask.
+
+    Such attention leaves out what the mask hides: half of the products, or less where it works on whole blocks.
+    """
     call = call_of(node)
     if argument_of(call.target, call.args, call.kwargs, "is_causal") is not True:
         return 1.0
@@ -99,7 +110,10 @@ def _share(node: fx.Node) -> float:
 
 
 def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
-    """``count`` at the rate of ``kind`` for the dtype of ``node``; 0 where the profile has none."""
+    """Return the seconds of ``count`` FLOPs or elements at the rate of ``kind`` for the dtype of ``node``.
+
+    A dtype without a rate takes that of float32, halved for float64 and complex64. The result is 0 where there is none.
+    """
     found = rates.get(kind)
     while not found and kind in NEXT:
         kind = NEXT[kind]
@@ -115,7 +129,7 @@ def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """What the work is done in: the first floating result, else the first floating argument."""
+    """Return the dtype of the first floating-point result, else of the first such argument, else float32."""
     made = [tensor for _, tensor in tensors_of(node)]
     call = call_of(node)
     both = [*made, *tensors_in(fakes([*call.args, *call.kwargs.values()]))]

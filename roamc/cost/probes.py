@@ -1,4 +1,9 @@
-"""The micro-benchmarks of ``roamc calibrate``: one small function per kind of operator, and what it works through."""
+"""The micro-benchmarks of ``roamc calibrate``: one probe per kind of operator.
+
+A probe takes the sizes of its tensors and a dtype. It makes the tensors, and returns a callable that runs the
+operator on them once, and the work of one such run: FLOPs for the probes in ``PRODUCTS``, elements for those in
+``ELEMENTS``. Work over seconds is the rate of the kind in a device profile.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,18 @@ from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
 Work = tuple[Callable[[], Any], int]
-"""What runs, and the FLOPs or elements of one run."""
+"""(run, count): a callable without arguments that runs the benchmark once, and the FLOPs or elements of one run."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the tensors are.
+    """Device and sizes of the tensors that probes make.
 
     Attributes:
-        device: where they are.
-        rows: of a matrix of activations.
-        width: of the same; a multiple of 64.
-        images: in a batch of 28 by 28 pixels.
+        device: the device that the tensors are on.
+        rows: number of rows of a matrix of activations, see :meth:`matrix`.
+        width: number of columns of that matrix; a multiple of 64, the elements of a head of attention.
+        images: number of images in a batch, see :meth:`pixels`.
     """
 
     device: torch.device
@@ -35,32 +40,36 @@ class Scale:
     images: int
 
     def floats(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Normal random numbers."""
+        """Return a tensor of this shape and dtype with normal random numbers."""
         return torch.randn(shape, device=self.device).to(dtype)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Activations: rows of ``width`` numbers."""
+        """Return activations of random numbers, of shape (rows, width)."""
         return self.floats(dtype, self.rows, self.width)
 
     def pixels(self, dtype: torch.dtype) -> Tensor:
-        """Images of 128 channels."""
+        """Return a batch of images of random numbers, of shape (images, 128, 28, 28)."""
         return self.floats(dtype, self.images, 128, 28, 28)
 
     def scores(self, dtype: torch.dtype) -> Tensor:
-        """Attention scores of as many elements as :meth:`matrix`."""
+        """Return attention scores of random numbers: rows of 256, in all about as many elements as :meth:`matrix`."""
         return self.floats(dtype, self.rows * self.width // 256, 256)
 
     def indices(self, below: int, *shape: int) -> Tensor:
-        """Random indices."""
+        """Return an int64 tensor of this shape with random indices in ``[0, below)``."""
         return torch.randint(0, below, shape, device=self.device)
 
 
 Probe = Callable[[Scale, torch.dtype], Work]
 PRODUCTS: dict[str, Probe] = {}
+"""Kind of operator to its probe, for kinds whose rate is in FLOP/s."""
 ELEMENTS: dict[str, Probe] = {}
+"""Kind of operator to its probe, for kinds whose rate is in elements a second."""
 
 
 def _of(table: dict[str, Probe], kind: str) -> Callable[[Probe], Probe]:
+    """Register the decorated probe in ``table`` as that of ``kind``."""
+
     def register(probe: Probe) -> Probe:
         table[kind] = probe
         return probe
@@ -73,7 +82,7 @@ def _of(table: dict[str, Probe], kind: str) -> Callable[[Probe], Probe]:
 
 @_of(PRODUCTS, "matmul")
 def matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """A linear layer that keeps its width."""
+    """Prepare the product of a linear layer, (rows, width) by (width, width); count its FLOPs."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width, scale.width)
     out = torch.empty_like(x)
     return lambda: torch.mm(x, weight.t(), out=out), 2 * x.numel() * scale.width
@@ -81,7 +90,7 @@ def matmul(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(PRODUCTS, "batched_matmul")
 def batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """The two products of attention with 64 elements a head."""
+    """Prepare the two batched products of attention, with 64 elements a head; count the FLOPs of both."""
     heads, length = scale.width // 64, min(scale.rows, 256)
     q, k, weights = (scale.floats(dtype, heads, length, size) for size in (64, 64, length))
     scores, out = torch.empty_like(weights), torch.empty_like(q)
@@ -94,20 +103,24 @@ def batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
 
 
 def _heads(scale: Scale, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return query, key and value, each of shape (1, heads, length, 64) with at most 256 positions."""
     heads, length = scale.width // 64, min(scale.rows, 256)
     return tuple(scale.floats(dtype, 1, heads, length, 64) for _ in range(3))
 
 
 @_of(PRODUCTS, "attention")
 def attention(scale: Scale, dtype: torch.dtype) -> Work:
-    """Fused, without a mask."""
+    """Prepare fused scaled dot-product attention without a mask; count the FLOPs of its two products."""
     q, k, v = _heads(scale, dtype)
     return lambda: F.scaled_dot_product_attention(q, k, v), 2 * 2 * q.numel() * q.shape[2]
 
 
 @_of(PRODUCTS, "attention_backward")
 def attention_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Of the same; its forward is not timed."""
+    """Prepare the backward of fused attention without a mask; count the FLOPs of its five products.
+
+    The forward runs once, while the probe is set up.
+    """
     q, k, v = (tensor.requires_grad_() for tensor in _heads(scale, dtype))
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(q, k, v)
@@ -116,12 +129,14 @@ def attention_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 
 def _convolution(scale: Scale, dtype: torch.dtype, window: int, groups: int = 1) -> Work:
+    """Prepare a convolution from 128 to 128 channels with a square window; count its FLOPs."""
     x = scale.pixels(dtype)
     weight = scale.floats(dtype, 128, 128 // groups, window, window)
     return lambda: F.conv2d(x, weight, padding=window // 2, groups=groups), 2 * x.numel() * weight[0].numel()
 
 
 def _convolution_backward(scale: Scale, dtype: torch.dtype, window: int, groups: int = 1) -> Work:
+    """Prepare the gradients of a convolution's input and weight, not of a bias; count the FLOPs of both."""
     x, weight = scale.pixels(dtype), scale.floats(dtype, 128, 128 // groups, window, window)
     grad, padding = torch.randn_like(x), [window // 2] * 2
     rest = ([1, 1], padding, [1, 1], False, [0, 0], groups, [True, True, False])
@@ -143,7 +158,7 @@ PRODUCTS["convolution_grouped_backward"] = lambda scale, dtype: _convolution_bac
 
 
 def _pointwise(function: Callable[..., Any]) -> Probe:
-    """``function(x, out=out)`` on activations."""
+    """Return a probe of ``function(x, out=out)``, with non-negative activations for ``x``."""
 
     def probe(scale: Scale, dtype: torch.dtype) -> Work:
         x = scale.matrix(dtype).abs()  # roots of negative numbers take a slow path
@@ -160,7 +175,7 @@ ELEMENTS["tanh"] = _pointwise(torch.tanh)
 
 @_of(ELEMENTS, "exponential_backward")
 def exponential_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Of gelu."""
+    """Prepare the backward of gelu on activations; count their elements."""
     x = scale.matrix(dtype)
     out = torch.empty_like(x)
     return lambda: aten.gelu_backward.grad_input(x, x, grad_input=out), x.numel()
@@ -168,7 +183,7 @@ def exponential_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "strided")
 def strided(scale: Scale, dtype: torch.dtype) -> Work:
-    """Heads of attention brought together."""
+    """Prepare a copy of a transposed tensor into contiguous memory, as where attention brings heads together."""
     x = scale.floats(dtype, scale.rows // 16, 16, scale.width // 64, 64)
     out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
     return lambda: out.copy_(x.transpose(1, 2)), x.numel()
@@ -176,7 +191,7 @@ def strided(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "concatenation")
 def concatenation(scale: Scale, dtype: torch.dtype) -> Work:
-    """Gradients of query, key and value."""
+    """Prepare the concatenation of four matrices along their columns; count the elements of the result."""
     parts = [scale.floats(dtype, scale.rows, scale.width // 4) for _ in range(4)]
     out = torch.cat(parts, 1)
     return lambda: torch.cat(parts, 1, out=out), out.numel()
@@ -184,7 +199,7 @@ def concatenation(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "mixed")
 def mixed(scale: Scale, dtype: torch.dtype) -> Work:
-    """Numbers by truth values."""
+    """Prepare the product of activations and a boolean mask; count the elements of the result."""
     x = scale.matrix(dtype)
     mask, out = x > 0, torch.empty_like(x)
     return lambda: torch.mul(x, mask, out=out), x.numel()
@@ -192,7 +207,10 @@ def mixed(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random")
 def random(scale: Scale, dtype: torch.dtype) -> Work:
-    """Dropout; where roamc draws the mask by itself, that."""
+    """Prepare dropout on activations; count their elements.
+
+    On devices for which roamc has a kernel that draws the mask alone, only the drawing of a mask is measured.
+    """
     x = scale.matrix(dtype)
     if scale.device.type not in KERNELS[dropout_mask].devices:
         return lambda: aten.native_dropout(x, 0.1, True), x.numel()
@@ -202,7 +220,11 @@ def random(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random_backward")
 def random_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Dropout's backward as roamc runs it, over its gradient and beside it: one as often as the other."""
+    """Prepare the backward of dropout on a gradient; count the elements of all its calls.
+
+    On devices for which roamc has a kernel of it, the kernel is called twice: once into another tensor, once over the
+    gradient. Elsewhere torch's operator is called once.
+    """
     grad = scale.matrix(dtype)
     mask, out = grad > 0, torch.empty_like(grad)
     if scale.device.type not in KERNELS[aten.native_dropout_backward.default].devices:
@@ -217,6 +239,8 @@ def random_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 
 def _softmax(function: Callable[..., Any]) -> Probe:
+    """Return a probe of ``function(x, -1)``, with attention scores for ``x``."""
+
     def probe(scale: Scale, dtype: torch.dtype) -> Work:
         x = scale.scores(dtype)
         return lambda: function(x, -1), x.numel()
@@ -230,21 +254,21 @@ ELEMENTS["safe_softmax"] = _softmax(aten._safe_softmax)
 
 @_of(ELEMENTS, "softmax_backward")
 def softmax_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Of rows of 256."""
+    """Prepare the backward of softmax over rows of 256 attention scores; count the elements."""
     x = scale.scores(dtype)
     return lambda: aten._softmax_backward_data(x, x, -1, dtype), x.numel()
 
 
 @_of(ELEMENTS, "norm")
 def norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """Layer normalisation."""
+    """Prepare layer normalisation of each row of activations; count their elements."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     return lambda: aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5), x.numel()
 
 
 @_of(ELEMENTS, "norm_backward")
 def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """All three gradients."""
+    """Prepare the backward of layer normalisation: gradients of input, weight and bias; count the input's elements."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     _, mean, scaled = aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5)
     rest = (x, [scale.width], mean, scaled, weight, weight, [True, True, True])
@@ -253,7 +277,7 @@ def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "batch_norm")
 def batch_norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """In training mode."""
+    """Prepare batch normalisation of images in training mode; count their elements."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     running = torch.ones(128, device=scale.device).to(dtype)
     return lambda: aten.native_batch_norm(x, weight, weight, running, running.clone(), True, 0.1, 1e-5), x.numel()
@@ -261,7 +285,7 @@ def batch_norm(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "batch_norm_backward")
 def batch_norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """All three gradients."""
+    """Prepare the backward of batch normalisation: gradients of input, weight and bias; count the input's elements."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     _, mean, scaled = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
     rest = (x, weight, None, None, mean, scaled, True, 1e-5, [True, True, True])
@@ -270,35 +294,35 @@ def batch_norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "reduction")
 def reduction(scale: Scale, dtype: torch.dtype) -> Work:
-    """The gradient of a bias."""
+    """Prepare the sum of activations over their rows, which is the gradient of a bias; count the elements summed."""
     x = scale.matrix(dtype)
     return lambda: torch.sum(x, 0), x.numel()
 
 
 @_of(ELEMENTS, "gather")
 def gather(scale: Scale, dtype: torch.dtype) -> Work:
-    """Rows of an embedding."""
+    """Prepare the look-up of random rows in an embedding of 4096; count the elements of the result."""
     table, index = scale.floats(dtype, 4096, scale.width), scale.indices(4096, scale.rows)
     return lambda: aten.embedding(table, index), scale.rows * scale.width
 
 
 @_of(ELEMENTS, "scatter")
 def scatter(scale: Scale, dtype: torch.dtype) -> Work:
-    """An embedding's gradient, with as many rows in it as in the table."""
+    """Prepare the gradient of an embedding with as many rows as are looked up; count the elements added into it."""
     grad, index = scale.matrix(dtype), scale.indices(scale.rows, scale.rows)
     return lambda: aten.embedding_dense_backward(grad, index, scale.rows, -1, False), grad.numel()
 
 
 @_of(ELEMENTS, "pool")
 def pool(scale: Scale, dtype: torch.dtype) -> Work:
-    """The largest of nine pixels."""
+    """Prepare max pooling of images with a window of 3 by 3 and stride 2; count the elements of the input."""
     x = scale.pixels(dtype)
     return lambda: aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1]), x.numel()
 
 
 @_of(ELEMENTS, "pool_backward")
 def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Of that."""
+    """Prepare the backward of the max pooling that :func:`pool` measures; count the elements of the pooling's input."""
     x = scale.pixels(dtype)
     made, where = aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
     rest = (x, [3, 3], [2, 2], [1, 1], [1, 1], False, where)
@@ -307,6 +331,6 @@ def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "scan")
 def scan(scale: Scale, dtype: torch.dtype) -> Work:
-    """A running sum."""
+    """Prepare running sums along the rows of activations; count their elements."""
     x = scale.matrix(dtype)
     return lambda: torch.cumsum(x, 1), x.numel()

@@ -1,7 +1,8 @@
-"""Device profiles: how fast one machine does what; frozen data, JSON both ways, shipped or measured.
+"""Device profiles: the rates at which one device computes and moves bytes; frozen data that is stored as JSON.
 
-A measured profile lies in the user's cache folder, one file per device and number of threads. Whoever needs the same
-plan on machines that differ names one profile for all: a plan follows from graph, options and profile.
+Some profiles are shipped, others are measured. A measured profile lies in the user's cache folder, one file per device
+and number of threads. A plan follows from graph, options and profile: to get the same plan on different machines, name
+one profile for all of them.
 """
 
 from __future__ import annotations
@@ -23,30 +24,33 @@ from roamc.errors import PlanError, ProfileError
 from roamc.units import Bytes, Seconds
 
 FORMAT = 1
-"""Version of the JSON form; raised when kinds or units change their meaning."""
+"""Version of the JSON form; increased when kinds or units change their meaning."""
 SHIPPED = Path(__file__).parent / "profiles"
+"""Folder of the shipped profiles."""
 GENERIC = {"cpu": "cpu", "cuda": "h100"}
-"""Device type to the shipped profile for machines that no other describes."""
+"""Device type to the name of the shipped profile for devices whose model no shipped profile has."""
 
 Rates = Mapping[str, Mapping[str, float]]
+"""Kind of operator to name of a dtype, such as "float32", to FLOPs or elements a second."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """How fast one device is.
+    """The rates of one device, by kind of operator and dtype.
 
     Attributes:
-        name: of the profile.
+        name: name of the profile.
         device: type of the device, "cpu" or "cuda".
-        model: what it is, such as "NVIDIA A100-SXM4-80GB"; of a shipped profile a part of that.
-        threads: of torch, with which it was measured; 0 where that means nothing.
-        source: where the numbers come from.
-        overhead: seconds of an operator that does nothing.
-        bandwidth: bytes a second, read or written, of large tensors.
-        cache_bandwidth: the same for tensors that are in a cache.
-        cache_bytes: traffic of an operator up to which that holds.
-        flops: kind of product to dtype to operations a second.
-        elements: other kind to dtype to elements a second, where that bounds it and not the bandwidth.
+        model: name of the device, such as "NVIDIA A100-SXM4-80GB"; in a shipped profile a part of that name.
+        threads: number of torch's threads with which a CPU was measured; 0 for a GPU.
+        source: where the numbers come from, as text.
+        overhead: seconds that a call of an operator takes beside its work.
+        bandwidth: bytes a second that an operator reads and writes, for tensors too large for a cache.
+        cache_bandwidth: the same for tensors in a cache.
+        cache_bytes: an operator that reads and writes at most this many bytes runs at ``cache_bandwidth``.
+        flops: kind of product, see :data:`roamc.operators.costs.kinds.PRODUCTS`, to dtype to FLOP/s.
+        elements: other kind to dtype to elements a second, for kinds that are slower than memory. May also
+            have "convolution_weights", the rate at which convolutions reorder their weights.
     """
 
     name: str
@@ -62,15 +66,16 @@ class DeviceProfile:
     elements: Rates
 
     def to_json(self) -> str:
-        """JSON text, the same for the same profile."""
+        """Return the profile as JSON text; equal profiles have equal text."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: str) -> DeviceProfile:
-        """Read a profile; executes nothing.
+        """Read the profile in JSON text; nothing is executed.
 
         Raises:
-            ProfileError: the text is no profile of this format; says what is wrong.
+            ProfileError: the text is no profile of this format, a rate is not above zero, or that of matmul in float32
+                is missing. The message says what is wrong.
         """
         try:
             data: Any = json.loads(text)
@@ -88,7 +93,11 @@ class DeviceProfile:
 
 
 def _check(profile: DeviceProfile) -> None:
-    """All rates are finite and above zero, and there is one for matrix products."""
+    """Check that all rates are finite and above zero, and that there is one for matmul in float32.
+
+    Raises:
+        ProfileError: a rate is wrong or missing.
+    """
     for name, value in _numbers(profile):
         if not (math.isfinite(value) and value > 0):
             raise ProfileError(f"{name} must be a number above zero, not {value!r}")
@@ -97,6 +106,7 @@ def _check(profile: DeviceProfile) -> None:
 
 
 def _numbers(profile: DeviceProfile) -> Iterator[tuple[str, float]]:
+    """Yield every number that must be above zero, with its name for messages."""
     for name in ("overhead", "bandwidth", "cache_bandwidth"):
         yield name, getattr(profile, name)
     for family in ("flops", "elements"):
@@ -105,11 +115,12 @@ def _numbers(profile: DeviceProfile) -> Iterator[tuple[str, float]]:
 
 
 def load_profile(device: str | torch.device = "cpu", profile: str | None = None) -> DeviceProfile:
-    """The profile to predict with: the named one, else the one measured here, else the shipped one.
+    """Return the profile to predict with: that of ``profile``, else a measured one, else a shipped one.
 
     Args:
-        device: type of the device, with or without an index.
-        profile: a file, or the name of a shipped profile.
+        device: the device to predict for; its index does not count. Unused where ``profile`` is given.
+        profile: path of a file, or name of a shipped profile. Without it, the profile that was measured on this machine
+            with the nearest number of threads is taken, or the shipped one that describes the device best.
 
     Raises:
         ProfileError: there is no such file or name, or the file is no profile.
@@ -133,10 +144,14 @@ def _named(profile: str) -> DeviceProfile:
 
 
 def read_profile(path: Path, advice: str = "") -> DeviceProfile:
-    """The profile in a file.
+    """Read the profile in a JSON file.
+
+    Args:
+        path: the file.
+        advice: what the user can do if it cannot be read; ends the message.
 
     Raises:
-        ProfileError: it cannot be read; names the file, what is wrong, and ``advice``.
+        ProfileError: the file cannot be read or is no profile; names the file, what is wrong, and ``advice``.
     """
     try:
         return DeviceProfile.from_json(path.read_text(encoding="utf-8"))
@@ -145,12 +160,12 @@ def read_profile(path: Path, advice: str = "") -> DeviceProfile:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the profiles that come with roamc."""
+    """Return the names of the profiles that come with roamc, sorted."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def _shipped_for(kind: str) -> str:
-    """The shipped profile whose ``model`` occurs in the name of this machine's device."""
+    """Return the name of the shipped profile whose ``model`` is part of this GPU's name; else the generic one."""
     if kind == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_name().lower()
         for name in shipped_names():
@@ -161,12 +176,12 @@ def _shipped_for(kind: str) -> str:
 
 
 def folder() -> Path:
-    """Where measured profiles lie: in the user's cache folder."""
+    """Return the folder of measured profiles, which is in the user's cache folder and need not exist."""
     return platformdirs.user_cache_path("roamc", appauthor=False) / "profiles"
 
 
 def device_model(kind: str) -> str:
-    """What this machine's device is called; empty where nothing says so."""
+    """Return the model name of this machine's device of type ``kind``, "cpu" or "cuda"; "" where it is not known."""
     if kind == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
@@ -175,7 +190,13 @@ def device_model(kind: str) -> str:
 
 
 def store_profile(profile: DeviceProfile, path: Path | None = None) -> Path:
-    """Write ``profile`` to ``path``, or to where :func:`load_profile` finds it."""
+    """Write ``profile`` as JSON and return the path of its file; missing folders are made.
+
+    Args:
+        profile: the profile to write.
+        path: the file to write. Without it, the file in :func:`folder` where :func:`load_profile` finds it; a profile
+            of the same device and number of threads is overwritten.
+    """
     target = path or folder() / f"{_slug(profile.device)}-{profile.threads}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(target, profile.to_json())
@@ -183,13 +204,13 @@ def store_profile(profile: DeviceProfile, path: Path | None = None) -> Path:
 
 
 def _slug(kind: str) -> str:
-    """The device type, and for a GPU its model: a machine may have several."""
+    """Return the first part of a profile's file name: the device type, and for a GPU its model."""
     model = device_model(kind) if kind != "cpu" else ""
     return re.sub(r"[^a-z0-9]+", "_", f"{kind} {model}".lower()).strip("_")
 
 
 def _nearest(kind: str) -> Path | None:
-    """The measured profile of this device with the nearest number of threads."""
+    """Return the file of this device's measured profile with the nearest number of threads; None without any."""
     start = f"{_slug(kind)}-"
     threads = torch.get_num_threads() if kind == "cpu" else 0
     found = [path for path in sorted(folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdigit()]

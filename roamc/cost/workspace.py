@@ -1,17 +1,17 @@
-"""Memory that an operator takes for itself while it runs, beside its results: estimated, on a CPU.
+"""Workspace: memory that an operator takes for itself while it runs, beside its results; estimated, on a CPU.
 
-No interface tells how much; what is here was read off the heap with torch 2.13 (``benchmarks/workspace.py`` measures
-it again). Where torch converts or copies an argument the rule is exact. Where the bytes depend on values, or on how
-many threads there are, the estimate is at the upper end.
+No interface of torch tells how much. The rules here were read off the heap with torch 2.13; ``benchmarks/workspace.py``
+measures it again. Where torch converts or copies an argument the rule is exact. Where the bytes depend on values, or on
+the number of threads, the estimate is at the upper end.
 
-    mul(float, bool)               the mask, as floats
+    mul(float, bool)               a copy of the mask as floats
     mm, bmm in half precision      see :mod:`roamc.operators.costs.products`
     attention                      see :mod:`roamc.operators.costs.attention`
     convolutions                   see :mod:`roamc.operators.costs.convolutions`
     factors, inverses, powers      see :mod:`roamc.operators.costs.linear_algebra`
     by index, or sorted            see :mod:`roamc.operators.costs.lookups`
 
-On a GPU the workspaces of cuBLAS and cuDNN are not known before; none are counted.
+On a GPU the workspaces of cuBLAS and cuDNN are not known in advance, and none are counted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,25 @@ from roamc.operators.costs.cost import Cost
 from roamc.units import Bytes
 
 OBJECTS: Bytes = 256 << 10
-"""What the process takes for tensor objects and the like while a step runs: at most so much,"""
+"""Bytes that :func:`objects` counts at most by the size of a step."""
 
 OBJECTS_SHARE = 96
-"""and of small steps this part;"""
+"""In a small step, :func:`objects` counts one byte for this many bytes of tensors."""
 
 OBJECT: Bytes = 512
-"""but no less than this for every tensor."""
+"""Bytes that :func:`objects` counts at least for every tensor."""
 
 
 def workspace_bytes(node: fx.Node, *, eager: bool = False) -> Bytes:
-    """Most bytes that ``node`` has beside its arguments and results while it runs; 0 where none are known.
+    """Estimate the most bytes that ``node`` allocates beside its arguments and results while it runs.
 
-    With ``eager`` in eager PyTorch, not in a program of ours, where kernels of :mod:`roamc.operators.kernels` may run.
+    Args:
+        node: a ``call_function`` node with fake tensors in its metadata.
+        eager: estimate for eager PyTorch. Otherwise for an emitted program, in which kernels of
+            :mod:`roamc.operators.kernels` may run in the place of torch's.
+
+    Returns:
+        Bytes; 0 where no workspace is known, as for every node that makes no tensor or one that is not on a CPU.
     """
     made = next(tensors_in(node.meta.get("val")), None)
     if made is None or made.device.type != "cpu":
@@ -62,20 +68,24 @@ def workspace_bytes(node: fx.Node, *, eager: bool = False) -> Bytes:
 
 
 def workspaces(operators: Iterable[Operator], *, eager: bool = False) -> Int64s:
-    """Workspace of every operator in bytes, int64[n], as :func:`workspace_bytes` estimates it."""
+    """Return the bytes of :func:`workspace_bytes` for each of n operators, int64[n]."""
     return np.array([workspace_bytes(operator.node, eager=eager) for operator in operators], dtype=np.int64)
 
 
 def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
-    """Bytes for the objects of a step that takes ``nbytes`` for so many ``tensors``.
+    """Estimate the bytes that the process takes for tensor objects and the like while a step runs.
 
     Measured: 50 to 120 kB, and 150 kB for the 364 tensors of an LSTM.
+
+    Args:
+        nbytes: bytes of the step's tensors and workspaces.
+        tensors: number of tensors that are alive together; 0 where it is not known.
     """
     return max(min(OBJECTS, nbytes // OBJECTS_SHARE), OBJECT * tensors)
 
 
 def _copied(call: Call, cost: Cost) -> Bytes:
-    """Arguments that do not lie as the kernel reads them."""
+    """Return the bytes of the arguments that a CPU's kernel copies because their strides do not fit it."""
     given = [(tensor_at(call, at), fits) for at, fits in cost.read_as.items() if at < len(call.args)]
     again = [tensor for tensor, fits in given if not fits(tensor)]
     if cost.like_first and channels_last(tensor_at(call, 1)) != channels_last(tensor_at(call, 0)):
@@ -84,7 +94,7 @@ def _copied(call: Call, cost: Cost) -> Bytes:
 
 
 def _converted(call: Call, made: torch.Tensor) -> Bytes:
-    """What pointwise operators convert to the dtype that they compute in."""
+    """Return the bytes of the arguments of a pointwise operator, converted to the dtype that it computes in."""
     read = [tensor for tensor in tensors_in(fakes([*call.args, *call.kwargs.values()])) if tensor.dim()]
     if not read:
         return 0

@@ -1,16 +1,17 @@
 """The search for the plan that keeps a memory budget.
 
-The passes decide one after the other, so what ``retain`` is asked for is not quite what comes out behind
-``layout``. The search asks, sees what came out, and asks again:
+The passes decide one after the other, so the peak that ``retain`` is asked for is not quite the peak behind
+``layout``. The search asks, sees what came out, and asks again, here for a budget of 430:
 
-    asked of retain    430        418         421
-    peak of the plan   441  too   416  fits   429.6  fits: taken
+    asked of retain    430          418         421
+    peak of the plan   441  above   416  fits   429.6  fits: taken
 
 There is one smallest budget: what the plan of ``"min"`` needs. That plan is looked for without a budget, and then by
-asking for budgets a little below the lowest so far until some are refused. It is made before a budget is refused, and
-before one is kept for which ``retain`` did not reach what it was asked for (only budgets near the smallest are such). A
-budget that it fits is kept, by that plan if by no other; for one below it the error names what it needs, even if the
-search for that budget has happened on a lower plan: there is one answer, however it is asked for.
+asking for budgets a little below the lowest plan so far until one is refused. It is made before a budget is refused. It
+is also made before a plan is accepted for which ``retain`` did not reach what it was asked for, which happens only near
+the smallest budget. A budget that the plan of ``"min"`` fits is kept, if need be by that plan. For a lower budget the
+error names what that plan needs, even if the search has found a lower one: the smallest budget is the same however it
+is asked for.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from roamc.cost import objects
 from roamc.units import Bytes, Seconds
 
 ROUNDS = 6
-"""How often ``retain`` is asked at most."""
+"""Maximum number of times that ``retain`` is asked in the search for one budget."""
 
 CLOSE = 0.01
-"""Nothing is asked again for so small a share of the budget."""
+"""A plan that fits ends the search if the next target would be higher by at most this fraction of the budget."""
 
 DESCENTS = 8
 """Maximum number of plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes."""
@@ -39,31 +40,31 @@ NEARLY = 1.1
 budget; else it refuses the budget at once."""
 
 ALIGNED = 1000
-"""One part in so many is left for what the alignment of tensors rounds up."""
+"""``retain`` is asked for less than the budget by 1/ALIGNED of it, because tensors are rounded up to the alignment."""
 
 
 class Made(Protocol):
-    """A plan."""
+    """A plan, as far as the choice among plans reads it."""
 
     @property
     def needed_bytes(self) -> Bytes:
-        """Its peak, layout and workspace and all."""
+        """Peak in bytes behind the layout, workspaces and tensor objects included; compared with a budget."""
 
     @property
     def added_seconds(self) -> Seconds:
-        """What it takes longer than without a budget."""
+        """Predicted time per step of all reruns and codecs."""
 
 
 class Tried(Made, Protocol):
-    """A plan that was tried."""
+    """A plan that was made for a peak of live bytes asked of ``retain``."""
 
     @property
     def asked_bytes(self) -> Bytes:
-        """The peak of live bytes that ``retain`` foresaw."""
+        """The peak of live bytes that ``retain`` reached, before the passes behind it."""
 
     @property
     def strained(self) -> bool:
-        """Whether that is above what it was asked for."""
+        """Whether :attr:`asked_bytes` is above the peak that ``retain`` was asked for."""
 
 
 M = TypeVar("M", bound=Made)
@@ -72,14 +73,22 @@ T = TypeVar("T", bound=Tried)
 
 @dataclass
 class _Search:
-    """What is known: the largest target whose plan fitted and the smallest whose plan did not."""
+    """What a search for one budget knows.
+
+    A target is a peak of live bytes that ``retain`` is asked for.
+
+    Attributes:
+        budget: bytes.
+        fitted: the largest target whose plan fitted the budget; 0 if there is none yet.
+        failed: the smallest target whose plan did not.
+    """
 
     budget: Bytes
     fitted: Bytes = 0
     failed: Bytes = 1 << 62
 
     def next(self, target: Bytes, tried: Tried) -> Bytes | None:
-        """What to ask for after the plan for ``target``; None if another would hardly be better."""
+        """Note the plan that was ``tried`` for ``target`` and return the next target; None to end the search."""
         fits = tried.needed_bytes <= self.budget
         if fits:
             self.fitted = max(self.fitted, target)
@@ -96,13 +105,17 @@ class _Search:
 
 
 def fit(ask: Callable[[Bytes], Sequence[T]], lowest: Callable[[], T], budget: Bytes, *, quick: bool = False) -> T:
-    """The plan that keeps ``budget`` at the least added time; that of ``"min"`` if none does.
+    """Find the plan that keeps ``budget`` at the least added time; that of ``"min"`` if none does.
 
     Args:
-        ask: plans made in search of one for a budget, as :func:`search` returns them.
-        lowest: the plan of ``"min"``, as :func:`lower` returns it; only called where that may be the answer.
+        ask: takes a budget in bytes and returns the plans made in search of one for it, as :func:`search` does.
+        lowest: makes the plan of ``"min"``, as :func:`lower` does; only called where that may be the answer.
         budget: bytes; 0 for ``"min"``.
-        quick: refuse a budget far below all plans made for it at once: the answer is then the lowest of these.
+        quick: do not make the plan of ``"min"`` if all plans made for the budget need more than :data:`NEARLY` times as
+            much. The lowest of them is then returned.
+
+    Returns:
+        A plan. If its ``needed_bytes`` are above ``budget``, the budget is refused.
     """
     if not budget:
         return lowest()
@@ -118,13 +131,16 @@ def fit(ask: Callable[[Bytes], Sequence[T]], lowest: Callable[[], T], budget: By
 
 
 def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes) -> list[T]:
-    """The plans that were made in search of the one that keeps ``budget`` at the least added time; at least one.
+    """Make plans in search of the one that keeps ``budget`` at the least added time.
 
     Args:
-        first: plans with nothing dropped; only called where that may be the answer, and then it is the only one.
-        least: bytes that such a plan needs at least.
-        attempt: plans with this many live bytes asked of ``retain``.
-        budget: bytes.
+        first: makes the plan in which nothing runs again; only called if ``least`` is within the budget.
+        least: lower bound of the bytes that this plan needs.
+        attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``.
+        budget: bytes, above 0.
+
+    Returns:
+        All plans that were made, at least one; only that of ``first`` if it keeps the budget. :func:`best` chooses.
     """
     found = list[T]()
     if least <= budget:
@@ -142,11 +158,15 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
 
 
 def lower(found: Sequence[T], attempt: Callable[[Bytes], T]) -> T:
-    """The plan of ``"min"``: the lowest that turns up where :func:`search` would look for one that needs less.
+    """Find the plan of ``"min"`` by asking for budgets a little below the lowest plan so far.
 
     Args:
-        found: plans with as few bytes as were found without a budget to aim at.
-        attempt: as for :func:`search`; of a strained plan nothing but that is asked.
+        found: the plans with the fewest bytes that were found without a budget; at least one.
+        attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
+            ``strained`` is read.
+
+    Returns:
+        The lowest of all these plans; of equally low ones that with the least added time.
     """
     lowest = min(found, key=_bytes_then_time)
     target: Bytes | None = _begin(_below(lowest))
@@ -160,19 +180,24 @@ def lower(found: Sequence[T], attempt: Callable[[Bytes], T]) -> T:
 
 
 def _below(lowest: Made) -> Bytes:
-    """The budget to ask for next."""
+    """Return the budget to ask for next, a little below what the lowest plan so far needs."""
     return lowest.needed_bytes - max(1, int(lowest.needed_bytes * DESCENT))
 
 
 def _begin(budget: Bytes) -> Bytes:
-    """The live bytes to ask for first."""
+    """Return the peak of live bytes to ask ``retain`` for first: the budget less alignment and tensor objects."""
     return max(1, budget - budget // ALIGNED - objects(budget))
 
 
 def best(found: Sequence[M], budget: Bytes) -> M:
-    """Of those that keep ``budget`` the one with the least added time; the lowest where none does.
+    """Choose among plans: of those within ``budget``, the one with the least added time; if none is, the lowest.
 
-    Of the same plans, a lower budget takes one with no higher peak and no less added time.
+    Of equal plans within the budget, the one that needs fewer bytes is taken. From the same plans, a lower budget takes
+    one that needs no more bytes and no less added time.
+
+    Args:
+        found: the plans, at least one.
+        budget: bytes, compared with ``needed_bytes``.
     """
     fitting = [one for one in found if one.needed_bytes <= budget]
     if fitting:

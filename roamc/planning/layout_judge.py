@@ -1,6 +1,6 @@
-"""The judge of layouts: every plan's places, trims and peak are counted anew before the plan runs.
+"""The judge of layouts: it checks the offsets, trims and peak of every plan before the plan runs.
 
-Shares no code with the layout pass or its solver, and derives all lives from the graph as it will run.
+It shares no code with the layout pass or its solver, and derives all lives from the graph as it will run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from roamc.operators.table import Space
 from roamc.units import Bytes
 
 PAGE: Bytes = 2 << 20
-"""An arena with trims begins at a multiple of this, for which so much more is taken."""
+"""An arena with trims begins at a multiple of this many bytes; to allow for that, as many bytes more are allocated."""
 
 
 def check_layout(graph: TrainGraph) -> None:
-    """Check places, trims and peak: no two storages that are alive together share bytes of the arena, nothing is alive
-    in bytes that are trimmed, and no step needs more than the layout says.
+    """Check the offsets, trims and peak of the layout of ``graph``, whose layout pass has run.
 
-    Lifetimes are derived here anew, from the graph as it will run, by walking it once.
+    No two storages that are alive together may share bytes of the arena, nothing may be alive in bytes that are
+    trimmed, and no step may need more than the layout says. Lives are derived by walking the graph once.
 
     Raises:
-        VerifyError: names the two storages, their bytes and lives; or the trim; or the step.
+        VerifyError: the layout is wrong or missing; names the storages, the trim or the step.
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
@@ -47,7 +47,10 @@ def check_layout(graph: TrainGraph) -> None:
 
 
 def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
-    """Only what the step makes and keeps to itself may lie in the arena, whose bytes the next step writes over."""
+    """Check that no input or output of the graph, and nothing of another memory, lies in the arena.
+
+    The next step writes over the arena, so only storages that the step makes and does not return may lie there.
+    """
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     handed = shared.of_all(output_values(graph.graph))
     for name in layout.offset:
@@ -59,11 +62,12 @@ def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> 
 
 
 def _tensor(node: fx.Node, name: str) -> torch.Tensor:
-    """The result of ``node`` that makes the storage ``name``."""
+    """Return the result of ``node`` that makes the storage ``name``."""
     return next(tensor for position, tensor in tensors_of(node) if storage_name(node, position) == name)
 
 
 def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
+    """Check that offsets are aligned and inside the arena, that lives do not overlap there, and the arena's size."""
     alive: list[tuple[int, int, int, str]] = []
     for name, (born, dead, nbytes) in sorted(lives.items(), key=lambda item: item[1][0]):
         if name not in layout.offset:
@@ -90,7 +94,7 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
 
 
 def _check_elements(graph: TrainGraph, layout: Layout) -> None:
-    """Every tensor begins at a multiple of its element's size: elsewhere no tensor can begin."""
+    """Check that every storage in the arena begins at a multiple of the element size of each tensor in it."""
     shared, owner = SharedStorages(graph), dict[int, str]()
     for node in graph.graph.nodes:
         for position, tensor in tensors_of(node):
@@ -103,7 +107,7 @@ def _check_elements(graph: TrainGraph, layout: Layout) -> None:
 
 
 def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
-    """Of every trim the positions ``[first, end)`` in the graph's node list at which its bytes are trimmed."""
+    """Return for every trim (first, end): its bytes are trimmed at these positions of the node list, end excluded."""
     nodes = [node.name for node in graph.graph.nodes]
     runs = {op.name: index for index, op in enumerate(graph.graph.nodes) if op.op == "call_function"}
     found = []
@@ -120,7 +124,7 @@ def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
 
 
 def _check_trims(layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int, int]]) -> None:
-    """Nothing is alive in a trim, and no byte is trimmed twice."""
+    """Check that nothing is alive in a range while it is trimmed, and that no byte is trimmed twice at once."""
     for number, (trim, (first, end)) in enumerate(zip(layout.trims, trimmed, strict=True)):
         for name, low in layout.offset.items():
             born, dead, nbytes = lives[name]
@@ -135,7 +139,10 @@ def _check_trims(layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int
 
 
 def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int, int]]) -> None:
-    """Count every step: the arena less its trims, what lies outside it, and results about to be copied into it."""
+    """Check the peak at every step: the arena less its trims, bytes outside it, and results before their copy into it.
+
+    Workspaces and tensor objects are added for the bytes that are needed.
+    """
     nodes = list(graph.graph.nodes)
     births = Counter(born for born, _, _ in lives.values())
     change = [0] * (len(nodes) + 1)
@@ -171,7 +178,7 @@ def _too_low(nbytes: Bytes, where: str, said: Bytes) -> str:
 
 
 def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:
-    """Birth and death of storages that come and go with the step and lie outside the arena."""
+    """Return name to (born, dead) of storages that the step makes or is given as tangents, outside the arena."""
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     handed = shared.of_all(output_values(graph.graph))
     backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
@@ -189,6 +196,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
 
 
 def _is_late(graph: TrainGraph, node: fx.Node) -> bool:
+    """Whether ``node`` is an operator, and no view, behind forward."""
     if node.op != "call_function" or ops.is_view(node.target):
         return False
     return graph.phase[node.name] is not Phase.FORWARD

@@ -1,14 +1,15 @@
-"""Another order where the layout of the first one falls short.
+"""The choice of another order where the layout of the first one falls short.
 
-The order is chosen for the least live bytes and the layout for that order. Mostly the arena then is what lives in
-it. Where it is not, orders with no higher peak are laid out as well, on the memory model and without touching the
-graph, and the one that needs least is taken. All that is decided becomes part of the decision of pass reorder:
+The order is chosen for the least live bytes and the layout for that order. A layout falls short if its arena is larger
+than the most live bytes in it at one step, which is seldom. Then orders with no higher peak are laid out as well, on
+the memory model and without touching the graph, and the one that needs the fewest bytes is taken. What is decided
+becomes part of the decision of pass reorder:
 
     normalize → reorder → reuse → layout       falls short?  orders of no higher peak → the best one
                    ^                                                     |
                    |_____________________________________________________|
 
-Nothing is spent where the layout does not fall short, or where the user names an order or leaves reorder out.
+Nothing is done where the layout does not fall short, or where the user names an order or leaves reorder out.
 """
 
 from __future__ import annotations
@@ -34,56 +35,67 @@ from roamc.solvers.order.equal_peak import NamedOrder, equal_peaks
 from roamc.units import Bytes, format_bytes
 
 NAME = "other orders"
-"""In ``Plan.seconds``, in reports and in messages."""
+"""Name of this stage in ``Plan.seconds``, in reports and in messages."""
 
 FIRST_NODES = 40_000
-"""Node limit of a layout for which other orders can still be tried."""
+"""Node limit of the layout search of the first order, where other orders can be tried afterwards."""
 
 TRIAL_NODES = 5_000
-"""Node limit of the layout of each of these orders."""
+"""Node limit of the layout search of each other order."""
 
 TRIALS = 12
-"""How many other orders are laid out."""
+"""At most this many other orders are laid out."""
 
 
 def may_look_again(options: Options) -> bool:
-    """Whether neither option ``order`` nor ``disable`` fixes the order."""
+    """Whether other orders may be tried: neither option ``order`` nor ``disable`` fixes the order."""
     return options.order == "best" and reorder.NAME not in options.disable
 
 
 def first_look(options: Options) -> Options:
-    """Options for a layout before other orders were tried: a long search may then be no longer needed."""
+    """Return ``options`` for the layout of the first order, with ``layout_nodes`` at most :data:`FIRST_NODES`.
+
+    If the layout falls short, another order may do better than a long search; else :func:`decide` makes up for it.
+    """
     return dataclasses.replace(options, layout_nodes=min(options.layout_nodes, FIRST_NODES))
 
 
 def falls_short(placed: layout.Decision) -> bool:
-    """Whether the arena is above what lives in it."""
+    """Whether the arena of a layout is larger than the most live bytes in it at one step."""
     return placed.arena_bytes > placed.live_bytes
 
 
 @dataclass(frozen=True)
 class Found:
-    """The order that was taken and its layout."""
+    """An order and its layout.
+
+    Attributes:
+        ordered: the decision of pass reorder.
+        placed: the decision of pass layout for that order.
+    """
 
     ordered: reorder.Decision
     placed: layout.Decision
 
     @property
     def total(self) -> Bytes:
-        """Bytes of the arena and outside of it, at the fullest step."""
+        """Peak in bytes: the arena without what is trimmed, and what lies outside it, at the step that has most."""
         return self.placed.peak_bytes
 
 
 def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
-    """The best of the orders with no higher peak than the present one, which may be the present one.
+    """Choose the order with the lowest total among the present one and others with no higher peak of live bytes.
 
-    Ends with the first that needs no more than the present one would with nothing lost in its arena. If there is
-    none, the layout of the present order gets its long search after all.
+    The search ends with the first order whose total is no more than the live bytes of the present order, in its arena
+    and outside it. If there is none, the present order is laid out again with all nodes that the options allow.
 
     Args:
-        graph: in the order of ``first``, before in-place reuse.
+        graph: the graph in the order of ``first``, before in-place reuse; it stays as it is.
         first: that order and its layout, which falls short.
         options: what the user set.
+
+    Returns:
+        The order and its layout; ``ordered.laid_out`` names every order that was laid out, with its bytes.
     """
     scene = _Scene(graph, build_memory(graph), options)
     floor = first.placed.live_bytes + first.placed.outside_bytes
@@ -104,6 +116,7 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
 
 
 def _with_order(ordered: reorder.Decision, other: NamedOrder, order: tuple[str, ...]) -> reorder.Decision:
+    """Return ``ordered`` with the operators in ``order``, by name, which is ``other`` as numbers."""
     name = f"{ordered.algorithm}+{other.name}"
     candidates = (*ordered.candidates, (name, other.peak_bytes))
     return dataclasses.replace(ordered, order=order, peak_bytes=other.peak_bytes, algorithm=name, candidates=candidates)
@@ -111,7 +124,7 @@ def _with_order(ordered: reorder.Decision, other: NamedOrder, order: tuple[str, 
 
 @dataclass(frozen=True)
 class _Scene:
-    """The graph in one order, before in-place reuse, from which layouts of other orders are foretold."""
+    """The graph in one order, before in-place reuse, from which layouts of other orders are computed."""
 
     graph: TrainGraph
     memory: MemoryModel
@@ -119,7 +132,7 @@ class _Scene:
 
     @cached_property
     def reuses(self) -> list[Reuse]:
-        """What may be written over what, in any order."""
+        """The results that may be written over an argument, in any order."""
         return wanted(self.memory, self.options)
 
     @cached_property
@@ -128,30 +141,51 @@ class _Scene:
         return {operator.node.name: index for index, operator in enumerate(self.memory.operators)}
 
     def problem(self) -> tuple[OrderProblem, list[str]]:
-        """As :func:`roamc.rewriting.order_problem.order_problem`."""
+        """Return the graph as an order problem and the operators' names, see :mod:`roamc.rewriting.order_problem`."""
         return order_problem(self.graph, self.memory, self.reuses)
 
     def lay_out(self, names: Iterable[str], node_limit: int) -> layout.Decision:
-        """What pass layout would decide behind reorder and reuse, for the operators in this order."""
+        """Return what pass layout would decide behind reorder and reuse, for operators in the order of ``names``."""
         order = [self.number[name] for name in names]
         limited = dataclasses.replace(self.options, layout_nodes=min(self.options.layout_nodes, node_limit))
         return layout.lay_out(rearranged(self.memory, order, due(self.memory, order, self.reuses)), self.graph, limited)
 
 
 def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> dict[int, int]:
-    """What pass reuse decides in ``order``: storage of a result to that of the argument that it is written over."""
+    """Return what pass reuse decides for operators in ``order``.
+
+    Args:
+        memory: of the graph before in-place reuse.
+        order: numbers of its operators, first to last.
+        reuses: the results that may be written over an argument.
+
+    Returns:
+        Index of the storage of a result to that of the argument that the result is written over.
+    """
     return {one.result: one.reused for one in in_place.due(memory, order, reuses)}
 
 
 def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
-    """What eager holds at least at every moment, everything that may be written over an argument being so."""
+    """Return the bytes that eager holds at least at every moment, see :data:`roamc.passes.layout.eager.Floor`.
+
+    Every result that can be written over an argument counts as if it were, since eager may do that.
+
+    Args:
+        graph: the captured graph, in program order.
+        memory: its memory.
+    """
     order = range(len(memory.operators))
     rewritten = rearranged(memory, order, due(memory, order, in_place.all_reuses(memory)))
     return layout.eager_floor(rewritten, boundary=graph.boundary)
 
 
 def note(ordered: reorder.Decision | None, placed: layout.Decision) -> tuple[str, ...]:
-    """What the user should know about an arena above what lives in it; nothing where it is not."""
+    """Return the note of the plan about a layout that falls short: one sentence, or none if it does not.
+
+    Args:
+        ordered: the decision of pass reorder; None if it was left out.
+        placed: the decision of pass layout.
+    """
     if not falls_short(placed):
         return ()
     above: Bytes = placed.arena_bytes - placed.live_bytes

@@ -22,10 +22,11 @@ from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
 Facts = frozenset[str]
+"""Names of what passes establish about a graph, such as "normal form"; see :data:`PIPELINE`."""
 
 ORDER = "order"
-"""The fact that operators are in the order in which they run: passes in front of it choose what runs, others where it
-lies."""
+"""The fact that operators are in the order in which they run. Passes in front of the one that provides it choose what
+runs, passes behind it where tensors lie."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Pass:
     """One pass of the pipeline.
 
     Attributes:
-        name: on the command line, in messages and in plans.
+        name: its name on the command line, in messages and in plans.
         decision: the dataclass that ``decide`` returns, ``apply`` takes, and a plan holds as JSON.
-        decide: chooses, and changes nothing.
-        apply: rewrites the graph as decided, and chooses nothing.
+        decide: takes the graph and the options, and returns the decision; it changes nothing.
+        apply: takes the graph and the decision, and returns the rewritten graph; it may change the given one in place.
         per_budget: whether the decision may depend on the memory budget.
         requires: facts about the graph that must hold in front of the pass.
         provides: facts that hold behind it, also where the user leaves it out.
@@ -54,13 +55,19 @@ class Pass:
 
     @staticmethod
     def of(module: Any, *, per_budget: bool = True, **facts: Iterable[str]) -> Pass:
-        """The pass that ``module`` holds under the names NAME, Decision, decide and apply."""
+        """Make a pass of a module with the names NAME, Decision, decide and apply.
+
+        Args:
+            module: the module.
+            per_budget: whether the decision may depend on the memory budget.
+            facts: ``requires``, ``provides`` and ``invalidates`` as for the class.
+        """
         contract = {key: frozenset(names) for key, names in facts.items()}
         return Pass(module.NAME, module.Decision, module.decide, module.apply, per_budget, **contract)
 
 
 def checked(*passes: Pass) -> tuple[Pass, ...]:
-    """The passes, if each finds what it requires.
+    """Return the passes as they are, if each finds the facts that it requires.
 
     Raises:
         ValueError: no pass in front of one provides a fact that it requires, or a pass in between invalidates it.
@@ -87,12 +94,12 @@ PIPELINE = checked(
 
 
 def same_for_all_budgets(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """The leading passes whose decisions do not depend on the memory budget."""
+    """Return the leading passes whose decisions do not depend on the memory budget, up to the first whose does."""
     return tuple(itertools.takewhile(lambda each: not each.per_budget, passes))
 
 
 def until(fact: str, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """The leading passes up to the last that provides ``fact``."""
+    """Return the leading passes up to and with the last that provides ``fact``, which one of them must."""
     return passes[: max(at for at, each in enumerate(passes) if fact in each.provides) + 1]
 
 
@@ -101,10 +108,10 @@ class State:
     """A graph between two passes.
 
     Attributes:
-        graph: what the last pass left.
-        decisions: of the passes so far, by name.
-        seconds: wall time by pass.
-        flow: the values of the graph, which the next pass must keep.
+        graph: the graph that the last pass left.
+        decisions: pass name to decision, of the passes so far.
+        seconds: stage, mostly a pass, to its wall time.
+        flow: the values that the graph computes, which the next pass must keep, see :mod:`roamc.graph.value_flow`.
     """
 
     graph: TrainGraph
@@ -119,8 +126,8 @@ class Runner:
 
     Attributes:
         options: what the user set.
-        plan: decisions to use instead of deciding; passes that it does not have are left out.
-        deep: also derive all metadata again after every pass (slow; for tests).
+        plan: a plan whose decisions are used instead of deciding; passes that it has no decision of are left out.
+        deep: also derive the metadata of all nodes again after every pass and compare it (slow; for tests).
     """
 
     options: Options
@@ -128,10 +135,19 @@ class Runner:
     deep: bool = False
 
     def run(self, state: State, passes: Iterable[Pass], decisions: Mapping[str, Any] | None = None) -> State:
-        """The state behind ``passes``; ``decisions`` by name take the place of their ``decide``.
+        """Run ``passes`` in turn on the graph of ``state`` and return the state behind them.
+
+        Passes that ``options.disable`` names are left out, and so are those of which :attr:`plan`, if there is one, has
+        no decision. After every pass the graph is verified.
+
+        Args:
+            state: where to begin; its graph may be changed in place, so begin a second run at a copy.
+            passes: a part of :data:`PIPELINE`, in its order.
+            decisions: pass name to a decision to apply. A pass that is missing or None decides by itself, or takes the
+                decision of :attr:`plan`.
 
         Raises:
-            PlanError: a decision of the plan does not fit the graph.
+            PlanError: a decision does not fit the graph.
             VerifyError: a pass left an invalid graph.
         """
         for each in passes:
@@ -141,6 +157,7 @@ class Runner:
         return state
 
     def _run(self, each: Pass, state: State, decision: Any) -> State:
+        """Run one pass; with None for ``decision`` it decides, or the plan does."""
         begun = time.perf_counter()
         progress.say(each.name)
         constraints, memory = verify.constraints(state.graph), build_memory(state.graph)
@@ -154,6 +171,7 @@ class Runner:
         return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)
 
     def _decision(self, each: Pass, graph: TrainGraph) -> Any:
+        """Return the decision of a pass: that of the plan if there is one, else its own."""
         if self.plan is None:
             return each.decide(graph, self.options)
         where = f"the plan's decision of pass {each.name!r}"

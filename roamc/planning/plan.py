@@ -1,4 +1,4 @@
-"""A plan: every decision of every pass as frozen data, with its cost and its bound; JSON both ways.
+"""A plan: the decisions of all passes as frozen data, with their cost and bounds; written to JSON and read back.
 
 A plan made once can be kept and given to a later run: the pipeline then skips every ``decide`` and runs
 every ``apply`` and every check. Reading a plan executes nothing.
@@ -17,7 +17,7 @@ from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
 FORMAT = 5
-"""Version of the JSON form; raised when a reader of an older version could misread it."""
+"""Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Plan:
     Attributes:
         name: name of the graph.
         fingerprint: hash of the graph that the plan was made for.
-        versions: of roamc and torch.
+        versions: "roamc" and "torch" to the version that the plan was made with.
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
         peak_bytes: predicted peak of everything that the step allocates: the arena without what is trimmed at that
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
@@ -36,16 +36,19 @@ class Plan:
             estimated by :mod:`roamc.cost.workspace`. This is what a budget is compared with.
         arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
-        bound_bytes: no order of the graph's operators has fewer live bytes at its worst step.
-        baseline_bytes: what eager PyTorch holds at its worst step of the same graph.
+        bound_bytes: lower bound of the live bytes at the worst step, for any order of the operators of the plan, reruns
+            included; 0 if pass reorder was left out.
+        baseline_bytes: live bytes of eager PyTorch at its worst step of the same graph.
         step_seconds: predicted time of a step in which nothing runs again; 0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again and of codecs, per step.
-        added_bound_seconds: no choice of reruns and codecs within the same peak adds less.
-        status: "optimal" if no order and no layout can be better, else "gap" or "limit".
-        fixed_bytes: bytes of parameters, optimizer state, buffers and inputs, by role.
-        decisions: pass name to that pass's decision, as plain data.
+        added_bound_seconds: lower bound of the added time, for any choice of reruns and codecs within the same peak; 0
+            where it is not known.
+        status: "optimal" if peak and bound meet, so that no order and no layout of these operators is better; "limit"
+            if a search ended at its limit of work, else "gap".
+        fixed_bytes: role to bytes of parameters, optimizer state, buffers and inputs, which the caller holds.
+        decisions: pass name to the fields of that pass's ``Decision``, as plain data.
         notes: sentences for the user, such as what gradient clipping costs.
-        seconds: wall time of every stage; not part of equality, nor of :meth:`to_json` unless asked for.
+        seconds: stage of the planning to its wall time; not part of equality, nor of :meth:`to_json` unless asked for.
     """
 
     name: str
@@ -69,23 +72,33 @@ class Plan:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the arena that no tensor uses at its fullest step: arena / live - 1."""
+        """Bytes of the arena above the most live bytes in it, as a fraction of these: arena / live - 1."""
         return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
 
     def to_dict(self, *, seconds: bool = False) -> dict[str, Any]:
-        """Plain data, ready for JSON. ``seconds`` adds the planning times, which differ from run to run."""
+        """Return the plan as plain data, ready for JSON.
+
+        Args:
+            seconds: add the wall times of planning, which differ from run to run.
+        """
         data = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
         if not seconds:
             del data["seconds"]
         return {"format": FORMAT, **data}
 
     def to_json(self, *, seconds: bool = False) -> str:
-        """The plan as JSON text; byte for byte the same for the same graph, options and versions."""
+        """Return the plan as JSON text, which :meth:`from_json` reads.
+
+        Without ``seconds``, the same graph, options, device profile and versions give the same text byte for byte.
+
+        Args:
+            seconds: add the wall times of planning, which differ from run to run.
+        """
         return json.dumps(self.to_dict(seconds=seconds), indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan back.
+        """Read a plan from JSON text; nothing is executed, and the plan is not compared with any graph.
 
         Raises:
             PlanError: the text is not a plan of this format; says what is wrong.
@@ -97,7 +110,7 @@ class Plan:
         return _from_dict(data)
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """The numbers as they are shown: (label, value, remark)."""
+        """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
         return (
             ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
             *self._workspace_rows(),
@@ -153,10 +166,10 @@ def _plain(value: Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the JSON text.
+    """Return an object of the JSON text as a dict.
 
     Raises:
-        ValueError: a key is there twice, and which one counts would be a guess.
+        ValueError: a key is there twice, so that it is not known which value counts.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -166,6 +179,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 STATUSES = ("optimal", "gap", "limit")
+"""The values of :attr:`Plan.status`."""
 
 
 def _from_dict(data: Any) -> Plan:
@@ -182,10 +196,10 @@ def _from_dict(data: Any) -> Plan:
 
 
 def _frozen(value: Any, where: str) -> Any:
-    """Tuples where JSON has lists, as the passes make them.
+    """Return ``value`` with tuples in the place of JSON's lists, as in the decisions that passes make.
 
     Raises:
-        PlanError: a number is negative or none, which no pass decides.
+        PlanError: a number is negative or NaN, which no pass decides.
     """
     if isinstance(value, Mapping):
         return {key: _frozen(item, f"{where}: {key}") for key, item in value.items()}

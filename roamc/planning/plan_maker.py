@@ -1,7 +1,7 @@
-"""One plan: the pipeline run on one graph for given terms, its layout checked, its numbers written down.
+"""The making of one plan: the pipeline runs on one graph for given terms, and its layout is checked.
 
-Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is larger than what lives in
-it, :mod:`roamc.planning.other_orders` lays out other orders with no higher peak, and the best of them is taken.
+Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is larger than the most live
+bytes in it, :mod:`roamc.planning.other_orders` lays out other orders with no higher peak, and the best one is taken.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from roamc.units import Bytes, Seconds
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan is made for.
+    """The budget that a plan is made for.
 
     Attributes:
         limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
-        allowed: what may be recomputed, see :data:`roamc.passes.retain.problem.ALLOWED`.
+        allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
     """
 
     limit: Bytes | None
@@ -42,13 +42,18 @@ def prepared(
     """Check a captured graph, resolve the budget, and run the passes that decide the same for every budget.
 
     Args:
-        graph: straight from capture; its nodes are moved and erased in place.
+        graph: the graph as it was captured; its nodes are moved and erased in place.
         options: what the user set.
-        plan: decisions to use instead of deciding, if there is one.
-        fingerprint: of the graph.
-        deep: also derive all metadata again after every pass.
+        plan: a plan whose decisions are used instead of deciding; None to decide.
+        fingerprint: hash of the captured graph, for the plans.
+        deep: also derive the metadata of all nodes again after every pass.
+
+    Returns:
+        (maker, state): a maker for the terms of the options, and the state behind these passes, where its plans begin.
 
     Raises:
+        OptionError: the budget is a share of eager's bytes that is less than one byte.
+        PlanError: a decision of ``plan`` does not fit the graph.
         VerifyError: the graph, or what a pass left of it, is invalid.
     """
     verify.check_graph(graph, "capture", deep=deep)
@@ -66,7 +71,16 @@ def prepared(
 
 
 def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Terms:
-    """What a budget asks for; shares are of ``eager_needs``."""
+    """Return the terms that a budget asks for.
+
+    Args:
+        graph: the graph to plan; says the device and the bytes of optimizer state.
+        asked: the budget as the user sets it; None for none.
+        eager_needs: bytes that eager PyTorch takes at its worst step; shares such as "80%" are of these.
+
+    Raises:
+        OptionError: a share is less than one byte.
+    """
     state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
     limit = budget.resolve(asked, eager_needs, main_device(graph), state)
     return Terms(limit, "light" if asked == budget.LIGHT else "all")
@@ -74,13 +88,13 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
 
 @dataclass(frozen=True)
 class PlanMaker:
-    """Runs the pipeline behind the passes that decide the same for every budget.
+    """Makes plans: runs the passes behind those that decide the same for every budget.
 
     Attributes:
-        runner: with the user's options, the budget in bytes.
-        fingerprint: of the captured graph.
+        runner: runs the passes, with the user's options and the budget in bytes.
+        fingerprint: hash of the captured graph.
         eager_needs: bytes that eager PyTorch takes at its worst step, workspaces and tensor objects included.
-        allowed: see :class:`Terms`.
+        allowed: the operators that may be recomputed, see :class:`Terms`.
     """
 
     runner: Runner
@@ -90,45 +104,58 @@ class PlanMaker:
 
     @property
     def options(self) -> Options:
-        """The user's, with the budget in bytes."""
+        """The user's options, with the budget in bytes."""
         return self.runner.options
 
     @property
     def terms(self) -> Terms:
-        """What plans are made for."""
+        """The terms that plans are made for."""
         return Terms(self.options.limit_bytes, self.allowed)
 
     def under(self, terms: Terms) -> PlanMaker:
-        """The same for other terms."""
+        """Return a maker that differs only in its terms."""
         changed = self._with(dataclasses.replace(self.options, memory_budget=terms.limit))
         return dataclasses.replace(changed, allowed=terms.allowed)
 
     @property
     def in_program_order(self) -> PlanMaker:
-        """The same, but operators run in the order in which they were traced."""
+        """A maker of plans that run operators in program order, the same otherwise."""
         return self._with(dataclasses.replace(self.options, order="program"))
 
     def _with(self, options: Options) -> PlanMaker:
         return dataclasses.replace(self, runner=dataclasses.replace(self.runner, options=options))
 
     def make(self, start: State, kept: retain.Decision | None = None, step_seconds: Seconds = 0.0) -> Planned:
-        """The graph behind all passes, and its plan.
+        """Run all passes behind ``start``, check the layout and write the plan.
 
         Args:
-            start: what :func:`prepared` gave.
-            kept: the decision of retain; None for its own, or that of the plan.
-            step_seconds: predicted time of the step without recomputation.
+            start: the state that :func:`prepared` returned, or a copy by :func:`fresh`; its graph may be changed in
+                place.
+            kept: the decision of pass retain; None if it is to decide, or the plan of :attr:`runner`.
+            step_seconds: predicted time of the step without recomputation, for the plan; 0 without a budget.
+
+        Returns:
+            The graph behind all passes, and its plan. The plan may need more than the budget.
+
+        Raises:
+            PlanError: a decision does not fit the graph.
+            VerifyError: a pass left an invalid graph or a wrong layout.
         """
         return self.place(self.order(start, kept), step_seconds)
 
     def order(self, start: State, kept: retain.Decision | None) -> State:
-        """Run the passes up to the order of the operators."""
+        """Run the passes behind ``start`` up to the order of the operators; arguments as for :meth:`make`."""
         passes = pipeline.until(pipeline.ORDER, pipeline.PIPELINE)
         shared = pipeline.same_for_all_budgets(passes)
         return self.runner.run(start, passes[len(shared) :], {retain.NAME: kept})
 
     def place(self, ordered: State, step_seconds: Seconds) -> Planned:
-        """Run the passes behind the order, check the layout and write the plan."""
+        """Run the passes behind the order, check the layout and write the plan.
+
+        Args:
+            ordered: the state that :meth:`order` returned; its graph may be changed in place.
+            step_seconds: as for :meth:`make`.
+        """
         again = self.runner.plan is None and other_orders.may_look_again(self.options)
         first = self._with(other_orders.first_look(self.options)) if again else self
         passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
@@ -142,7 +169,7 @@ class PlanMaker:
         return Planned(end.graph, plan)
 
     def _other_orders(self, end: State) -> State:
-        """The layout falls short: take the best of the orders with no higher peak."""
+        """Return the state with the best of the orders with no higher peak, where the layout of ``end`` falls short."""
         begun = time.perf_counter()
         first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
         graph = end.graph.replace(reuse={}, layout=None)
@@ -157,5 +184,5 @@ class PlanMaker:
 
 
 def fresh(state: State) -> State:
-    """The same state with a graph of its own, which passes may change."""
+    """Return the state with a copy of its graph, which passes may change."""
     return dataclasses.replace(state, graph=copied(state.graph))

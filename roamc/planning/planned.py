@@ -1,4 +1,4 @@
-"""A graph with every decision applied, the plan that says what it takes, and the refusal where that is too much."""
+"""A graph with every decision applied, its plan, and the error for a plan that needs more than the budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
 PADDING = 0.001
-"""A peak counts as optimal up to this share above the bound of live bytes: sizes are rounded up to the alignment."""
+"""A peak counts as optimal up to this fraction above the bound of live bytes: sizes are rounded up to the alignment."""
 
 SMALLER = ", or use a smaller batch"
-"""End of :data:`RAISE`; ``max_batch`` cuts it off, where no batch is smaller."""
+"""End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
 
 RAISE = f"Raise the budget{SMALLER}"
 """End of the error for a budget that no plan keeps; the backend replaces it where other advice helps."""
@@ -30,19 +30,24 @@ RAISE = f"Raise the budget{SMALLER}"
 
 @dataclass(frozen=True)
 class Planned:
-    """A graph with every decision applied, and the plan that did it."""
+    """A graph that is ready to be emitted, and its plan.
+
+    Attributes:
+        graph: the graph behind all passes, with its layout.
+        plan: the decisions that were applied, and what the graph takes.
+    """
 
     graph: TrainGraph
     plan: Plan
 
 
 def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds) -> Plan:
-    """The plan of a graph behind the whole pipeline.
+    """Write the plan of a graph behind the whole pipeline.
 
     Args:
-        end: what the last pass left.
-        fingerprint: of the captured graph.
-        limit: bytes that were asked for; 0 for the lowest peak, None for no budget.
+        end: the state that the last pass left.
+        fingerprint: hash of the captured graph.
+        limit: budget in bytes; 0 for the lowest peak, None for no budget.
         step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
     """
     graph, decisions = end.graph, end.decisions
@@ -76,10 +81,10 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
 
 
 def check_budget(planned: Planned, limit: Bytes | None) -> None:
-    """Refuse a plan that needs more than ``limit`` bytes.
+    """Refuse a plan that needs more than ``limit`` bytes; 0 and None refuse nothing.
 
     Raises:
-        BudgetError: names what is needed, and the largest storages at the peak.
+        BudgetError: names what is needed, and the largest storages at the peak; has the plan.
     """
     plan = planned.plan
     if not limit or plan.needed_bytes <= limit:
@@ -94,7 +99,7 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:
-    """What is largest at the step that needs most, for a message: storages, and what its operator takes for itself."""
+    """Name the largest storages, and the workspace, at the step that needs most, for a message; at most ``count``."""
     memory = build_memory(graph)
     born, dead = lifetimes(memory)
     own = workspaces(memory.operators)

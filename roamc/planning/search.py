@@ -1,7 +1,7 @@
 """The search: plans of one graph for one memory budget after another.
 
-:class:`PlanSearch` asks pass retain for several peaks of live bytes until a plan, workspaces and layout and all, keeps
-the budget; :mod:`roamc.planning.budget_search` says which peak to ask for next.
+:class:`PlanSearch` asks pass retain for several peaks of live bytes until a plan, its layout and workspaces included,
+keeps the budget; :mod:`roamc.planning.budget_search` says which peak to ask for next.
 """
 
 from __future__ import annotations
@@ -33,23 +33,30 @@ from roamc.units import Bytes, Seconds
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-9
-"""Share by which two sums of the same seconds may differ."""
+"""Two sums of the same seconds, added in different orders, may differ by this fraction."""
 
 
 def run(
     graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False, quick: bool = False
 ) -> Planned:
-    """Decide, apply and verify every pass in turn; under a budget the later ones again until it is kept.
+    """Plan a captured graph: decide, apply and verify every pass in turn.
+
+    Under a budget the passes behind those that are the same for all budgets run again, until a plan keeps it.
 
     Args:
-        graph: straight from capture; its nodes are moved and erased in place.
+        graph: the graph as it was captured; its nodes are moved and erased in place.
         options: what the user set.
-        plan: decisions to use instead of deciding; every apply and every check still runs.
-        deep: also derive all metadata again after every pass (slow; for tests).
-        quick: refuse a budget that is far out of reach without looking for the smallest that is not.
+        plan: a plan whose decisions are used instead of deciding; every ``apply`` and every check still runs.
+        deep: also derive the metadata of all nodes again after every pass (slow; for tests).
+        quick: refuse a budget that is far out of reach at once, without looking for the smallest budget that can be
+            kept; the error then names what the lowest plan so far needs.
+
+    Returns:
+        The graph behind all passes, ready to be emitted, and its plan.
 
     Raises:
-        PlanError: ``plan`` was made for another graph.
+        OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
+        PlanError: ``plan`` was made for another graph, is incomplete, or contradicts itself.
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
@@ -68,26 +75,28 @@ def run(
 
 
 class PlanSearch:
-    """Plans of one graph for one budget after another; what does not depend on the budget is done once.
+    """Makes plans of one graph for one budget after another; what does not depend on the budget is done once.
 
-    No plan depends on those made before it, but for those that are asked for ``together``.
+    No plan depends on plans made before it, except where one is asked for with ``together``.
 
     Attributes:
-        options: the user's, with the budget in bytes.
-        terms: those of the options.
-        plans: the plans so far, in the sequence in which they were made.
+        options: the user's options, with the budget in bytes.
+        terms: the terms that the options ask for.
+        plans: all plans that were made so far, those for other targets and refused ones included, in that order.
     """
 
     def __init__(self, graph: TrainGraph, options: Options, *, deep: bool = False, many: bool = False) -> None:
-        """Take the shared passes.
+        """Run the passes that decide the same for every budget.
 
         Args:
-            graph: straight from capture; it is changed in place.
+            graph: the graph as it was captured; it is changed in place.
             options: what the user set.
-            deep: also derive all metadata again after every pass.
-            many: more plans than that of :meth:`run` will be asked for.
+            deep: also derive the metadata of all nodes again after every pass.
+            many: more plans than that of :meth:`run` will be asked for. Without it, :meth:`run` and :meth:`fit` may use
+                up the graph, after which nothing more can be asked for.
 
         Raises:
+            OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
             VerifyError: a pass left an invalid graph.
         """
         self._begun = time.perf_counter()
@@ -101,16 +110,20 @@ class PlanSearch:
         self._minimum: dict[str, Planned] = {}
 
     def terms_of(self, asked: Budget) -> Terms:
-        """What a budget asks for."""
+        """Return the terms that a budget asks for on this graph, with its bytes.
+
+        Raises:
+            OptionError: a share of eager's bytes is less than one byte.
+        """
         return terms_of(self._start.graph, asked, self._maker.eager_needs)
 
     @property
     def has_reruns(self) -> bool:
-        """Whether anything may run again."""
+        """Whether operators may run again, and values be encoded: pass retain is not disabled."""
         return retain.NAME not in self.options.disable
 
     def run(self, *, quick: bool = False) -> Planned:
-        """The plan for the budget of the options; ``quick`` as for :func:`run`.
+        """Return the plan for the budget of the options, and log it; ``quick`` as for :func:`run`.
 
         Raises:
             VerifyError: a pass left an invalid graph.
@@ -119,11 +132,16 @@ class PlanSearch:
         return _finished(self.fit(self.terms, quick=quick), self.terms.limit, self._begun)
 
     def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
-        """A plan within the limit at the least added time; that of the lowest peak if there is none.
+        """Return a plan within the limit at the least added time; that of the smallest budget if there is none.
+
+        Without a limit, or with pass retain disabled, it is the plan in which nothing runs again, whatever it needs.
 
         Args:
-            terms: what it is made for.
+            terms: the terms that the plan is made for.
             quick: as for :func:`roamc.planning.budget_search.fit`.
+
+        Returns:
+            A graph and its plan, which may need more than the limit: nothing is refused here.
         """
         if terms.limit is None or not self.has_reruns:
             if not self._many:
@@ -139,7 +157,11 @@ class PlanSearch:
         return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, budget_bytes=terms.limit))
 
     def minimum(self, allowed: str = "all") -> Planned:
-        """The plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once."""
+        """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.
+
+        Args:
+            allowed: the operators that may run again, "all" or "light", see :class:`Terms`.
+        """
         if allowed not in self._minimum:
             terms = Terms(0, allowed)
             found = [self.lowest(terms)]
@@ -151,7 +173,7 @@ class PlanSearch:
         return self._minimum[allowed]
 
     def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
-        """The plans made in search of one within ``limit``, which is not 0."""
+        """Return the plans made in search of one within ``limit`` bytes, which is not 0."""
         self._choice(terms.allowed).forget()
 
         def first() -> _Attempt:
@@ -160,27 +182,29 @@ class PlanSearch:
         return budget_search.search(first, self._least(terms), functools.partial(self._attempt, terms), limit)
 
     def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
+        """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
         kept = self._choice(terms.allowed).decide(target)
         return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
 
     def attempt(
         self, target: Bytes, terms: Terms | None = None, *, together: bool = False, simulations: int = SIMULATIONS
     ) -> Planned:
-        """A plan with ``target`` live bytes asked of ``retain``.
+        """Make a plan with a peak of ``target`` live bytes asked of ``retain``, which may not reach it.
 
         Args:
             target: live bytes.
-            terms: what it is made for; None for the lowest peak.
-            together: begin the choice with one for more bytes. The plan then depends on those made together before.
+            terms: the terms that the plan is made for; None for the lowest peak.
+            together: begin the choice with what was found for other targets. The plan then depends on those before.
             simulations: limit of the solver's work, in simulations of the schedule.
         """
         terms = terms or Terms(0, self.terms.allowed)
         return self._made(self._choice(terms.allowed).decide(target, together=together, simulations=simulations), terms)
 
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
-        """The plan that needs the fewest bytes of those with as few live ones as ``retain`` finds.
+        """Make plans for the lowest peaks of live bytes that ``retain`` finds, and return the one that needs least.
 
-        Of two that hardly differ, the one with less added time. ``terms`` and ``together`` as for :meth:`attempt`.
+        Of plans that need at most 1/1000 more bytes than that, the one with the least added time is returned. Arguments
+        are as for :meth:`attempt`.
         """
         terms = terms or Terms(0, self.terms.allowed)
         made = list[Planned]()
@@ -193,14 +217,16 @@ class PlanSearch:
         return min(low, key=lambda planned: planned.plan.added_seconds)
 
     def _made(self, kept: retain.Decision, terms: Terms) -> Planned:
+        """Make the plan for a decision of ``retain``."""
         return self._noted(self._maker.under(terms).make(fresh(self._start), kept, self.alone))
 
     @property
     def first(self) -> Planned:
-        """The plan in which nothing runs again."""
+        """The plan in which nothing runs again, for the terms of the options; made once."""
         return self._first(self.terms)
 
     def _first(self, terms: Terms) -> Planned:
+        """Return the plan in which nothing runs again; made once for all equal terms."""
         if terms not in self._firsts:
             ours = self._maker.under(terms)
 
@@ -214,10 +240,11 @@ class PlanSearch:
 
     @property
     def choice(self) -> retain.Choice:
-        """What can be dropped or kept smaller."""
+        """The choice of pass retain: what can be dropped and run again, or encoded, under the terms of the options."""
         return self._choice(self.terms.allowed)
 
     def _choice(self, allowed: str) -> retain.Choice:
+        """Return the choice of pass retain for what may run again; made once."""
         if allowed not in self._choices:
             graph, ordered = self._start.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
             order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
@@ -225,12 +252,12 @@ class PlanSearch:
         return self._choices[allowed]
 
     def _least(self, terms: Terms) -> Bytes:
-        """No order has fewer live bytes if nothing runs again."""
+        """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""
         ordered = self._in_order(terms).decisions.get(reorder.NAME)
         return ordered.bound_bytes if ordered else 0
 
     def _in_order(self, terms: Terms) -> State:
-        """Nothing runs again, and the operators are in their order, which is the same for all limits."""
+        """Return the state in which nothing runs again and operators are ordered, the same for all limits in bytes."""
         key = terms.limit is None, terms.allowed
         if key not in self._ordered:
             nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
@@ -238,7 +265,7 @@ class PlanSearch:
         return self._ordered[key]
 
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
-        """A plan; that of the program's order where the one of ours could take more than eager does."""
+        """Return the plan that ``make`` makes; one in program order if that is less above eager's bytes."""
         planned = make(maker)
         over = above_eager(planned, maker)
         if not over or not other_orders.may_look_again(maker.options):
@@ -248,12 +275,12 @@ class PlanSearch:
 
     @property
     def _copy_if_needed(self) -> State:
-        """What the shared passes left; a copy where a second plan may begin there."""
+        """The state that the shared passes left; with a copy of the graph if a second plan may begin there."""
         return fresh(self._start) if other_orders.may_look_again(self._maker.options) else self._start
 
     @functools.cached_property
     def alone(self) -> Seconds:
-        """Predicted time of a step in which nothing runs again."""
+        """Predicted seconds of a step in which nothing runs again."""
         return sum(self._prices.values())
 
     @functools.cached_property
@@ -265,14 +292,20 @@ class PlanSearch:
         return cost.load_profile(main_device(self._start.graph), self.options.profile)
 
     def _noted(self, planned: Planned) -> Planned:
+        """Add the plan to :attr:`plans`."""
         self.plans.append(planned.plan)
         return planned
 
 
 def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
-    """Bytes by which a plan may take more than eager does, operators' own memory included; 0 under a budget.
+    """Return the bytes by which a plan may take more than eager does, workspaces included; 0 if it does not.
 
-    Of small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; of others the worst.
+    In small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; in others the worst steps. Under a
+    budget the result is 0.
+
+    Args:
+        planned: the graph and its plan.
+        maker: the maker of the plan, which knows what eager needs.
     """
     if planned.graph.eager_floor or maker.options.limit_bytes is not None:
         return layout.above_eager(planned.graph, maker.options)
@@ -280,7 +313,7 @@ def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
 
 
 def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
-    """Note what else took time since ``begun``, check the budget and log."""
+    """Add the rest of the time since ``begun`` to the plan as "other", check the budget and log the plan."""
     made = planned.plan
     made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
     check_budget(planned, limit)
@@ -290,12 +323,12 @@ def _finished(planned: Planned, limit: Bytes | None, begun: Seconds) -> Planned:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A plan as the search for a budget sees it; it is made when more is asked than what retain has foreseen.
+    """A plan as the search for a budget sees it; the passes behind retain run when :attr:`planned` is first read.
 
     Attributes:
-        asked_bytes: live bytes that retain foresaw.
-        strained: whether these are more than were asked of it.
-        make: runs the rest of the pipeline.
+        asked_bytes: the peak of live bytes that retain reached.
+        strained: whether that is more than was asked of it.
+        make: runs the passes behind retain.
     """
 
     asked_bytes: Bytes
@@ -304,7 +337,7 @@ class _Attempt:
 
     @functools.cached_property
     def planned(self) -> Planned:
-        """The plan."""
+        """The graph and its plan; made once."""
         return self.make()
 
     @property
@@ -317,7 +350,7 @@ class _Attempt:
 
 
 def _made_already(planned: Planned) -> _Attempt:
-    """A plan that was not made for live bytes, in the same form."""
+    """Return a plan that exists already in the form of an attempt that was not strained."""
     return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
 
 

@@ -1,1 +1,1 @@
-"""What runs at every step: arenas, kernels that write where they are told, bound programs."""
+"""What runs at every step: blocks of memory, arenas over them, programs bound to arenas, and the fallback."""

@@ -16,17 +16,26 @@ from roamc.runtime import blocks
 from roamc.units import Bytes
 
 Bound = dict[str, Callable[..., Any]]
+"""The functions of a program, bound to one arena, by name; see :class:`roamc.codegen.source.Program`."""
 Binder = Callable[["Arena"], Bound]
+"""The ``bind`` of a program: makes every planned tensor by :meth:`Arena.view` and returns the functions over them."""
 
 
 class Arena:
     """The planned tensors of one step, made once, over a block of memory that is theirs while the step is in flight.
 
-    Busy when made, as after :meth:`enter`.
+    A new arena has its block, as after :meth:`enter`; :meth:`leave` gives it up. Offsets and ranges are in bytes from
+    the arena's beginning. An arena of 0 bytes has no block.
+
+    Args:
+        nbytes: size of the arena; 0 if nothing is planned.
+        device: the device of the arena.
+        bind: makes the planned tensors and the functions that run over them.
+        trimmed: the ranges that are closed when a step starts.
 
     Attributes:
-        nbytes: what the planned tensors need.
-        entry: the functions of the program, bound to these tensors.
+        nbytes: size of the arena; the block may be larger.
+        entry: the functions of the program by name, bound to the planned tensors.
     """
 
     def __init__(self, nbytes: Bytes, device: torch.device, bind: Binder, trimmed: Sequence[blocks.Range] = ()) -> None:
@@ -40,23 +49,27 @@ class Arena:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The block's memory."""
+        """The storage of the block, in which the planned tensors lie; of no bytes if nothing is planned."""
         return self._block.storage if self._block else torch.UntypedStorage(0, device=self._device)
 
     @property
     def base(self) -> torch.Tensor:
-        """The memory of the planned tensors as bytes."""
+        """A new tensor over the whole arena, uint8[nbytes]."""
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
             self.storage, self._start, (self.nbytes,), (1,)
         )
 
     @property
     def _start(self) -> Bytes:
-        """Where in :attr:`storage` the arena begins."""
+        """Bytes of :attr:`storage` in front of the arena."""
         return self._block.start if self._block else 0
 
     def enter(self) -> None:
-        """Take a block for a step; the planned tensors move if it is another than before, or has taken new memory."""
+        """Take a block for a step, with the ranges closed that are closed when a step starts.
+
+        The planned tensors stay the same objects, but are moved if the block is another than before or begins elsewhere
+        in its storage. Their contents are undefined.
+        """
         if not self._block:
             return
         before = self._block, self._start
@@ -67,22 +80,25 @@ class Arena:
                 view.move_to(self.storage, self._start)
 
     def close(self, low: Bytes, high: Bytes) -> None:
-        """Give the memory of ``[low, high)`` back to the system: nothing lies there for a while."""
+        """Trim ``[low, high)``: its memory goes back to the system and what was in it is lost.
+
+        This does nothing where memory has no pages to give back, such as on a GPU.
+        """
         if self._block:
             self._block.give_back(low, high)
 
     def open(self, low: Bytes, high: Bytes) -> None:
-        """``[low, high)``, closed before as one range, is needed again."""
+        """Make ``[low, high)``, which was closed before as one range, usable again; its contents are undefined."""
         if self._block:
             self._block.take_again(low, high)
 
     def have_closed(self, trimmed: Iterable[blocks.Range]) -> None:
-        """Have exactly these ranges closed, as they are in the middle of a step, say."""
+        """Close the ranges in ``trimmed`` that are open, and open all others; for a step that begins in its middle."""
         if self._block:
             self._block.reset(trimmed)
 
     def copy_from(self, other: Arena) -> None:
-        """Have the same bytes as ``other``, an arena of the same program, and the same ranges closed."""
+        """Copy the bytes of ``other``, an arena of the same program, and have the same ranges closed."""
         if not self._block or not other._block:
             return
         self._block.reset(other._block.trimmed)
@@ -92,7 +108,11 @@ class Arena:
             end = high
 
     def leave(self, *, keep: bool) -> None:
-        """Give the block up; the planned tensors stay, and must not be read until :meth:`enter`."""
+        """Give the block up; the planned tensors stay, and must not be read until :meth:`enter`.
+
+        Args:
+            keep: the block keeps its memory for the next arena that takes it. Otherwise torch's allocator gets it back.
+        """
         if self._block:
             blocks.give(self._block, keep=keep)
 
@@ -107,9 +127,16 @@ class Arena:
         conj: bool = False,
         neg: bool = False,
     ) -> torch.Tensor:
-        """A tensor at ``offset`` bytes with its own version counter (not an autograd view).
+        """Make a planned tensor; it has a version counter of its own and is no autograd view.
 
-        ``conj`` and ``neg`` are the lazy bits of complex views.
+        Args:
+            name: what the program calls it, see :meth:`planned`.
+            offset: of its first element, in bytes from the arena's beginning; a multiple of the element's size.
+            size: its shape.
+            stride: its strides, in elements.
+            dtype: its dtype.
+            conj: whether its lazy conjugate bit is set.
+            neg: whether its lazy negative bit is set.
         """
         tensor = with_bits(torch.empty(0, dtype=dtype, device=self._device), conj=conj, neg=neg)
         view = _View(name, tensor, offset, tuple(size), tuple(stride))
@@ -118,7 +145,7 @@ class Arena:
         return tensor
 
     def planned(self, name: str) -> torch.Tensor:
-        """The planned tensor that the program calls ``name``.
+        """Return the planned tensor that the program calls ``name``.
 
         Raises:
             KeyError: there is none.
@@ -126,7 +153,10 @@ class Arena:
         return {view.name: view.tensor for view in self._views}[name]
 
     def moved_views(self) -> list[str]:
-        """Planned tensors that an operator has resized or moved; empty unless torch and the plan disagree."""
+        """Return the names of planned tensors that are no longer at their place or have another shape than planned.
+
+        The list is empty unless an operator of torch's resized a result that it was given, against the plan.
+        """
         start = self.storage.data_ptr() + self._start
         return [view.name for view in self._views if not view.is_in_place(start)]
 
@@ -142,9 +172,11 @@ class _View:
     stride: tuple[int, ...]
 
     def move_to(self, storage: torch.UntypedStorage, start: Bytes) -> None:
+        """Move the tensor to its offset behind byte ``start`` of ``storage``."""
         move_to(self.tensor, storage, (start + self.offset) // self.tensor.itemsize, self.size, self.stride)
 
     def is_in_place(self, start: int) -> bool:
+        """Whether the tensor has its shape and its offset behind the address ``start``."""
         if self.tensor.shape != self.size:
             return False
         return not self.tensor.numel() or self.tensor.data_ptr() == start + self.offset
@@ -152,11 +184,19 @@ class _View:
 
 @dataclass(eq=False)
 class ArenaPool:
-    """Arenas of one program. A forward takes one; it comes back when its backward has run or can no longer run.
+    """The arenas of one program; an arena is never shared between steps in flight.
 
-    Arenas are never shared between steps in flight. A free arena waits for the next step; its memory is there for
-    other programs meanwhile, or, unless ``keep`` is set, for all. The ranges ``trimmed`` are given back when a step
-    starts.
+    A forward takes an arena, which comes back when the backward has run or can no longer run.
+
+    Attributes:
+        nbytes: size of each arena.
+        device: their device.
+        bind: makes the planned tensors of a new arena and the functions over them.
+        keep: the memory of a free arena stays allocated and other programs of the process may use it. Otherwise torch's
+            allocator gets it back.
+        trimmed: the ranges of an arena that are closed when a step starts.
+        free: arenas that wait for a step.
+        waiting: ticket to an arena that is parked for a backward.
     """
 
     nbytes: Bytes
@@ -172,7 +212,7 @@ class ArenaPool:
         self._tickets = itertools.count()
 
     def acquire(self) -> Arena:
-        """A free arena, or a new one."""
+        """Return a free arena that has taken a block, or a new one; it belongs to the caller until :meth:`release`."""
         with self._lock.now:
             arena = self.free.pop() if self.free else None
         if arena is None:
@@ -181,20 +221,28 @@ class ArenaPool:
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back for the next step."""
+        """Give an arena back for another step; its planned tensors must not be read any more."""
         arena.leave(keep=self.keep)
         with self._lock.now:
             self.free.append(arena)
 
     def park(self, arena: Arena, token: torch.Tensor) -> None:
-        """Keep ``arena`` for a backward; it is freed when ``token``, one of the saved tensors, is gone."""
+        """Keep ``arena`` for a backward, until :meth:`take` takes it.
+
+        If ``token``, one of the saved tensors, is freed while the arena is parked, no backward can come any more and
+        the arena is released.
+        """
         with self._lock.now:
             ticket = next(self._tickets)
             self.waiting[ticket] = arena
         weakref.finalize(token, self._forget, ticket).atexit = False
 
     def take(self, tensor: torch.Tensor) -> tuple[int, Arena] | None:
-        """The parked arena that ``tensor`` lies in, and its ticket; no longer parked. None if there is none."""
+        """Take the parked arena in whose storage ``tensor`` lies; it is no longer parked.
+
+        Returns:
+            (ticket, arena), the ticket for :meth:`put_back`; None if ``tensor`` lies in no parked arena.
+        """
         pointer = tensor.untyped_storage().data_ptr()
         with self._lock.now:
             for ticket, arena in self.waiting.items():
@@ -203,7 +251,7 @@ class ArenaPool:
         return None
 
     def put_back(self, ticket: int, arena: Arena) -> None:
-        """Park a taken arena again under its ticket: its graph was kept for another backward."""
+        """Park an arena again under the ticket of :meth:`take`, for another backward of the same forward."""
         with self._lock.now:
             self.waiting[ticket] = arena
 
@@ -216,7 +264,10 @@ class ArenaPool:
 
 
 def fill(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy; of what is expanded, only what has bytes of its own: torch does not write the same element twice."""
+    """Copy ``tensor`` into ``place``, which has the same shape and may have expanded dimensions.
+
+    torch refuses to write to an expanded tensor, so of each expanded dimension of ``place`` one element is copied.
+    """
     for dim, (size, step) in enumerate(zip(place.shape, place.stride(), strict=True)):
         if size > 1 and not step:
             place, tensor = place.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)

@@ -1,8 +1,8 @@
 """Blocks of memory, shared by the arenas of all programs of a process.
 
 Programs that take turns, such as those for batches of different lengths, use the same memory where their needs
-are within a factor of two: what they hold together is at most about twice what the largest needs, not the sum. A
-program keeps no more than twice its own need from going back.
+are within a factor of two: together they hold at most about twice what the largest of them needs, not the sum. No
+program holds a block of more than twice its own need.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ from roamc.runtime import huge_pages
 from roamc.units import Bytes
 
 Range = tuple[Bytes, Bytes]
+"""First byte and end of a half-open range ``[low, high)``, from the block's beginning."""
 
 
 class Block:
     """One piece of a device's memory; lives as long as an arena refers to it.
 
+    A new block is busy and has no memory, see :meth:`fill`. It is entered in the list of blocks of the process.
+
+    Args:
+        device: the device of the memory.
+        stream: handle of the CUDA stream on which the block is used; 0 on a CPU.
+
     Attributes:
-        storage: the memory; of no bytes while it is given back.
-        start: where in the storage the block begins: at a large page if parts of it are to be given back.
-        nbytes: from there on.
-        busy: an arena is using it.
-        stream: the stream whose work it holds; on another one that work may not have finished. 0 on a CPU.
+        storage: the memory; of no bytes while the block has none.
+        start: bytes of the storage in front of the block, which begins at a large page if it is trimmed in parts.
+        nbytes: size of the block; 0 while it has no memory.
+        busy: whether an arena uses it.
+        stream: handle of the CUDA stream on which the block is used. On other streams it is not taken, because its work
+            may not have finished.
     """
 
     def __init__(self, device: torch.device, stream: int) -> None:
@@ -40,7 +48,13 @@ class Block:
         _BLOCKS.append(weakref.ref(self))
 
     def fill(self, nbytes: Bytes, *, parts: bool) -> None:
-        """Take memory; the block has none. With ``parts`` it is to be given back in parts."""
+        """Allocate memory for the block, which must have none.
+
+        Args:
+            nbytes: size of the block.
+            parts: ranges of it will be given back by :meth:`give_back`. Where the device's memory has pages, the block
+                then begins at a large page.
+        """
         paged = parts and nbytes >= huge_pages.LEAST and huge_pages.usable(self.storage.device)
         self.storage.resize_(nbytes + huge_pages.SIZE if paged else nbytes)
         self.start = -self.storage.data_ptr() % huge_pages.SIZE if paged else 0
@@ -52,37 +66,40 @@ class Block:
             huge_pages.give_back(address + self.start + nbytes, huge_pages.SIZE - self.start)
 
     def empty(self) -> None:
-        """Give all memory back."""
+        """Give all memory back to torch's allocator."""
         self.storage.resize_(0)
         self.start = self.nbytes = self._gone = 0
         self._trimmed.clear()
 
     @property
     def trimmed(self) -> frozenset[Range]:
-        """The ranges that are trimmed, their memory given back, in bytes from the block's beginning."""
+        """The ranges that are trimmed now: their memory is given back to the system."""
         return frozenset(self._trimmed)
 
     @property
     def held(self) -> Bytes:
-        """Bytes without those ranges."""
+        """Bytes of the block without the ranges that are trimmed now."""
         return self.nbytes - self._gone
 
     def give_back(self, low: Bytes, high: Bytes) -> None:
-        """Give the memory of ``[low, high)`` back, where the device's memory has pages."""
+        """Give the memory of ``[low, high)`` back to the system; what was in it is lost.
+
+        This does nothing where the range is trimmed already, or on devices whose memory has no pages to give back.
+        """
         if huge_pages.usable(self.storage.device) and (low, high) not in self._trimmed:
             huge_pages.give_back(self.storage.data_ptr() + self.start + low, high - low)
             self._trimmed.add((low, high))
             self._gone += high - low
 
     def take_again(self, low: Bytes, high: Bytes) -> None:
-        """Say that ``[low, high)``, given back before as one range, is in use again."""
+        """Use ``[low, high)``, which was given back as one range, again; does nothing for any other range."""
         if (low, high) in self._trimmed:
             self._trimmed.remove((low, high))
             self._gone -= high - low
             huge_pages.take_again(self.storage.data_ptr() + self.start + low, high - low)
 
     def reset(self, trimmed: Iterable[Range]) -> None:
-        """Have exactly the ranges ``trimmed`` given back, whatever was before."""
+        """Trim the ranges in ``trimmed`` that are not trimmed yet, and use all others again."""
         wanted = set(trimmed)
         for low, high in sorted(self._trimmed - wanted):
             self.take_again(low, high)
@@ -94,15 +111,21 @@ _BLOCKS: list[weakref.ref[Block]] = []
 _LOCK = Lock()
 
 MOST = 2
-"""A block of at most so many times the bytes that are needed is taken."""
+"""An idle block is taken if its size is at most this multiple of the bytes that are needed."""
 
 
 def take(nbytes: Bytes, device: torch.device, mine: Block | None, *, parts: bool = False) -> Block:
-    """A block of at least ``nbytes``, busy from now on; with ``parts`` it is to be given back in parts.
+    """Take an idle block of ``nbytes`` to :data:`MOST` times as many, or allocate one; it is busy from now on.
 
-    ``mine``, the one used last, if it is idle and of a fitting size; else the smallest idle one of a fitting size;
-    else ``mine`` if it has given its memory back, or a new one. The largest idle one that is too small gives its
-    memory back then.
+    The order of preference is: ``mine`` if it is idle and fits, the smallest idle block that fits, ``mine`` if it is
+    idle and has no memory, a new block. In the last two cases memory is allocated, and the largest idle block that is
+    too small gives its memory back first.
+
+    Args:
+        nbytes: bytes that are needed, above 0.
+        device: the device; on CUDA only blocks of its current stream are taken.
+        mine: the block that the caller used last; None if there is none.
+        parts: see :meth:`Block.fill`; counts where memory is allocated.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _LOCK.now:
@@ -130,7 +153,7 @@ def _is_idle(block: Block, device: torch.device, stream: int) -> bool:
 
 
 def give(block: Block, *, keep: bool) -> None:
-    """The block is idle from now on; without ``keep`` its memory goes back to the device's allocator."""
+    """Mark ``block`` as idle; without ``keep``, give its memory back to torch's allocator before."""
     if not keep:
         block.empty()
     with _LOCK.now:
@@ -138,7 +161,7 @@ def give(block: Block, *, keep: bool) -> None:
 
 
 def holds(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` lies in a block, or lay in one that has given its memory back."""
+    """Whether ``tensor`` lies in a block of this process, or its storage has given its memory back."""
     storage = tensor.untyped_storage()
     if tensor.numel() and not storage.nbytes():
         return True
@@ -147,13 +170,13 @@ def holds(tensor: torch.Tensor) -> bool:
 
 
 def held() -> Bytes:
-    """Bytes of all blocks of this process, idle ones included; trimmed ranges are not."""
+    """Return the bytes of all blocks of this process, idle ones included, without ranges that are trimmed now."""
     with _LOCK.now:
         return sum(block.held for block in _blocks())
 
 
 def _blocks() -> list[Block]:
-    """All that are alive, oldest first."""
+    """Return the blocks that are alive, oldest first, and forget the others; the caller holds the lock."""
     found = [(ref, block) for ref in _BLOCKS if (block := ref()) is not None]
     _BLOCKS[:] = [ref for ref, _ in found]
     return [block for _, block in found]

@@ -1,9 +1,9 @@
-"""What runs when a program of roamc's fails: the same planned operators, one by one, with torch's allocator.
+"""What runs when an emitted program fails: the same planned operators, one by one, with torch's allocator.
 
 A program that raises in the middle of a step leaves behind, in its arena and in the locals of its frame, every value
-that the operators from there on read: nothing dies before its last reader. So :func:`finish` goes on at the operator
-that raised, every result in memory of its own, and nothing runs twice: no buffer is updated again, no random number
-drawn again. Later steps run the planned graph by :func:`interpreter`.
+that the remaining operators read: no value dies before its last reader. So :func:`finish` goes on at the operator that
+raised, every result in memory of its own, and nothing runs twice: no buffer is updated again, no random number drawn
+again. Later steps run the planned graph by :func:`interpreter`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from roamc.runtime.whole_storage import extent_of, own
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
-"""Operators that make a new tensor by offsets into the storage of their first argument."""
+"""A function that takes its arguments as a list and empties it, so that each argument can be freed early."""
 
 
 def interpreter(gm: fx.GraphModule) -> Boxed:
-    """The graph operator by operator, as a function of a list that it empties; an argument goes after its last use."""
+    """Return a function that runs ``gm`` operator by operator.
+
+    It takes the values of the placeholders as a list, which it empties, and returns the values of the output node. A
+    value is freed after its last use.
+    """
 
     def run(args: list[Any]) -> Sequence[Any]:
         values = list(args)
@@ -48,22 +52,27 @@ def interpreter(gm: fx.GraphModule) -> Boxed:
 def finish(
     graph: TrainGraph, program: Program, filename: str, entry: Entry, arena: Arena, error: Exception
 ) -> tuple[Any, ...] | None:
-    """The results of a function of the program that raised ``error``, from the operator on that raised it.
+    """Run the rest of a function of the program that raised ``error``, from the operator that raised on.
+
+    The remaining operators run one by one; they update buffers, parameters and generators as the program would have.
 
     Args:
         graph: the planned graph.
         program: emitted from it.
-        filename: under which the program was compiled.
+        filename: the name under which the program was compiled.
         entry: the function that raised.
-        arena: what the function ran over.
-        error: with its traceback.
+        arena: the arena over which it ran; its planned tensors are read.
+        error: what it raised, with its traceback: the locals of the function are read off the frame.
 
     Returns:
-        The results, none of them in the arena; None if the operator may have done half of its work, so that it cannot
-        run again.
+        The results of ``entry``, one per item of :attr:`roamc.codegen.source.Entry.results` and None where that is
+        None; none of them lies in the arena. None in the place of the tuple if nothing was run: the operator may have
+        done half of its work and cannot run again, or ``error`` did not come from a line of the function that belongs
+        to an operator.
 
     Raises:
-        Exception: ``error`` itself if the operator raises again, as with a mistake of the caller's.
+        Exception: ``error`` itself if the operator raises again, as where the caller made a mistake; else what a later
+            operator raises.
     """
     stopped = _stopped(program, filename, entry, error)
     if stopped is None:
@@ -88,7 +97,10 @@ def finish(
 
 
 def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> UnfinishedError:
-    """What is said where :func:`finish` has no results. Arguments as there."""
+    """Return the error to raise where :func:`finish`, with the same arguments, has returned None.
+
+    Its message names the operator and says how many parameters and buffers this step has updated.
+    """
     stopped = _stopped(program, filename, entry, error)
     name = stopped[0] if stopped is not None else "an operator"
     said = (
@@ -102,7 +114,14 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
 
 
 def written_before(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> str:
-    """What a step that ``error`` has ended had updated; empty if nothing. Arguments as for :func:`finish`."""
+    """Say how many parameters and buffers a function had updated, or begun to, when it raised ``error``.
+
+    Arguments are as for :func:`finish`. Where the operator that raised is not known, all updates of the function count.
+
+    Returns:
+        Part of a sentence, such as "2 of 9 parameters and buffers were updated in it: load a checkpoint"; empty if
+        there were none.
+    """
     stopped = _stopped(program, filename, entry, error)
     begun = []
     for node in operators(graph.graph):
@@ -119,9 +138,14 @@ def written_before(graph: TrainGraph, program: Program, filename: str, entry: En
 
 
 def _stopped(program: Program, filename: str, entry: Entry, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
-    """The node at which the program stopped, which of its lines, and the values of the locals there.
+    """Find where in ``entry`` the program stopped.
 
-    An error that was raised before has frames of that time behind those of now.
+    The first frame of the function in the traceback counts: an error object that was raised once before has the frames
+    of that time behind it.
+
+    Returns:
+        The name of the node, which of the lines of its statement raised, from 0, and the locals of the frame by name;
+        None if no frame is of this function or its line belongs to no operator.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -134,10 +158,15 @@ def _stopped(program: Program, filename: str, entry: Entry, error: Exception) ->
 
 
 def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
-    """Whether the operator that raised has surely left everything that it reads, and the generators, as they were.
+    """Whether the operator that raised has surely left all that it reads, and the random generators, as they were.
 
-    One call of an ATen kernel checks its arguments before it writes or draws; what consists of several calls may have
-    stopped between them.
+    One call of an ATen kernel checks its arguments before it writes or draws. An operator that makes several calls may
+    have stopped between them.
+
+    Args:
+        graph: the planned graph.
+        node: the operator that raised.
+        part: which of the lines of its statement raised, from 0.
     """
     rule = ops.rule(node.target)
     if rule.collective or rule.ordered:
@@ -152,20 +181,20 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
 
 
 def _is_one_call(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel of ours is a single call, of ATen's."""
+    """Whether the code of a kernel of roamc's makes exactly one call."""
     return sum(line.opname.startswith("CALL") for line in dis.get_instructions(kernel)) == 1
 
 
 @dataclass
 class _Rest:
-    """The values of a function that has stopped, and those that are made from there on.
+    """The values of a function that has stopped, and the values made since then.
 
     Attributes:
         graph: the planned graph.
         program: emitted from it.
-        arena: where planned values lie.
-        local: the locals of the program's frame.
-        made: node to the value made since.
+        arena: the arena of the planned tensors.
+        local: the locals of the function's frame by name.
+        made: node to its value, for every node that :meth:`run` has run.
     """
 
     graph: TrainGraph
@@ -175,7 +204,7 @@ class _Rest:
     made: dict[fx.Node, Any] = field(default_factory=dict)
 
     def run(self, node: fx.Node) -> None:
-        """Run one operator; its results get memory of their own."""
+        """Run one operator and enter its value in :attr:`made`; new results lie outside the arena."""
         given: Any = fx.map_arg((node.args, node.kwargs), self.value)
         args, kwargs = given
         target: Any = node.target
@@ -189,13 +218,19 @@ class _Rest:
     def _as_strided(
         self, node: fx.Node, base: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
     ) -> torch.Tensor:
-        """``as_strided`` by an offset into the base's own storage, which may begin within the arena."""
+        """Run ``as_strided`` with an offset into the base's planned storage, which may be a part of the arena."""
         planned = node.all_input_nodes[0].meta["val"].storage_offset()
         offset = planned if storage_offset is None else storage_offset
         return base.as_strided(size, stride, base.storage_offset() - planned + offset)
 
     def value(self, node: fx.Node) -> Any:
-        """What ``node`` stands for: made since, planned, a local of the program, or a view of one of these."""
+        """Return the value of ``node``: made since, planned, a local of the function, or a view of one of these.
+
+        The value of an operator with several results is a list. A view that is not there is made.
+
+        Raises:
+            KeyError: the value is gone.
+        """
         if node in self.made:
             return self.made[node]
         if node.op == "get_attr":
@@ -215,11 +250,12 @@ class _Rest:
         return found
 
     def _planned(self, node: fx.Node, position: int) -> torch.Tensor | None:
+        """Return the planned tensor of a result of ``node``; None if it has none."""
         name = self.program.places.get((node.name, position))
         return None if name is None else self.arena.planned(name)
 
     def _result(self, node: fx.Node, position: int) -> Any:
-        """One result of an operator with several."""
+        """Return result ``position`` of an operator with several; None if it is neither planned nor a local."""
         if node in self.made:
             return self.made[node][position]
         planned = self._planned(node, position)
@@ -232,7 +268,7 @@ def _leaves(value: Any) -> Sequence[Any]:
 
 
 def _outside(node: fx.Node, value: Any, arena: Arena) -> Any:
-    """The value of ``node``, in memory of its own if it lies in the arena."""
+    """Return ``value``, that of ``node``; a copy in memory of its own if it lies in the arena."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     if not arena.nbytes or value.untyped_storage().data_ptr() != arena.storage.data_ptr():

@@ -1,7 +1,7 @@
-"""Pages of an arena on a CPU: large ones, and such as go back to the system while nothing lies in them.
+"""Pages of an arena on a CPU: large pages are asked for, and pages go back to the system while nothing lies in them.
 
-Fresh memory in large pages costs hundreds of page faults instead of hundred thousands, about a tenth of the time.
-The system may only back by a large page what begins at a multiple of its size.
+The first use of memory in large pages costs hundreds of page faults and not hundreds of thousands, which takes about a
+tenth of the time. A large page begins at a multiple of its size.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from roamc.units import Bytes
 log = logging.getLogger(__name__)
 
 SIZE: Bytes = 2 << 20
-"""Of a large page."""
+"""Bytes of a large page."""
 
 LEAST: Bytes = 2 * SIZE
-"""Blocks below two large pages are left alone."""
+"""Large pages are asked for in blocks of at least this many bytes."""
 
 
 def usable(device: torch.device) -> bool:
-    """Whether memory on ``device`` has pages that we may give back one by one."""
+    """Whether memory on ``device`` has pages that can be given back one by one: on a CPU under Linux."""
     return sys.platform == "linux" and device.type == "cpu"
 
 
@@ -39,16 +39,23 @@ def advise(storage: torch.UntypedStorage) -> None:
 
 
 def give_back(address: int, nbytes: Bytes) -> None:
-    """Give the whole pages of a range back; what was in them is lost, and they are zero when touched again."""
+    """Give the pages that lie wholly in ``nbytes`` from ``address`` on back to the system; Linux only.
+
+    What was in them is lost, and they are zero when they are touched again. A refusal of the system is only logged.
+    """
     _tell(address, nbytes, mmap.MADV_DONTNEED)
 
 
 def take_again(address: int, nbytes: Bytes) -> None:
-    """Say that a range that was given back is in use again. The pages themselves come when they are touched."""
+    """Tell the system that ``nbytes`` from ``address`` on, which were given back, are used again; Linux only.
+
+    The pages themselves come when they are touched.
+    """
     _tell(address, nbytes, mmap.MADV_WILLNEED)
 
 
 def _tell(address: int, nbytes: Bytes, advice: int) -> None:
+    """Call ``madvise`` for the pages that lie wholly in ``nbytes`` from ``address`` on; log it if that fails."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start and _madvise()(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice):

@@ -1,4 +1,4 @@
-"""Bound programs: emitted source compiled once, bound to an arena, fed every step."""
+"""Bound programs: emitted source that is compiled once, bound to an arena, and called in every step."""
 
 from __future__ import annotations
 
@@ -30,19 +30,31 @@ from roamc.runtime.whole_storage import extent_of, own, put, together
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 OnFailure = Callable[[Exception], None]
+"""Called with the error when a program has failed and all later steps run without it."""
 
 REPORT = "please report the operator, and use the aot_eager backend until then"
 """Advice in errors about an operator that does not give what was planned."""
 
 
 class Executable:
-    """A planned graph that runs: its source, its plan and its pool of arenas.
+    """A planned graph that runs: its program, its plan and its pool of arenas.
+
+    Making one emits, compiles and checks the program; no arena is made yet.
+
+    Args:
+        planned: the graph, whose layout pass has run, and its plan.
+        keep: whether an idle arena keeps its memory.
+        on_failure: called with the error when the program has failed and is not used any more; None lets the error out.
 
     Attributes:
-        planned: the graph and the plan behind it.
+        planned: the graph and its plan.
         program: the emitted source.
-        pool: arenas in flight and free.
-        broken: the program has failed; steps run by :meth:`run_plain`.
+        pool: the arenas of the program.
+        broken: whether the program has failed; the caller then uses :meth:`run_plain`.
+
+    Raises:
+        PlanError: the graph has no layout.
+        VerifyError: the emitted program is not the graph.
     """
 
     def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
@@ -65,7 +77,14 @@ class Executable:
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
 
     def arena(self) -> Arena | None:
-        """An arena for a step; None if none can be had, and the step runs without (:meth:`run_plain`)."""
+        """Take an arena for a step, which the caller gives back by ``pool.release``.
+
+        Returns:
+            The arena; None if none could be made. The program is then :attr:`broken`: use :meth:`run_plain`.
+
+        Raises:
+            Exception: no arena could be made, and failures are raised or the error is a signal handler's.
+        """
         try:
             return self.pool.acquire()
         except Exception as error:
@@ -73,12 +92,25 @@ class Executable:
             return None
 
     def run(self, entry: str, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
-        """Run one function of the program over ``arena``; ``args`` is emptied.
+        """Run one function of the program over ``arena``.
 
-        If the program fails, the function ends without it, :attr:`broken` is set, and no result lies in the arena.
+        If the program fails, the planned operators run one by one with torch's allocator instead, :attr:`broken` is set
+        and no result lies in the arena. Where failures are raised, the error comes out instead.
+
+        Args:
+            entry: name of the function: "step", "forward" or "backward".
+            arena: an arena of :attr:`pool`, taken for this step.
+            args: one value per parameter of the function; the list is emptied.
+
+        Returns:
+            One value per item of :attr:`roamc.codegen.source.Entry.results`. They may lie in the arena.
 
         Raises:
             StaleError: an input has another dtype than was planned.
+            UnfinishedError: an operator may have done half of its work, and the function cannot be finished.
+            VerifyError: torch gave a tensor another dtype or shape than was planned, and failures are raised or the
+                function cannot run once more.
+            Exception: an operator raised, and failures are raised, or it raised again when it was run once more.
         """
         if [getattr(value, "dtype", None) for value in args] != self._dtypes[entry]:
             self._give_up(self._misfit(entry, args))
@@ -96,7 +128,10 @@ class Executable:
         return results
 
     def run_plain(self, entry: str, args: list[Any]) -> tuple[Any, ...]:
-        """Run one function of the planned graph operator by operator, with torch's allocator; ``args`` is emptied."""
+        """Run one function of the planned graph operator by operator, with torch's allocator and no arena.
+
+        ``entry``, ``args``, which is emptied, and the results are those of :meth:`run`.
+        """
         if not self._plain:
             graph = self.planned.graph
             parts = partitioned(graph) if graph.boundary else (graph.module,)
@@ -105,23 +140,24 @@ class Executable:
         return tuple(self._plain[entry](args))
 
     def _give_up(self, error: Exception) -> None:
-        """No step uses the program from now on; raises ``error`` if that is not wanted."""
+        """Stop using the program and tell ``on_failure``; raise ``error`` if there is none or a signal raised it."""
         if self._on_failure is None or interruption(error) is not None:
             raise error
         self._retire()
         self._on_failure(error)
 
     def _retire(self) -> None:
+        """Mark the program as broken and drop its free arenas."""
         self.broken = True
         self.pool.free.clear()
 
     def _finished(self, entry: str, arena: Arena, error: Exception) -> tuple[Any, ...]:
-        """The results of a function that raised ``error`` half-way.
+        """Return the results of function ``entry``, which raised ``error`` half-way, by running the rest plainly.
 
         Raises:
             UnfinishedError: an operator may have done half of its work, and cannot run again.
-            Exception: ``error``, where failures are raised or this is none of the program's, with a note of what was
-                updated before.
+            Exception: ``error``, where failures are raised or ``error`` did not come from the program's own operators;
+                a note says what was updated before.
         """
         planned = self.planned.graph, self.program, self._filename, self.program.entries[entry]
         try:
@@ -140,14 +176,26 @@ class Executable:
         return results
 
     def _may_start_again(self, entry: str) -> bool:
-        """Whether a function that has run may run once more: it reads and changes nothing that it has changed."""
+        """Whether function ``entry``, after it has run, may run once more on the same arguments.
+
+        So it is for a forward or a whole step without an operator that has an effect, unless failures are raised.
+        """
         phases = self.program.entries[entry].phases
         mine = [node for node in operators(self.planned.graph.graph) if self.planned.graph.phase[node.name] in phases]
         fresh = Phase.FORWARD in phases
         return fresh and self._on_failure is not None and not any(ops.has_effect(node.target) for node in mine)
 
     def _started_again(self, entry: str, moved: str, args: list[Any] | None) -> tuple[Any, ...]:
-        """The results of a function whose program gave tensor ``moved`` another shape than was planned."""
+        """Return the results of function ``entry``, run once more without the program, which has moved a tensor.
+
+        Args:
+            entry: name of the function.
+            moved: name of the planned tensor that has another shape or place than was planned.
+            args: arguments to run with; None if the function may not run once more.
+
+        Raises:
+            VerifyError: failures are raised, or ``args`` is None.
+        """
         error = VerifyError(
             f"{self.planned.graph.name}: torch gave {moved} another shape than was planned, and what the step has "
             f"given or written may be wrong; {REPORT}"
@@ -160,11 +208,11 @@ class Executable:
         return self.run_plain(entry, args)
 
     def _misfit(self, entry: str, args: list[Any]) -> VerifyError:
-        """Why an argument of another dtype than was planned is there: an operator made it, and roamc planned another.
+        """Return the error for the first of ``args`` whose dtype is not the planned one, where an operator has made it.
 
         Raises:
-            StaleError: it came from outside; dynamo before torch 2.13 does not notice that a compiled module was moved
-                to another dtype.
+            StaleError: the argument came from the caller; dynamo before torch 2.13 does not notice that a compiled
+                module was moved to another dtype.
         """
         pairs = zip(self.program.entries[entry].parameters, args, self._dtypes[entry], strict=True)
         node, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
@@ -180,24 +228,37 @@ class Executable:
 
 
 class Whole:
-    """A graph that runs in one go: a whole training step, or inference.
+    """A graph that runs as one function: a whole training step, or inference.
 
     Args:
-        planned: the graph and its plan.
+        planned: the graph, which has no boundary, and its plan.
         keep: whether an idle arena keeps its memory.
-        on_failure: called with the error when the program has failed and runs without its arena from now on; None lets
-            the error out.
+        on_failure: called with the error when the program has failed; all later steps run without program and arena.
+            None lets the error out.
+
+    Attributes:
+        executable: the program, its plan and its arenas.
     """
 
     def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
         self.executable = Executable(planned, keep=keep, on_failure=on_failure)
 
     def prepare(self) -> None:
-        """Make the first arena now: what can fail of it fails before anything has run."""
+        """Make the first arena now, so that a failure to allocate it is raised before the first step."""
         self.executable.pool.release(self.executable.pool.acquire())
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
-        """Run once over an arena of its own. ``args`` is emptied; tensors of it may be updated in place."""
+        """Run once over an arena of its own.
+
+        Args:
+            args: one value per placeholder of the graph. The list is emptied; its tensors may be updated in place.
+
+        Returns:
+            One value per output of the graph; None where the graph returns nothing.
+
+        Raises:
+            Exception: as :meth:`Executable.run` raises.
+        """
         arena = None if self.executable.broken else self.executable.arena()
         if arena is None:
             return self.executable.run_plain("step", args)
@@ -215,10 +276,19 @@ class Pair:
     saved tensors outside it that it would write over.
 
     Args:
-        planned: the graph and its plan.
+        planned: the graph, which has a boundary, and its plan.
         keep: whether an idle arena keeps its memory.
-        on_failure: called with the error when the program has failed and runs without its arena from now on; None lets
-            the error out.
+        on_failure: called with the error when the program has failed; all later steps run without program and arena.
+            None lets the error out.
+
+    Attributes:
+        executable: the program, its plan and its arenas.
+        first_saved: number of the user's outputs, behind which the results of forward are the saved tensors.
+        hooked: whether a forward has run under the user's ``saved_tensors_hooks``.
+        in_arena: positions, among the saved tensors, of those that are planned.
+        extents: for each of these, the range of the arena that counts as its storage.
+        parked: the ranges of the arena that are trimmed between forward and backward.
+        written_over: positions, among the saved tensors, of those outside the arena that backward writes over.
     """
 
     def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
@@ -237,7 +307,19 @@ class Pair:
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
-        """Run forward; returns the user's outputs, then the saved tensors."""
+        """Run forward and park its arena for the backward.
+
+        Under the user's ``saved_tensors_hooks`` saved tensors get memory of their own, and nothing is parked.
+
+        Args:
+            args: one value per parameter of the program's "forward"; the list is emptied.
+
+        Returns:
+            The user's outputs, then the saved tensors.
+
+        Raises:
+            Exception: as :meth:`Executable.run` raises.
+        """
         pool = self.executable.pool
         arena = None if self.executable.broken else self.executable.arena()
         if arena is None:
@@ -262,7 +344,19 @@ class Pair:
         return tuple(results)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
-        """Run backward over the arena that the saved tensors lie in."""
+        """Run backward over the arena in which the saved tensors lie, or over another to which they are copied.
+
+        Args:
+            args: the saved tensors, then one value per input of backward; the list is emptied. Saved tensors may be
+                written over, unless the graph is kept (``retain_graph=True``).
+
+        Returns:
+            One value per output of backward, None where the graph returns nothing.
+
+        Raises:
+            BackwardTwiceError: backward has run already on these saved tensors, without ``retain_graph=True``.
+            Exception: as :meth:`Executable.run` raises.
+        """
         pool = self.executable.pool
         saved = [args[index] for index in self.in_arena]
         found = pool.take(saved[0]) if saved else None
@@ -280,13 +374,16 @@ class Pair:
             pool.release(arena)
 
     def _plainly(self, args: list[Any]) -> tuple[Any, ...]:
-        """Run backward without the program, on saved tensors that lie in an arena: it reads by offsets into storages,
-        so each gets one of its own."""
+        """Run backward without the program, on copies of the saved tensors that lie in an arena.
+
+        Operators may read by offsets into storages, so each copy has a storage of its own.
+        """
         for index, extent in zip(self.in_arena, self.extents, strict=True):
             args[index] = own(args[index], extent)
         return self.executable.run_plain("backward", args)
 
     def _over_copy(self, arena: Arena, args: list[Any]) -> tuple[Any, ...]:
+        """Run backward over a copy of ``arena``, whose saved tensors another backward will read."""
         pool = self.executable.pool
         spare = None if self.executable.broken else self.executable.arena()
         if spare is None:
@@ -299,7 +396,13 @@ class Pair:
             pool.release(spare)
 
     def _elsewhere(self, args: list[Any], saved: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Saved tensors that hooks have kept outside any arena, or none at all: copied to their places."""
+        """Run backward where no parked arena has the saved tensors: ``saved`` are copied to their places in an arena.
+
+        So it is if the user's hooks have kept them elsewhere, or if none of them is planned.
+
+        Raises:
+            BackwardTwiceError: one of ``saved`` lies in a block that its arena has given up.
+        """
         pool = self.executable.pool
         if any(blocks.holds(tensor) for tensor in saved):
             raise BackwardTwiceError(
@@ -319,19 +422,19 @@ class Pair:
             pool.release(arena)
 
     def _spare(self, args: list[Any]) -> None:
-        """Saved tensors that somebody else may read again: backward gets copies to write over."""
+        """Replace the saved tensors in ``args`` that backward writes over by copies: others may read them again."""
         copies = together([args[index] for index in self.written_over])
         for index, copy in zip(self.written_over, copies, strict=True):
             args[index] = copy
 
 
 def _kind(argument: object) -> str:
-    """What an argument is, as an error names it: a tensor's dtype, else the type."""
+    """Return what an error calls an argument: the dtype of a tensor, else the name of the type."""
     return str(argument.dtype) if isinstance(argument, torch.Tensor) else type(argument).__name__
 
 
 def _trimmed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
-    """The ranges of the arena that are trimmed when forward has ended and backward has not begun."""
+    """Return the ranges of the arena that are trimmed when forward has ended and backward has not begun."""
     early = {"", *(name for name, phase in graph.phase.items() if phase is Phase.FORWARD)}
     trims = graph.layout.trims if graph.layout is not None else ()
     return tuple(
@@ -340,18 +443,18 @@ def _trimmed_between(graph: TrainGraph) -> tuple[blocks.Range, ...]:
 
 
 def _dtypes(entry: Entry) -> list[torch.dtype | None]:
-    """What each parameter of an entry has; None for numbers and states of generators."""
+    """Return the dtype of each parameter of a function; None for numbers and states of generators."""
     return [getattr(node.meta.get("val"), "dtype", None) for node in entry.parameters]
 
 
 def compiled(program: Program, filename: str) -> CodeType:
-    """Compile emitted source; tracebacks show its lines."""
+    """Compile emitted source under ``filename``, and enter its lines in ``linecache`` so that tracebacks show them."""
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
     return compile(program.source, filename, "exec")
 
 
 def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
-    """The program's ``bind``, from its compiled source."""
+    """Run the compiled source of ``program`` with its constants, and return the ``bind`` that it defines."""
     namespace = {
         name: value if name.startswith(ARGUMENT) else compat.direct(value) for name, value in program.constants.items()
     }
@@ -361,13 +464,13 @@ def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor object over the same bytes, whose end tells that nobody can run backward any more."""
+    """Return a new tensor object over the same bytes; when it is freed, nobody can run backward any more."""
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return compat.with_bits(fresh, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def _storage_names(graph: TrainGraph) -> dict[str, str]:
-    """Node name to the name of the storage behind its (first) tensor."""
+    """Return node name to the name of the storage behind the first result, for nodes whose first result is a tensor."""
     memory = build_memory(graph)
     return {name: memory.storages[index].name for (name, position), index in memory.owner.items() if position == 0}
