@@ -90,11 +90,11 @@ class RetainSolution:
     seconds: seconds that the reruns add.
     bound_seconds: a lower bound: no reruns within the budget, in any order of the operators, add fewer seconds.
         Infinite if it is proved that no reruns are within the budget.
-    least_peak_bytes: the lowest peak of all schedules that the search has seen, this one included.
+    least_peak_bytes: the lowest peak that the search has come to, at most `peak_bytes`.
     status: OPTIMAL if `seconds` equal the bound, or if all combinations of a small problem were tried (each gap with a
         step in it kept, dropped once, dropped after every rerun, or brought back in front of any of its steps that
-        read something; `exact.py`). INFEASIBLE if the search found no reruns within the budget, which proves nothing;
-        the reruns are then those with the lowest peak seen. LIMIT and GAP as in `Status`.
+        read something; `exact.py`). INFEASIBLE if the search found no reruns within the budget, though there may be
+        some; the reruns are then those with the lowest peak found. LIMIT and GAP as in `Status`.
     work: operators that simulations ran, plus arcs of the bound's networks.
     """
 

@@ -1,6 +1,7 @@
 """From decisions about gaps to a schedule with reruns, and its seconds and live bytes: the compiled simulation.
 
-A gap (`tables.py`) is the time from one read of a buffer to the next. Two steps decide on it, `release` and `hold`:
+A gap (`tables.py`) is the time from a buffer's making or one of its reads to its next read. Two steps decide on it,
+`release` and `hold`:
 
     made/read        release                  hold                    next read
         |================|  dropped             |  a rerun is kept =====|

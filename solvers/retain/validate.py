@@ -19,7 +19,7 @@ class RetainVerdict(Enum):
     """What the judge found; each value says it in words, and only the first fault is reported.
 
     All reruns are checked for OUT_OF_RANGE and NOT_SORTED, one rerun after another. Then all are checked for the faults
-    from NOT_REPEATABLE to NOT_DROPPABLE, again one by one. The claims of the solution follow, in the sequence given here.
+    from NOT_REPEATABLE to NOT_DROPPABLE, again one by one. Then the claims of the solution are checked, as listed here.
     """
 
     GOOD = "good"

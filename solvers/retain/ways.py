@@ -61,8 +61,9 @@ def drop_in_way(
     release, hold: int64[gaps], the decisions; see `simulate.py`. `go_back` undoes what is changed in them.
     drop: (gap, the step at which it ends, its new release, its new hold), as in `Drops`.
     way: ALONE sets the gap only. WITH_INPUTS also keeps the inputs of its rerun that are read for the last time before
-        the gap ends. TRANSIENT must follow a call with ALONE for the same drop that gave finite seconds, with that call's
-        decisions, room, trail and count: what is newly rebuilt with the drop is then not held for its own next read.
+        the gap ends. TRANSIENT must follow a call with ALONE for the same drop that gave finite seconds, with the
+        decisions, room, trail and count of that call: what is newly rebuilt with the drop is then not held for its own
+        next read.
     since: int32[gaps], the step of the last rerun in each gap before the drop, -1 for none; see `Drops`.
     budget: bytes; the area counts what is above.
     room: ends with the schedule after the drop, if the seconds are finite.
@@ -157,8 +158,8 @@ def _let_go(
     """Let go of what was newly rebuilt together with the gap `dropped`: only a rerun at a later step is held.
 
     That is every other buffer rebuilt in front of the step at which `dropped` is rebuilt and read at a later step,
-    unless `since` says that it was rebuilt there before the drop. The schedule in the room must be the one after the drop. Returns the number of
-    entries on the trail.
+    unless `since` says that it was rebuilt there before the drop. The schedule in the room must be the one after the
+    drop. Returns the number of entries on the trail.
     """
     step = -1
     runs = room.runs[0]
