@@ -122,7 +122,8 @@ class Bounds:
 
     Make it by `Bounds(problem, codes, effort=…)`, then call `look_at`: until then every finite bound is 0.
 
-    codes: smaller forms in which buffers may be kept: the bound holds for reruns and forms together. None: there are none.
+    codes: smaller forms in which buffers may be kept; the bound holds for reruns and forms together. None if there are
+        no forms.
     effort: which limits the operators looked at, and the cuts at each.
     order: the problem's operators, buffers and edges with each operator named by its step.
     pairs: int32[k, 2], the steps (before, after) that depend on each other.
@@ -168,8 +169,8 @@ class Bounds:
     def look_at(self, count: int | None = None) -> None:
         """Choose up to `count` operators, and build the networks at which bounds are computed; replaces earlier ones.
 
-        Candidates are every `effort.bound_spacing`-th operator by live bytes in the reference order. Those with the most
-        bytes that are live in any order are chosen. None chooses `effort.bound_operators`.
+        Candidates are every `effort.bound_spacing`-th operator by live bytes in the reference order. Chosen are those
+        with the most bytes that are live in any order. None chooses `effort.bound_operators`.
         """
         spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
@@ -238,7 +239,7 @@ class Bounds:
         return max(best[0] * (1 - CLOSE), 0.0), best[1]
 
     def _network(self, step: Step) -> _Network:
-        """Build the network at `step`: the operators before it, and the buffers that they make; node 2 + k is buffer k."""
+        """Build the network at `step`, of the operators before it and the buffers they make; buffer k is node 2 + k."""
         order, problem = self.order, self.problem
         place = np.zeros(order.num_ops, dtype=np.int32)
         place[order.stage < order.stage[step]] = -1

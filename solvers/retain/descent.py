@@ -69,7 +69,7 @@ class Descent:
 
 
 def _way(search: Search, work_limit: int) -> Iterator[Stop]:
-    """Yield the stops: of greedy descents with stages of several heights, then of neighbourhoods of the lowest state."""
+    """Yield the stops: of greedy descents in stages of several heights, then of neighbourhoods of the lowest state."""
     begun = search.work
     limit = begun + work_limit
     for step in search.effort.descent_steps:

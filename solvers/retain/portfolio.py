@@ -240,7 +240,7 @@ class _Run:
         self.offer(state)
 
     def from_cuts(self) -> None:
-        """Run greedy drops from the states of the bound's cuts: the lowest above the budget first, then the cheapest."""
+        """Run greedy drops from the states of the bound's cuts: the least above the budget first, then the cheapest."""
         starts: dict[bytes, State] = {}
         if self.bound == math.inf:
             return

@@ -29,9 +29,9 @@ def decisions(
 ) -> tuple[LongArray, LongArray]:
     """Return decisions (release, hold), int64[gaps] each, whose simulation makes about these reruns.
 
-    A gap in which reruns renew the buffer drops it up to the first of them and holds it from the last, which brings it
-    back early if nothing at its step reads it. A buffer that reruns read behind its last read is kept for them, if none
-    of them renews it there.
+    In a gap in which reruns renew the buffer, `release` is the step of the first of them and `hold` that of the last,
+    which brings the buffer back (`bring_at`) if nothing at its step reads it. A buffer that reruns read behind its last
+    original read is kept for them, if none of them renews it there.
 
     reruns: those of a solution of `problem`.
     gaps, tables: made from the same problem.

@@ -220,7 +220,7 @@ def held_from(hold: int, steps: int) -> int:
 
 @compiled_uncounted
 def _list_brings(hold: LongArray, room: Room) -> None:
-    """Fill `brought` and `next_brought`: by step, the gaps that bring their buffers back in front of it."""
+    """Fill `room.brought` and `room.next_brought`: for each step, the gaps that bring their buffers back there."""
     steps = len(room.brought)
     room.brought[:] = -1
     most = 0

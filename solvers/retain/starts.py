@@ -10,7 +10,8 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
     """Return the state that keeps over the cut's step only what the cut keeps, and drops all else once.
 
     It decides on the free gaps that begin before the step and end behind it, also those behind a last read. All other
-    gaps stay as in `Search.keep_everything`. Seconds of the state are infinite where its reruns remain impossible.
+    gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds where that
+    fails.
 
     budget: bytes, for the area of the score.
     """
@@ -24,8 +25,9 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
 def possible(search: Search, state: State, budget: int) -> State:
     """Return the state with those buffers kept that must be rebuilt but cannot, because their operators must not rerun.
 
-    Each repair keeps one buffer through the gap in which it is missing, and simulates again. They end where a
-    simulation gets through, or after `effort.start_repairs`; the seconds are infinite if none did.
+    Each repair keeps one buffer through the gap in which it is missing, and simulates again. Repairs end where a
+    simulation gets through, where the room is full, or after `effort.start_repairs` of them; the seconds are infinite
+    if no simulation got through.
 
     state: the state simulated last in `search`; its `release` is changed in place.
     budget: bytes, for the area of the score.
