@@ -20,8 +20,8 @@ _FEW, _LAYERS, _WORK = 2, 12, 100_000
 def warm_up() -> None:
     """Compile every loop of the solvers, or read it from numba's cache on disk, by running all of them.
 
-    They run on small problems that no algorithm solves alone, so that all have work. Afterwards this process compiles every loop that it
-    needs, however small the problem (`always_compile`).
+    They run on small problems that no algorithm solves alone, so that all have work. Afterwards this process compiles
+    every loop that it needs, however small the problem (`always_compile`).
     """
     always_compile()
     problem = _operators(random.Random(0))

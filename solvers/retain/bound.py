@@ -122,9 +122,10 @@ class Bounds:
 
     Make it by `Bounds(problem, codes, effort=…)`, then call `look_at`: until then every finite bound is 0.
 
+    problem: the problem that the bounds hold for.
     codes: smaller forms in which buffers may be kept; the bound holds for reruns and forms together. None if there are
         no forms.
-    effort: which limits the operators looked at, and the cuts at each.
+    effort: limits the number of operators looked at, and of cuts at each.
     order: the problem's operators, buffers and edges with each operator named by its step.
     pairs: int32[k, 2], the steps (before, after) that depend on each other.
     alone: bytes below which no budget can be met: the most that must be live while some operator runs, in any order.

@@ -19,7 +19,7 @@ from roamc.solvers.retain.ways import ALONE, WAYS
 
 
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
-    """Return `state` with further drops, so that its peak is within the budget or at least lower.
+    """Return `state` with further drops, which bring its peak within the budget or as far down as they can.
 
     Drops end where the peak is within the budget, where none frees anything, or where `search.work` reaches
     `work_limit`; the peak of the result may still be above the budget. They aim at the budget first. Where they get

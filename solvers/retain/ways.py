@@ -36,7 +36,7 @@ class Trail(NamedTuple):
 
 
 def make_trail(gaps: int) -> Trail:
-    """Return an empty trail, with room for one drop in a problem with this number of gaps (for a few more changes)."""
+    """Return an empty trail with room for the changes of one drop in a problem with this number of gaps."""
     return Trail(*np.empty((3, gaps + _MOST_REPAIRS + 1), dtype=np.int64))
 
 
