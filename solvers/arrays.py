@@ -24,25 +24,27 @@ def read_only(array: NDArray[_Scalar]) -> NDArray[_Scalar]:
 
 @dataclass(frozen=True, eq=False)
 class Csr:
-    """Rows of numbers, one after another: row r is `index[start[r]:start[r + 1]]`.
+    """Rows of numbers (compressed sparse rows): row r is `index[start[r]:start[r + 1]]`.
 
-    start: int64[rows + 1], non-decreasing, from 0 to len(index).  index: int32.
+    start: int64[rows + 1], non-decreasing, from 0 to len(index).
+    index: int32, the numbers of all rows, one row after another.
     """
 
     start: LongArray
     index: IntArray
 
     def lists(self) -> list[list[int]]:
-        """The rows as Python lists, for loops that touch single numbers."""
+        """Return the rows as Python lists, for loops that touch single numbers."""
         bounds = self.start.tolist()
         flat = self.index.tolist()
         return [flat[lo:hi] for lo, hi in pairwise(bounds)]
 
 
 def group_by(owner: IntArray, item: IntArray, rows: int) -> Csr:
-    """Collect `item[k]` into row `owner[k]`, keeping the given sequence within a row.
+    """Collect `item[k]` into row `owner[k]`, for every k; within a row, items keep their sequence.
 
     owner, item: int32[m]; every owner lies in [0, rows).
+    rows: number of rows of the result; those that own nothing are empty.
     """
     by_owner = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=rows)

@@ -26,35 +26,36 @@ SMALL = 2_000
 """Operators or storages of the largest problem that is interpreted: one loop over all pairs still ends in a second."""
 
 _UNCOUNTED = {"_nrt": False} if hasattr(cpu.CPUTargetOptions, "_nrt") else {}
-"""What tells numba to count no references. Not promised by numba, so where it is unknown functions compile as usual."""
+"""The option that has numba count no references. numba does not document it: without it functions compile as usual."""
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile `function` to machine code on its first call; later processes read it from numba's cache.
 
-    Arguments are numbers, NumPy arrays and tuples of them; overflow wraps around and indices are not checked, as
-    in C. Without a place to write (neither the package's folder nor the user's cache folder), every process
-    compiles anew.
+    A decorator. Arguments are numbers, NumPy arrays and tuples of them; overflow wraps around and indices are not
+    checked, as in C. Without a place to write (neither the package's folder nor the user's cache folder), every process
+    compiles anew. With NUMBA_DISABLE_JIT=1 in the environment, `function` itself is returned.
     """
     return _compile(function, {})
 
 
 def compiled_uncounted(function: Callable[P, R]) -> Callable[P, R]:
-    """As `compiled`, for a function that makes and returns no arrays: no references to arrays are counted in it.
+    """Compile `function` as `compiled` does, but without numba's counting of references to arrays.
 
-    Where tuples of many arrays are handed on, counting takes a microsecond per call, which is most of a short loop.
+    The function must neither make nor return arrays. Where it hands on tuples of many arrays,
+    counting takes a microsecond per call, which is most of a short loop.
     """
     return _compile(function, _UNCOUNTED)
 
 
 def interpreted_first(size: int, solve: Callable[[], R]) -> R:
-    """Call `solve`; functions that would have to be compiled first run as plain Python, while that is quick.
+    """Return `solve()`; functions that are not compiled yet run in it as plain Python, as long as that is quick.
 
-    Both give the same result, so nothing depends on which of the two ran, nor on the clock. What is compiled already,
-    in this process or on disk, runs compiled.
+    Interpreting may take `PATIENCE` seconds of a process in all; then functions are compiled. Both give the same
+    result. What is compiled already, in this process or on disk, runs compiled.
 
     Args:
-        size: operators or storages of the problem; above `SMALL` everything is compiled.
+        size: operators or storages of the problem; above `SMALL` every function is compiled.
         solve: is called again from the beginning where Python turns out to be too slow, so it must not keep anything
             between two calls.
     """
@@ -75,7 +76,7 @@ def interpreted_first(size: int, solve: Callable[[], R]) -> R:
 
 
 def always_compile() -> None:
-    """From now on `interpreted_first` compiles in this process, however small the problem."""
+    """Have `interpreted_first` compile from now on in this process, however small the problem."""
     _process.patience = 0.0
 
 
@@ -107,7 +108,7 @@ UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, ValueError, TypeError, LookupError),
     *(ArithmeticError, MemoryError, RuntimeError),
 )
-"""What unpickling damaged bytes raises, and LLVM where they are machine code."""
+"""The errors of reading a damaged file of numba's cache: those of unpickling, and of LLVM for machine code."""
 
 
 class _Cache(FunctionCache):
@@ -117,7 +118,7 @@ class _Cache(FunctionCache):
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for `sig`, or None."""
+        """Return what was compiled for `sig`, None if the cache has nothing that can be read."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except UNREADABLE:
@@ -156,7 +157,7 @@ class _Function(CPUDispatcher):
         return self.py_func(*args)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """What a call in a compiled function means; a constant is a number like others, nothing to compile anew for."""
+        """Type a call from a compiled function; a constant counts as a plain number, so nothing is compiled for it."""
         return super().get_call_template(tuple(map(types.unliteral, args)), kws)
 
 

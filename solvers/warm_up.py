@@ -1,6 +1,6 @@
-"""Have every compiled loop ready: a first plan then takes no longer than the next.
+"""Compile all loops of the solvers ahead of time, so that a first plan takes no longer than the next.
 
-What numba has compiled stays on disk; the first process of an installation takes about a minute here.
+What numba has compiled stays on disk. In the first process of an installation, this takes about a minute.
 """
 
 import random
@@ -18,7 +18,11 @@ _FEW, _LAYERS, _WORK = 2, 12, 100_000
 
 
 def warm_up() -> None:
-    """Run every algorithm and every piece once, on small problems that none of them solves alone."""
+    """Compile every loop of the solvers, or read it from numba's cache on disk, by running all of them.
+
+    They run on small problems that no algorithm solves alone, so that all have work. Afterwards this process compiles
+    every loop that it needs, however small the problem (`always_compile`).
+    """
     always_compile()
     problem = _operators(random.Random(0))
     for algorithm in order.ALGORITHMS.values():
@@ -32,7 +36,7 @@ def warm_up() -> None:
 
 
 def _operators(dice: random.Random) -> order.OrderProblem:
-    """Each operator reads two earlier results, of any size, and may write over one of its own size."""
+    """Return a random problem: each operator reads two earlier results, and may write over one of its own size."""
     readers: list[list[int]] = [[] for _ in range(_OPERATORS)]
     for reader in range(2, _OPERATORS):
         for producer in dice.sample(range(reader), 2):
@@ -47,7 +51,7 @@ def _operators(dice: random.Random) -> order.OrderProblem:
 
 
 def _training(layers: int) -> retain.RetainProblem:
-    """A chain forward, and a chain backward that reads what forward made."""
+    """Return a small training step: a forward chain, and a backward chain that reads what forward made."""
     buffers: list[BufferSpec] = []
     for layer in range(layers):
         buffers.append((8, layer, [layer + 1, 2 * layers - layer], False))

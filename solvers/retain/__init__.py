@@ -1,4 +1,4 @@
-"""Which buffers are dropped between two reads and made again, so that the peak fits a budget at few seconds more.
+"""Choose the buffers to drop between two reads and make again, so that the peak fits a budget at few seconds more.
 
 Read `problem.py` first (the question and the answer), then `reference.py` (the order to begin with), `simulate.py`
 (what a decision costs) and `portfolio.py`; `effort.py` has the limits of all searches.

@@ -5,11 +5,11 @@ A buffer may be brought back before it is read, while what its operator reads is
     input      =====================|
     buffer     =====| dropped       |===== waits =====| read
 
-No drop at the peak suggests this, nor to drop what lies between two steps only, for reruns that go there. So each move
-gives one or two gaps new decisions at random, mostly gaps over steps above the budget, and keeps or drops in turn what
-their reruns read behind its last read. It is taken by Metropolis' rule (1953). What counts is the seconds and a price
-for the area above the budget, which rises above the budget and falls below it, so that both sides of it are seen
-(strategic oscillation: Glover 1977).
+Greedy drops at the peak never try this, nor a drop in a gap without a step inside, to free bytes for reruns in front of
+its end. So each move gives one or two gaps new decisions at random, mostly gaps over steps above the budget. It may
+also keep or drop what their reruns read, behind its last original read. Moves are taken by Metropolis' rule (1953). The
+cost is the seconds plus a price for the area above the budget. The price rises while the state is above the budget and
+falls while it is within, so that the search sees both sides (strategic oscillation: Glover 1977).
 """
 
 from typing import NamedTuple
@@ -43,18 +43,23 @@ _KEEP, _DROP, _BRING, _RELEASE = 0.35, 0.6, 0.85, 0.95
 """
 
 _FOLLOW = 0.5
-"""Share of drops and brings after which what their rerun reads is decided too: what it needs is often gone by then."""
+"""Share of drops and brings after which the inputs of their rerun are decided too: they are often gone by then."""
 
 _KEEP_INPUT, _DROP_INPUT = 0.3, 0.6
 """Chances for what a rerun reads, added up: 30 % keep it behind its last read, 30 % drop it there, 40 % leave it."""
 
 
 class Places(NamedTuple):
-    """Where moves are made. All arrays are int64.
+    """The gaps and steps that moves may choose. All arrays are int64.
 
-    focus: gaps over steps that are above the budget without reruns.  free: all gaps in which a buffer may be dropped.
-    begin, end: of each gap.  stop: for each step, the first from it on that reads something; the number of steps if
-    none does. Reruns go in front of such steps only: others may be no operators, for those who read the answer.
+    focus: the gaps with a choice (`Gaps.free`) over steps that are above the budget without reruns; equal to `free` if
+        there are none.
+    free: all gaps of droppable buffers that have bytes, those without a step inside included, those that begin at the
+        last step not.
+    begin, end: int64[gaps], the steps of each gap, as in `Gaps`.
+    stop: int64[steps], for each step the first from it on whose operator reads something; the number of steps if none
+        does. Buffers are brought back in front of such steps only: the others may stand for something that the caller
+        does not run as an operator.
     """
 
     focus: LongArray
@@ -65,9 +70,13 @@ class Places(NamedTuple):
 
 
 def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int) -> State:
-    """The best state found from `best`, which is within the budget; `best` itself if none takes fewer seconds.
+    """Return the state with the fewest seconds within the budget that annealing finds, or the decisions of `best`.
 
-    The same search and seed give the same answer.
+    search: its `work` grows, and its room ends with another schedule than before.
+    best: a state within the budget; it is left unchanged.
+    budget: bytes.
+    work_limit: a value of `search.work`, not an amount on top of it; the temperature falls to its last value there.
+    seed: start of the random numbers; the same search, state and seed give the same answer.
     """
     begun, seconds, effort = search.work, search.tables.seconds, search.effort
     plain = search.keep_everything()
@@ -91,7 +100,11 @@ def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int)
 
 
 def settle(search: Search, state: State, budget: int) -> State:
-    """The same without the brings that save nothing: a rerun is made when it is read, if that is as good."""
+    """Return the state without the brings that save nothing: the buffer is then rebuilt where it is first needed.
+
+    A gap's bring is taken back if the peak stays within the budget, in bytes, and the seconds do not grow. `state` is
+    left unchanged, and the room ends with the schedule of the result.
+    """
     state = search.state(state.release.copy(), state.hold.copy(), budget)
     for gap in np.flatnonzero(state.hold > search.steps).tolist():
         hold = state.hold.copy()
@@ -103,7 +116,7 @@ def settle(search: Search, state: State, budget: int) -> State:
 
 
 def _places(search: Search, budget: int) -> Places:
-    """The room holds the schedule without reruns."""
+    """Return the places for moves. The room must hold the schedule of `Search.keep_everything`."""
     gaps, steps, tables = search.gaps, search.steps, search.tables
     above = np.concatenate([[0], np.cumsum(search.room.live[:steps] > budget)])
     free = tables.droppable[gaps.buffer] & (tables.size[gaps.buffer] > 0) & (gaps.begin < steps - 1)
@@ -128,9 +141,12 @@ def _anneal(
     trail: Trail,
     dice: LongArray,
 ) -> int:
-    """Make some moves; the work done. now: seconds and area of the state, the price, fewest seconds found.
+    """Make `_MOVES` moves at one temperature, and return the work done.
 
+    state, found: (release, hold) of the state, and of the best state within the budget; both are changed in place.
+    now: float64[4], seconds and area of the state, the price of area, and the seconds of `found`; changed in place.
     fewer: seconds below this share of the fewest count as fewer.
+    dice: int64[1], the state of the random numbers.
     """
     release, hold = state
     work = 0
@@ -155,7 +171,7 @@ def _anneal(
 
 @compiled_uncounted
 def _roll(dice: LongArray) -> float:
-    """A number in [0, 1), by Knuth's linear congruential generator; overflow wraps around."""
+    """Return a random number in [0, 1), by Knuth's linear congruential generator; overflow wraps around."""
     dice[0] = dice[0] * 6364136223846793005 + 1442695040888963407
     return float((dice[0] >> 33) & 0x7FFFFFFF) / 2147483648.0
 
@@ -164,7 +180,7 @@ def _roll(dice: LongArray) -> float:
 def _change(
     tables: Tables, release: LongArray, hold: LongArray, places: Places, dice: LongArray, trail: Trail, count: int
 ) -> int:
-    """Give a gap a new decision; the length of the trail."""
+    """Give a random gap a new decision, and return the number of entries on the trail."""
     gaps = places.focus if _roll(dice) < _IN_FOCUS else places.free
     gap = gaps[int(_roll(dice) * len(gaps))]
     steps, begin, end = len(tables.workspace), places.begin[gap], places.end[gap]
@@ -200,7 +216,10 @@ def _follow(
     trail: Trail,
     count: int,
 ) -> int:
-    """Keep or drop behind its last read what the rerun of `gap` at step `at` reads, and so on for what is dropped."""
+    """Keep or drop, behind its last read, what the rerun of `gap` at step `at` reads; go on so with what is dropped.
+
+    Returns the number of entries on the trail.
+    """
     steps, next_one = len(tables.workspace), count
     op = tables.producer[tables.gap_buffer[gap]]
     while True:

@@ -56,11 +56,13 @@ _SOURCE, _SINK = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Smaller forms in which buffers can wait for late readers, which then read another buffer, made from that form.
+    """Smaller forms (encodings) in which buffers can wait for late readers, which read a buffer decoded from the form.
 
-    code: int64[b] bytes of the form; the buffer's size where it has none.  extra: float64[b] seconds for writing and
-    reading it.  decoded: int64[b] bytes of what is made from it; the buffer's size where it has none.  late: bool[n],
-    the operators that read the other buffer.
+    code: int64[b], bytes of the smaller form of each buffer; the buffer's size where it has none.
+    extra: float64[b], seconds that encoding and decoding take.
+    decoded: int64[b], bytes of the decoded buffer; the buffer's size where it has none.
+    late: bool[n], by operator as the problem numbers it, not by step: whether it may read the decoded buffer in place
+        of the buffer itself.
     """
 
     code: LongArray
@@ -71,10 +73,14 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The least cut at one operator for one rate.
+    """The minimum cut at one operator for one rate.
 
-    step: the operator, by its step.  rate: seconds per byte.  value: seconds, not above that of the least cut.
-    seconds, kept_bytes: of what the cut chose.  kept: bool[b], the buffers that it keeps, what is live anyway included.
+    step: the operator, by its step in the reference order.
+    rate: price of a kept byte, in seconds; infinite for the cut that keeps the fewest bytes, whatever the seconds.
+    value: capacity of the cut, rounded down: its seconds and the price of its bytes, or bytes if the rate is infinite.
+    seconds: seconds of the operators that the cut runs again, and of the smaller forms that it uses.
+    kept_bytes: bytes of the buffers that the cut keeps, in the forms it uses, without those that are live in any case.
+    kept: bool[b], the buffers that the cut keeps, with those made before that are live in any case.
     """
 
     step: Step
@@ -87,11 +93,16 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """The network at one operator, but for the rate: arcs with priced, endless and timed capacities, in this sequence.
+    """The network at one operator v, for any rate.
 
-    fixed: bytes that are live in any case.  free: bool[b], which of them are buffers before v.
-    priced: int64[p], the buffers with arcs of the least that they cost; whole: int64[w], of these those with further
-    arcs for who reads them as they are; timed: int64[t], the operators with arcs of seconds.
+    The arcs are sorted: first those with a price of bytes, then the endless ones, then those of seconds.
+
+    step: v, by its step.  tail, head: int64[arcs], the nodes that each arc connects.
+    fixed: bytes that are live in any case.  free: bool[b], the buffers among them that are made before v.
+    priced: int64[p], the buffers with an arc that costs what they cost in their cheaper form.
+    whole: int64[w], those of them with a smaller form, and with a second arc for readers of the buffer itself.
+    timed: int64[t], the operators with arcs of seconds.
+    needed: bytes of the buffers made before v and read behind it, without `free`: the most that can be kept.
     """
 
     step: Step
@@ -107,9 +118,20 @@ class _Network:
 
 @dataclass(eq=False)
 class Bounds:
-    """Cuts of one problem, kept for further budgets, and the arcs that they took.
+    """Lower bounds on the seconds that reruns add, for any budget of one problem; cuts are kept for further budgets.
 
-    cuts: those that were asked for. work: arcs of their networks since `new_work` was last called.
+    Make it by `Bounds(problem, codes, effort=…)`, then call `look_at`: until then every finite bound is 0.
+
+    problem: the problem that the bounds hold for.
+    codes: smaller forms in which buffers may be kept; the bound holds for reruns and forms together. None if there are
+        no forms.
+    effort: limits the number of operators looked at, and of cuts at each.
+    order: the problem's operators, buffers and edges with each operator named by its step.
+    pairs: int32[k, 2], the steps (before, after) that depend on each other.
+    alone: bytes below which no budget can be met: the most that must be live while some operator runs, in any order.
+    networks: one for each operator that `look_at` has chosen.
+    cuts: the cuts used since the beginning or `anew`, by (step, rate).
+    work: arcs of their networks since `new_work` was last called.
     """
 
     problem: RetainProblem
@@ -146,9 +168,10 @@ class Bounds:
         return less
 
     def look_at(self, count: int | None = None) -> None:
-        """Take `count` operators with the most bytes live in any order, apart from each other.
+        """Choose up to `count` operators, and build the networks at which bounds are computed; replaces earlier ones.
 
-        None takes `Effort.bound_operators`.
+        Candidates are every `effort.bound_spacing`-th operator by live bytes in the reference order. Chosen are those
+        with the most bytes that are live in any order. None chooses `effort.bound_operators`.
         """
         spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
@@ -159,30 +182,39 @@ class Bounds:
         self.networks = [self._network(int(step)) for step in chosen]
 
     def anew(self) -> "Bounds":
-        """The same networks, and nothing asked yet: a cut that was made before counts as work, and takes no time."""
+        """Return bounds with the same networks, no cuts and no work.
+
+        A cut that either has made takes the other no time, but counts as work where it is first used.
+        """
         fresh = copy.copy(self)
         fresh.cuts, fresh.work = {}, 0
         return fresh
 
     def seconds(self, budget: Bytes) -> Seconds:
-        """No reruns that keep to `budget` add less; infinite if there are none."""
+        """Return a lower bound in seconds: no reruns within `budget` bytes, in any order, add fewer.
+
+        Infinite if it is proved that there are none. It is the highest bound of the operators chosen by `look_at`.
+        """
         if self.alone > budget:
             return math.inf
         return max((self._at(network, budget)[0] for network in self.networks), default=0.0)
 
     def price(self, budget: Bytes) -> float:
-        """Seconds that a byte is worth where the bound is highest; infinite if there are no reruns that keep it."""
+        """Return the seconds that a byte of budget is worth, at the operator with the highest bound.
+
+        0 if the chosen operators need no reruns; infinite if it is proved that no reruns are within `budget` bytes.
+        """
         if self.alone > budget:
             return math.inf
         return max((self._at(network, budget) for network in self.networks), default=(0.0, 0.0))[1]
 
     def new_work(self) -> int:
-        """Arcs of the networks since it was last asked."""
+        """Return the work since the last call, in arcs of networks, and set the count back to 0."""
         work, self.work = self.work, 0
         return work
 
     def _at(self, network: _Network, budget: Bytes) -> tuple[Seconds, float]:
-        """The bound at one operator, and the rate that gives it."""
+        """Return the bound at one operator in seconds, and the rate that gives it; both infinite if no reruns fit."""
         room = budget - network.fixed
         if network.needed <= room:
             return 0.0, 0.0
@@ -208,7 +240,7 @@ class Bounds:
         return max(best[0] * (1 - CLOSE), 0.0), best[1]
 
     def _network(self, step: Step) -> _Network:
-        """Arcs from the operators before `step` and the buffers that they make; buffer k is node 2 + k."""
+        """Build the network at `step`, of the operators before it and the buffers they make; buffer k is node 2 + k."""
         order, problem = self.order, self.problem
         place = np.zeros(order.num_ops, dtype=np.int32)
         place[order.stage < order.stage[step]] = -1
@@ -251,16 +283,16 @@ class Bounds:
         )
 
     def _whole(self, buffer: LongArray) -> LongArray:
-        """The second nodes of buffers: needed as they are."""
+        """Return the second node of each buffer, for readers of the buffer itself."""
         return 2 + self.order.num_buffers + self.order.num_ops + buffer
 
     def _as_read(self, buffer: LongArray) -> LongArray:
-        """int64[...]: for each read its node; `buffer` says of what."""
+        """Return for each read the node of what is read: int64[reads]. buffer: which buffer each read reads."""
         itself = self._smaller[buffer] & ~self._late[self.order.consumer]
         return np.where(itself, self._whole(buffer), 2 + buffer)
 
     def _cut(self, network: _Network, rate: float) -> Cut:
-        """The least cut for a rate, infinite for the fewest bytes whatever the seconds."""
+        """Return the minimum cut for a rate, made before or now; an infinite rate asks for the fewest bytes."""
         key = network.step, rate
         if key not in self.cuts:
             if key not in self._made:
@@ -303,7 +335,7 @@ class Bounds:
         )
 
     def _forms(self, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
-        """Bytes and seconds of every buffer in the form that costs less."""
+        """Return the bytes, and the seconds for encoding and decoding, of every buffer in the form that costs less."""
         size = self.order.size
         if self.codes is None:
             return size, np.zeros(len(size))

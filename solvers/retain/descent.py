@@ -1,6 +1,7 @@
-"""The way down to the lowest peak: gone once for a problem, and for each budget as far as to the first peak within it.
+"""The way down to the lowest peak, walked once for a problem, and for each budget up to the first peak within it.
 
-It does not depend on the budget, so whatever peak is found for one is found for that peak as the budget too:
+The way does not depend on the budget. So a peak that a search for one budget has found is also found where that peak
+is itself the budget:
 
     peak  plain o--o
                    |--o----o   stops, each with the lowest state so far
@@ -20,7 +21,9 @@ from roamc.solvers.retain.search import Search, State
 class Stop:
     """A place at which the way may end.
 
-    peak: bytes.  lowest: the state with the lowest peak so far.  work: until here.
+    peak: bytes, the peak of the state that the way has come to; that of `lowest` or above it.
+    lowest: the state with the lowest peak so far.
+    work: work from the beginning of the way to this place, counted as `Search.work`.
     """
 
     peak: int
@@ -30,9 +33,13 @@ class Stop:
 
 @dataclass(eq=False)
 class Descent:
-    """The way down with so much work, from where `search` begins; the search itself is left alone.
+    """The way down to the lowest peak in the problem of `search`, walked only as far as was asked for.
 
-    stops: those so far with a lower peak than all before.  last: the last so far.
+    It walks a search of its own (`Search.anew`), so `search` counts none of its work, but its room is overwritten.
+
+    work_limit: work after which the way ends, from its beginning.
+    stops: the stops so far whose peaks are lower than all before them.
+    last: the last stop so far; set by the first call of `to` that walks.
     """
 
     search: Search
@@ -45,7 +52,10 @@ class Descent:
         self._way = _way(self.search.anew(), self.work_limit)
 
     def to(self, budget: int) -> Stop:
-        """The first stop with a peak within the budget; the end of the way if there is none."""
+        """Walk on as far as needed, and return the first stop with a peak within the budget, in bytes.
+
+        If there is none, the whole way is walked and its end is returned, whose peak is above the budget.
+        """
         for stop in self.stops:
             if stop.peak <= budget:
                 return stop
@@ -59,7 +69,7 @@ class Descent:
 
 
 def _way(search: Search, work_limit: int) -> Iterator[Stop]:
-    """Down by greedy drops in stages of several heights, then by large neighbourhoods of the lowest."""
+    """Yield the stops: of greedy descents in stages of several heights, then of neighbourhoods of the lowest state."""
     begun = search.work
     limit = begun + work_limit
     for step in search.effort.descent_steps:

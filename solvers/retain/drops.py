@@ -1,7 +1,7 @@
 """The drops that are possible at the peak, and what each of them leads to.
 
-A drop frees a buffer from the peak to its next read. What its rerun reads may be gone by then, and what it brings back
-on the way may lie there long before its own next read:
+A drop frees a buffer's bytes from the peak to its next read, in front of which it is rebuilt. What the rerun reads may
+be gone by then, and what is rebuilt for it may lie there long before its own next read:
 
     block 1's results      ....rebuilt for block 2 =================== read by the backward of block 1
     transient chain        ....rebuilt for block 2|        rebuilt again =====
@@ -29,10 +29,13 @@ from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail
 
 @dataclass(frozen=True, eq=False)
 class Drops:
-    """Possible moves. gap, release, hold: int64[moves].
+    """The drops that are possible at the peak of a schedule.
 
-    reach: float64[moves], bytes above the budget, summed over the runs in the gap, that the buffer could take away.
-    since: int32[gaps], the step of the last rerun in each gap of the schedule that the moves start from, -1 for none.
+    gap: int64[drops], the gap in which each drops a buffer.
+    release, hold: int64[drops], the new decisions of that gap; see `simulate.py`.
+    reach: float64[drops], an upper estimate of the area that each can free: over the runs in the gap, the sum of the
+        bytes above the budget, each no more than the buffer's size.
+    since: int32[gaps], by gap the step of the last rerun in it that a later run reads, -1 for none, before any drop.
     """
 
     gap: LongArray
@@ -43,7 +46,12 @@ class Drops:
 
 
 def list_drops(search: Search, state: State, budget: int) -> Drops:
-    """The drops at the first peak of the schedule in the room, which must be that of `state`."""
+    """List the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
+
+    The room of the search must hold the schedule of `state`.
+
+    budget: bytes, for `Drops.reach`.
+    """
     gaps, room, runs = search.gaps, search.room, state.score.runs
     at = np.empty((3, len(search.tables.size)), dtype=np.int64)
     since = np.full(len(gaps.begin), -1, dtype=np.int32)
@@ -55,7 +63,16 @@ def list_drops(search: Search, state: State, budget: int) -> Drops:
 
 
 def try_drops(search: Search, state: State, drops: Drops, rows: LongArray, budget: int) -> FloatArray:
-    """Seconds, peak and area after each of the drops in each way: float64[rows, WAYS, 3]."""
+    """Simulate some of the drops from `state`, each in every way, and return what the whole schedule then costs.
+
+    state: its arrays are changed and set back; the room does not hold its schedule afterwards. `search.work` grows.
+    rows: int64[rows], the places of the drops in `drops`.
+    budget: bytes; the area counts what is above.
+
+    Returns float64[rows, WAYS, 3], indexed by row of `rows`, by way (ALONE, TRANSIENT, WITH_INPUTS) and by (seconds,
+    peak bytes, area). Seconds are infinite where a drop is impossible in that way, or the way does not differ from
+    ALONE.
+    """
     result = np.empty((len(rows), WAYS, 3))
     gap = drops.gap[rows]
     search.work += _try_drops(
@@ -73,7 +90,13 @@ def try_drops(search: Search, state: State, drops: Drops, rows: LongArray, budge
 
 
 def make_drop(search: Search, state: State, drops: Drops, number: int, way: int) -> int:
-    """Change the state's decisions in place; the work done."""
+    """Make a drop: change the decisions of `state` in place, but not its score.
+
+    number: the place of the drop in `drops`.
+    way: ALONE, TRANSIENT or WITH_INPUTS; one that `try_drops` gave finite seconds.
+
+    Returns the runs that were simulated for it; they are not added to `search.work`.
+    """
     gap = int(drops.gap[number])
     drop = gap, int(search.gaps.end[gap]), int(drops.release[number]), int(drops.hold[number])
     trail, count, total = make_trail(len(search.gaps.begin)), 0, 0
@@ -110,7 +133,10 @@ def _list_drops(
 
 
 def _reach(live: LongArray, budget: int, first: LongArray, behind: LongArray, size: LongArray) -> FloatArray:
-    """The sum of min(size, live - budget) over the runs above the budget from `first` to `behind`, of each drop."""
+    """Return for each drop the sum of min(size, live - budget) over its runs above the budget: float64[drops].
+
+    live: int64[runs] bytes.  first, behind: int64[drops], the runs [first, behind) of each.  size: int64[drops] bytes.
+    """
     above = np.flatnonzero(live > budget)
     begin, end = np.searchsorted(above, first), np.searchsorted(above, behind)
     reach, total = np.empty(len(size)), np.zeros(len(above) + 1)
@@ -128,7 +154,7 @@ def _sum_up(
     total: FloatArray,
     reach: FloatArray,
 ) -> None:
-    """Fill `reach`. Sorting and searching stay outside: they take longer to compile than to run."""
+    """Fill `reach`, see `_reach`. The caller sorts and searches, because both take longer to compile than to run."""
     known = -1
     for number in by_size:
         if size[number] != known:
@@ -150,7 +176,10 @@ def _try_drops(
     trail: Trail,
     result: FloatArray,
 ) -> int:
-    """Fill `result`; returns the runs walked. The state is as before."""
+    """Fill `result`, see `try_drops`, and return the runs simulated; `release` and `hold` end as they were.
+
+    drops: int64[drops] each: the gaps, the steps at which they end, their new releases and holds.
+    """
     total = 0
     for move in range(len(drops[0])):
         drop = drops[0][move], drops[1][move], drops[2][move], drops[3][move]

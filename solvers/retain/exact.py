@@ -3,7 +3,8 @@
 The decisions are those of the gaps in which there is a choice (`Gaps.free`): keep through the gap, drop once (what a
 rerun brings back stays until the next read), drop after every rerun, or drop and bring back in front of one of the
 steps in the gap that read something. The best of all combinations is optimal among schedules of this kind, which rerun
-in the reference order. Without the last of the choices there are 3^gaps, which are a start where all are too many.
+in the reference order. Without the last choice, bringing back, there are 3^gaps combinations. Where all combinations
+are too many, the best of these is a state to begin other searches with.
 """
 
 import math
@@ -18,12 +19,19 @@ from roamc.solvers.retain.tables import Tables
 
 
 def candidates(search: Search) -> LongArray:
-    """The gaps in which there is something to decide: int64[...]."""
+    """Return the gaps in which there is a choice (`Gaps.free`), sorted: int64[...]."""
     return np.flatnonzero(search.gaps.free)
 
 
 def affordable(search: Search, work_limit: int, brings: bool) -> bool:
-    """Whether all combinations can be tried: `Effort.exact_gaps` at most, and within the work that is left."""
+    """Return whether `exact` may be called: its combinations are few enough.
+
+    That is so with at most `effort.exact_gaps` gaps to decide, if all simulations take less work than
+    `effort.exact_work` and than is left.
+
+    work_limit: a value of `search.work`, not an amount on top of it.
+    brings: whether bringing a buffer back early is among the choices.
+    """
     gap = candidates(search)
     if len(gap) > search.effort.exact_gaps:
         return False
@@ -32,9 +40,13 @@ def affordable(search: Search, work_limit: int, brings: bool) -> bool:
 
 
 def exact(search: Search, budget: int, brings: bool) -> State:
-    """The combination within the budget with the fewest seconds, of equals the lowest peak, of those the first.
+    """Try all combinations, and return the best: the fewest seconds within the budget, of equals the lowest peak.
 
-    Where none is within the budget, that with the lowest peak, of equals the fewest seconds.
+    Where none is within the budget, it is the one with the lowest peak, of equals the fewest seconds. Nothing limits
+    the work: ask `affordable` first. `search.work` grows, and the room ends with the schedule of the result.
+
+    budget: bytes.
+    brings: whether bringing a buffer back early is among the choices; without it the best may be missed.
     """
     gap = candidates(search)
     rows = _choices(search, gap, brings)
@@ -51,11 +63,14 @@ def exact(search: Search, budget: int, brings: bool) -> State:
 
 
 _KEEP = -1
-"""Stands for a gap that is kept; other choices are a `hold`, at least 0."""
+"""The choice that keeps a gap; every other choice is the `hold`, at least 0, of a gap whose buffer is dropped."""
 
 
 def _choices(search: Search, gap: LongArray, brings: bool) -> list[list[int]]:
-    """What can be decided in each gap: _KEEP, or the `hold` with which the buffer is dropped."""
+    """Return the choices of each gap: `_KEEP`, or the `hold` with which its buffer is dropped.
+
+    brings: whether bringing it back in front of a step inside the gap is among them.
+    """
     reads = np.flatnonzero(np.diff(search.tables.read_start) > 0)
     found = []
     for begin, end in zip(search.gaps.begin[gap].tolist(), search.gaps.end[gap].tolist(), strict=True):
@@ -65,7 +80,7 @@ def _choices(search: Search, gap: LongArray, brings: bool) -> list[list[int]]:
 
 
 Choices = tuple[LongArray, LongArray, LongArray]
-"""The gaps; where the choices of each begin, and end; and all choices."""
+"""(gap, start, choice): the choices of `gap[i]` are `choice[start[i]:start[i + 1]]`."""
 
 
 @compiled_uncounted
@@ -78,7 +93,7 @@ def _enumerate(
     budget: int,
     room: Room,
 ) -> tuple[int, int]:
-    """The number of the best of `count` combinations, and the work."""
+    """Simulate combinations 0 to count - 1; return (number of the best, work)."""
     best, best_within, best_first, best_second, work = 0, False, np.inf, np.inf, 0
     for number in range(count):
         _decide(release, hold, choices, number, len(tables.workspace))
@@ -96,7 +111,7 @@ def _enumerate(
 
 @compiled_uncounted
 def _decide(release: LongArray, hold: LongArray, choices: Choices, number: int, steps: int) -> None:
-    """The digits of `number`, the first the fastest, are the gaps' choices."""
+    """Set `release` and `hold` to combination `number`, whose digits, the lowest first, choose for one gap each."""
     gap, start, choice = choices
     for row in range(len(gap)):
         width = start[row + 1] - start[row]

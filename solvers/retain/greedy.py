@@ -1,8 +1,9 @@
-"""Drop what frees the most bytes above the budget per second, until the peak is within it; then keep what can stay.
+"""Greedy search: drop what frees most bytes above the budget per second, until the peak fits; then undo needless drops.
 
-At the peak, look at the buffers that are live there, are not read there and will be read later. Dropping one frees its
-bytes until that read (or, if a rerun brought it back too early, until then), at the price of its chain. Measured is
-the area above the budget, not the peak: where several steps tie, a single drop does not lower the peak.
+Candidates are the buffers that are live at the peak, are not read there and are read later. A drop frees the buffer's
+bytes up to that read (up to its next rerun, if that comes sooner) and costs the seconds of all operators that run again
+for it. A drop is measured by the area, the bytes above the budget summed over all runs, not by the peak: where several
+steps tie, a single drop does not lower the peak.
 """
 
 from collections.abc import Iterator
@@ -18,11 +19,18 @@ from roamc.solvers.retain.ways import ALONE, WAYS
 
 
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
-    """Drop until the peak is within the budget, nothing helps, or the search's work reaches `work_limit`.
+    """Return `state` with further drops, which bring its peak within the budget or as far down as they can.
 
-    First against the budget itself; where that gets stuck, against targets that fall slowly from the peak, so that
-    only the highest steps count. worth: for each gap what a drop in it was worth before, by a guess; see `_best_drop`.
-    A state that no simulation gets through is returned as it is.
+    Drops end where the peak is within the budget, where none frees anything, or where `search.work` reaches
+    `work_limit`; the peak of the result may still be above the budget. They aim at the budget first. Where they get
+    stuck, they aim at targets that fall slowly from the peak, so that only the highest steps count.
+
+    search: its `work` grows, its `room` ends with the schedule of the result, and its `lowest` is kept up to date.
+    state: is left unchanged; one with infinite seconds is returned itself.
+    budget: bytes.
+    work_limit: a value of `search.work`, not an amount on top of it.
+    worth: float64[gaps], area freed per second and byte of reach by the last measured drop in each gap, infinite where
+        unknown; changed in place, so that a next call goes on from these guesses. None begins with all unknown.
     """
     if state.score.seconds == np.inf:
         return state
@@ -53,12 +61,14 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int, wort
 
 
 def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: FloatArray) -> tuple[int, int]:
-    """The drop that frees most per second, -1 if none frees anything, and the best way of making it.
+    """Return (number, way): the drop that frees most area per second, -1 if none frees any, and its best way.
 
-    worth: of each gap, what a drop in it freed when it was last measured, as a share of its reach, per second; infinite
-    if it never was. So measured, what was worth less than the best is worth less now too, nearly always, and is not
-    measured again (lazy evaluation: Minoux 1978); nor is what seemed hardly better, or every move would measure a whole
-    family of like gaps. Of a family that is not measured yet the first is, for all.
+    worth: float64[gaps], the area that a drop in each gap freed per second when it was last measured, divided by its
+        reach; infinite if it never was. Changed in place.
+
+    A drop that was worth less than the best is nearly always worth less now too, so it is not measured again (lazy
+    evaluation: Minoux 1978). Nor is a drop that seems hardly better than the best measured one, or every move would
+    measure a whole family of like gaps. Of a family not measured yet only the first drop is measured, for all of them.
     """
     gap, reach = drops.gap, np.maximum(drops.reach, 1.0)
     fresh, way = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.int64)
@@ -87,7 +97,10 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
 
 
 def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, guess: FloatArray) -> None:
-    """What is unknown is worth what is guessed from the first of its family, until it is looked at."""
+    """Set the unknown (infinite) entries of `worth` to the guess made from the first drop of their family, if positive.
+
+    gap, family: the gap of each drop, and its family.  measured, guess: families measured now, and the guess for each.
+    """
     good = guess > 0
     by_family = dict(zip(measured[good].tolist(), guess[good].tolist(), strict=True))
     unknown = np.flatnonzero(np.isinf(worth[gap]))
@@ -95,7 +108,7 @@ def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntAr
 
 
 def _worth(score: Score, result: FloatArray) -> FloatArray:
-    """Area freed per second added, of rows of seconds, peak and area; -1 for what frees nothing."""
+    """Return the area freed per second added, of each row (seconds, peak, area) from `score`; -1 if none is freed."""
     freed, added = score.area - result[:, 2], result[:, 0] - score.seconds
     worth = np.full(len(result), -1.0)
     good = freed > 0
@@ -104,10 +117,14 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
 
 
 def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
-    """Go down from the lowest state seen, each time to `step` of the peak, and keep there what can stay.
+    """Go down in stages from `search.lowest`, each to the share `step` of the peak, and undo needless drops after each.
 
-    What is dropped for the first targets need not have been dropped for the last. Yields the lowest state seen, in
-    front of every stage.
+    What was dropped for an early target need not be dropped for a later one. Stages end where one does not lower the
+    peak, or where `search.work` reaches `work_limit`. Yields `search.lowest` in front of every stage; what the last
+    stage found is then in `search.lowest` too.
+
+    step: the target of a stage, as a share of the peak before it, below 1.
+    work_limit: a value of `search.work`, not an amount on top of it.
     """
     state = search.lowest.copy()
     while search.work < work_limit:
@@ -122,7 +139,16 @@ def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
 
 
 def keep(search: Search, state: State, budget: int) -> State:
-    """Undo drops for as long as the peak stays within the budget and seconds are saved, the dearest per byte first."""
+    """Return `state` without the drops whose undoing saves seconds and leaves the peak within the budget.
+
+    Buffers with the most seconds of reruns per byte come first. Each is tried kept through its gap; then those still
+    rebuilt more than once in a gap are tried held from the first of these reruns. There are at most
+    `effort.keep_rounds` rounds over all drops.
+
+    search: its `work` grows, and its `room` ends with the schedule of the result.
+    state: a state with finite seconds; it is left unchanged.
+    budget: bytes.
+    """
     state = search.state(state.release.copy(), state.hold.copy(), budget)
     for _ in range(search.effort.keep_rounds):
         before = state.score.seconds

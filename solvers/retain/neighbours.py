@@ -1,7 +1,7 @@
-"""Large neighbourhoods: undo or make some decisions of the best state at random, lower and keep again, take the better.
+"""Large neighbourhood search: change some decisions of the best state at random, repair it greedily, take it if better.
 
-Three kinds of change, each on gaps in which something can be decided: keep what is rebuilt in a window of the schedule;
-drop a few buffers at the peak; and turn round a whole family, the like gaps of repeated blocks, at once.
+There are three kinds of change: keep the buffers that are rebuilt in a window of the schedule; drop a few buffers that
+are kept (also both); and keep or drop all or some buffers of a family, the like gaps of repeated blocks, at once.
 """
 
 import random
@@ -18,10 +18,13 @@ from roamc.solvers.retain.starts import possible
 
 
 def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
-    """The best state found from `best`, until nothing better turns up for long: within the budget the fewest seconds,
-    above it the lowest peak.
+    """Return the best state found from `best` by `improvements`, compared by `rank`; `best` itself if none is better.
 
-    enough: seconds that need not be improved on. Seeded: the same search gives the same answer.
+    budget: bytes.
+    work_limit: a value of `search.work`, not an amount on top of it.
+    enough: the search ends where the best state takes no more seconds than these; meant for a `best` within the budget.
+
+    The changes are seeded: the same search and arguments give the same answer.
     """
     found = best
     for found in improvements(search, best, budget, work_limit):
@@ -31,7 +34,12 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
 
 
 def improvements(search: Search, best: State, budget: int, work_limit: int) -> Iterator[State]:
-    """The best state so far in front of every change, and at last."""
+    """Change the best state at random again and again; yield the best so far in front of every change, and at the end.
+
+    It ends where `search.work` reaches `work_limit`, a value of `search.work`, or after `effort.vain_changes` changes
+    in a row that find no lower seconds within the budget or no lower peak above it. States yielded are not changed
+    later.
+    """
     effort, dice = search.effort, random.Random(0)
     family = _families(search)
     worth = np.full(len(search.gaps.begin), np.inf)
@@ -58,12 +66,15 @@ def above(state: State, budget: int) -> bool:
 
 
 def rank(state: State, budget: int) -> tuple[bool, float, float]:
-    """Less is better, see `rank_of`."""
+    """Return the state's key for comparison with other states under `budget`: the smaller tuple is the better state.
+
+    The tuple is (False, seconds, peak) if the peak is within the budget, (True, peak, seconds) if it is above it.
+    """
     return rank_of(state.score.peak, state.score.seconds, budget)
 
 
 def _families(search: Search) -> list[LongArray]:
-    """Gaps that can be decided, those that look alike together."""
+    """Return the free gaps, one array for each family of like gaps."""
     gap = np.flatnonzero(search.gaps.free)
     rows = group_by(search.gaps.family[gap], gap.astype(np.int32), int(search.gaps.family.max(initial=-1)) + 1)
     return [np.array(row, dtype=np.int64) for row in rows.lists() if row]

@@ -19,7 +19,7 @@ from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
 SIMULATIONS = EFFORT.simulations
-"""Default work limit, in simulations of the whole schedule."""
+"""Default work limit of one call, in simulations of the whole schedule."""
 
 
 def solve(
@@ -30,14 +30,19 @@ def solve(
     start: RetainSolution | None = None,
     effort: Effort = EFFORT,
 ) -> RetainSolution:
-    """Find reruns that bring the peak of live bytes under `budget` and add few seconds.
+    """Return reruns that bring the peak of live bytes within `budget` and add few seconds.
 
-    work_limit: operators run in thought and arcs of networks, kept but for one round of moves, once more where the
-    budget is hard to meet, and for each time that annealing helps `effort.anneal_times` as much or
-    `effort.anneal_work`, whichever is less; None for that of `effort.simulations`. start: a solution of this problem,
-    for any budget, to improve. effort: what each search may take.
-    The answer is never worse than a start within the budget. Without a start, the least peak that is found for a budget
-    of 0 is, as a budget with the same limit, found again. `RetainSolution` says what the status means.
+    budget: bytes. Where no reruns within it are found, the answer has the status INFEASIBLE and the lowest peak found.
+    work_limit: operators that simulations run plus arcs of the bound's networks; None for `effort.simulations`
+        simulations of the whole schedule. The search may pass it by one round of moves. Where nothing else
+        meets the budget, it may spend as much again on the way to the lowest peak, and a share of it on what that
+        finds. Each round of annealing may add about `effort.anneal_times` times the limit or `effort.anneal_work`,
+        whichever is less.
+    start: a solution of this problem, for any budget, to begin with; the answer is never worse by `rank_of`.
+    effort: limits and thresholds of each search.
+
+    The same call gives the same answer. Without a start, `least_peak_bytes` of the answer for a budget of 0 is a budget
+    that the same limit meets.
     """
     ground = Ground(problem, effort)
     return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, ground.limit(work_limit)).solve(start)
@@ -45,9 +50,13 @@ def solve(
 
 @dataclass(eq=False)
 class Ground:
-    """What searches in one problem have in common. No answer depends on those before that stood on it: it saves time.
+    """What several searches in one problem share, to save time: tables, networks of the bound, and ways down.
 
-    effort: of all these searches.  search, bounds: to begin others with, see `anew`.  descents: by their limit of work.
+    `Ground(problem, effort)` makes the other fields. No answer depends on which searches have used the ground before.
+
+    problem, effort: the problem, and the limits and thresholds of all searches in it.
+    search, bounds: unused ones, from which each search gets its own by `anew`.
+    descents: the ways down to the lowest peak walked so far, by their limits of work.
     """
 
     problem: RetainProblem
@@ -62,11 +71,11 @@ class Ground:
         self.bounds.look_at()
 
     def limit(self, work_limit: int | None) -> int:
-        """The work limit; the default for None."""
+        """Return the work limit itself, or for None the default: `effort.simulations` simulations of the schedule."""
         return self.effort.simulations * self.problem.num_ops if work_limit is None else work_limit
 
     def descent(self, work_limit: int) -> Descent:
-        """The way to the lowest peak with so much work."""
+        """Return the way down to the lowest peak that may take this work; the same one for the same limit."""
         if work_limit not in self.descents:
             self.descents[work_limit] = Descent(self.search, work_limit)
         return self.descents[work_limit]
@@ -74,9 +83,12 @@ class Ground:
 
 @dataclass(eq=False)
 class Frontier:
-    """Solutions of one problem for one budget after another: each search begins with the nearest.
+    """Solutions of one problem for one budget after another: each search begins with the nearest solution so far.
 
-    ground: what other frontiers of the problem may share.  found: all solutions so far.
+    `Frontier(Ground(problem))` makes an empty one.
+
+    ground: the problem with what its searches share; several frontiers may stand on one ground.
+    found: what each call of `solve` found by its own search, in the sequence of the calls.
     """
 
     ground: Ground
@@ -88,7 +100,13 @@ class Frontier:
         self._search, self._bounds = self.ground.search.anew(), self.ground.bounds.anew()
 
     def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
-        """As the function `solve`, and never worse than what was found for another budget."""
+        """Search as the function `solve` does, from the nearest solution, and return the best for the budget so far.
+
+        The answer may be one found for another budget; `best` says which fields belong to this search.
+
+        budget: bytes.
+        work_limit: of this call, as for the function `solve`.
+        """
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
         self.found.append(own)
@@ -96,23 +114,32 @@ class Frontier:
 
     @property
     def lowest(self) -> float:
-        """The lowest peak so far, in bytes; infinite if nothing was asked."""
+        """The lowest peak of the solutions found so far, in bytes; infinite if there are none."""
         return min((solution.peak_bytes for solution in self.found), default=math.inf)
 
     def best(self, budget: Bytes, own: RetainSolution) -> RetainSolution:
-        """The best for a budget of all that was found; `own` was found for it."""
+        """Return the best solution for a budget, by `rank_of`, of all that were found for any budget.
+
+        Its bound and work are those of `own`, its `least_peak_bytes` is the lowest of all, and its status is for this
+        budget. Raises ValueError if nothing was found yet.
+
+        own: the solution that a search for this budget found.
+        """
         best = min(self.found, key=lambda solution: _rank(solution, budget))
         least = min(solution.least_peak_bytes for solution in self.found)
         return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
     def bound(self, budget: Bytes) -> Seconds:
-        """No reruns within the budget, in any order of the operators, add less; infinite if there are none."""
+        """Return a lower bound in seconds: no reruns within the budget, in any order of the operators, add fewer.
+
+        Infinite if it is proved that there are none.
+        """
         found = self._bounds.seconds(budget)
         self._search.work += self._bounds.new_work()
         return found
 
     def _start(self, budget: Bytes) -> RetainSolution | None:
-        """The nearest to the budget: something more is dropped in it, or kept."""
+        """Return the solution with the peak nearest to the budget, of equals the best; None if there is none."""
         nearest = min((abs(solution.peak_bytes - budget) for solution in self.found), default=0)
         near = [solution for solution in self.found if abs(solution.peak_bytes - budget) == nearest]
         return min(near, key=lambda solution: _rank(solution, budget), default=None)
@@ -121,10 +148,13 @@ class Frontier:
 def frontier(
     problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None, effort: Effort = EFFORT
 ) -> tuple[RetainSolution, ...]:
-    """One solution for each budget, in their sequence; `work_limit` is for each of them.
+    """Return one solution for each budget, in the sequence of `budgets`.
 
-    Largest first, each to begin with the one before, and that of another budget where it is better: so a lower budget
-    never has a higher peak or fewer seconds.
+    The budgets are solved from the largest to the smallest, each search beginning with the nearest solution so far.
+    Each budget then gets the best of all solutions found, so a lower budget never has a higher peak or fewer seconds.
+
+    budgets: bytes, in any sequence.
+    work_limit, effort: for the search of each budget, as for `solve`.
     """
     known = Frontier(Ground(problem, effort))
     own = {budget: known.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
@@ -151,7 +181,11 @@ def _solution(
 
 @dataclass(eq=False)
 class _Run:
-    """One call of `solve`: what has been found, and when to stop."""
+    """One call of `solve`: what has been found, and when to stop.
+
+    limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
+    bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
+    """
 
     search: Search
     bounds: Bounds
@@ -168,7 +202,7 @@ class _Run:
         self.best = self.search.lowest
 
     def solve(self, start: RetainSolution | None) -> RetainSolution:
-        """Run the searches until the bound is met or the work is done."""
+        """Run the searches, one after another, until the bound is met or the work is done; return the best answer."""
         search = self.search
         plain = search.keep_everything()
         self.offer(plain)
@@ -206,7 +240,7 @@ class _Run:
         self.offer(state)
 
     def from_cuts(self) -> None:
-        """Begin with what the cuts keep: those first whose peak is lowest above the budget, the cheapest of equals."""
+        """Run greedy drops from the states of the bound's cuts: the least above the budget first, then the cheapest."""
         starts: dict[bytes, State] = {}
         if self.bound == math.inf:
             return
@@ -219,7 +253,7 @@ class _Run:
             self.greedy(state)
 
     def go_low(self) -> None:
-        """Find the lowest peak, with as much work as for everything else, and stop where it is within the budget."""
+        """Walk the way down to the lowest peak as far as to the budget, with as much work as for everything else."""
         search, work = self.search, self.limit - self.began
         stop = self.ground.descent(work).to(self.budget)
         search.work += stop.work
@@ -230,12 +264,15 @@ class _Run:
         self.offer(low)
 
     def improve(self) -> None:
-        """Search the neighbourhoods of the best, if it is within the budget."""
+        """Search the neighbourhoods of the best state, if it is within the budget and something is left to do."""
         if not self.closed() and not self.late() and not above(self.best, self.budget):
             self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
 
     def anneal(self) -> None:
-        """Anneal the best while that helps, for the longer the more seconds the bound leaves open."""
+        """Anneal the best state in rounds, while that helps; the further its seconds are above the bound, the longer.
+
+        Each round adds its work to the limit.
+        """
         search, effort = self.search, self.ground.effort
         most = min(effort.anneal_work, effort.anneal_times * max(self.limit - self.began, 0))
         in_vain = 0
@@ -251,22 +288,22 @@ class _Run:
             self.limit += search.work - begun
 
     def offer(self, state: State) -> None:
-        """Take the state if it is the best so far."""
+        """Make the state, or the lowest one seen, the best if it ranks before it."""
         self.search.note(state)
         for other in (state, self.search.lowest):
             if rank(other, self.budget) < rank(self.best, self.budget):
                 self.best = other.copy()
 
     def late(self) -> bool:
-        """Whether the work is done."""
+        """Return whether the work limit is reached."""
         return self.search.work >= self.limit
 
     def closed(self) -> bool:
-        """Whether nothing better can be found."""
+        """Return whether the best state is within the budget and its seconds meet the bound."""
         return not above(self.best, self.budget) and self.best.score.seconds <= self.bound * (1 + CLOSE)
 
     def answer(self) -> RetainSolution:
-        """What was found."""
+        """Return the best state as a solution, with its reruns, bound, status and work."""
         search = self.search
         state = search.state(self.best.release, self.best.hold, self.budget)
         reruns = list_reruns(search.problem, state.score.runs, search.room)

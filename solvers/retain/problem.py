@@ -44,7 +44,7 @@ class RetainProblem:
     seconds: float64[n], what one more run of operator v takes, at least 0.
     repeatable: bool[n], whether operator v may run again.
     droppable: bool[b], whether buffer k may be dropped and rebuilt: not kept, and its producer is repeatable.
-    expires: int64[n], operator v must not run again in front of this step or a later one; n if it always may.
+    expires: int64[n], steps: operator v may run again only in front of a step before `expires[v]`; n sets no limit.
     All arrays are read-only.
     """
 
@@ -70,9 +70,10 @@ class RetainProblem:
 class Rerun:
     """One more run of an operator.
 
-    before: the step of the reference order that it runs right before; after the operator's own step.
-    operator: which one runs.
-    renews: its results that later reads find here, sorted; its other results die at once.
+    before: the step of the reference order in front of which it runs; it must be after the operator's own step.
+    operator: the operator that runs, as numbered in the problem's `order`, not a step.
+    renews: those of its results, sorted, of which this run makes a new version, which later reads find; the other
+        results are live during this run only.
     """
 
     before: Step
@@ -86,14 +87,15 @@ class RetainSolution:
 
     reruns: sorted by `before`; those with the same `before` in the sequence in which they run.
     peak_bytes: peak of live bytes of the schedule with the reruns, in-place reuse included.
-    seconds: what the reruns add.
-    bound_seconds: no reruns within the budget, in any order of the operators, add less; infinite if there are none.
-    least_peak_bytes: the lowest peak that the search has seen.
-    status: OPTIMAL if seconds meet the bound, or if all combinations of a small problem were tried (each gap with a
+    seconds: seconds that the reruns add.
+    bound_seconds: a lower bound: no reruns within the budget, in any order of the operators, add fewer seconds.
+        Infinite if it is proved that no reruns are within the budget.
+    least_peak_bytes: the lowest peak that the search has come to, at most `peak_bytes`.
+    status: OPTIMAL if `seconds` equal the bound, or if all combinations of a small problem were tried (each gap with a
         step in it kept, dropped once, dropped after every rerun, or brought back in front of any of its steps that
-        read something; `exact.py`). INFEASIBLE if the search found no
-        reruns within the budget; the reruns are then those with the lowest peak seen.
-    work: operators that were run in thought, and arcs of the networks of the bound.
+        read something; `exact.py`). INFEASIBLE if the search found no reruns within the budget, though there may be
+        some; the reruns are then those with the lowest peak found. LIMIT and GAP as in `Status`.
+    work: operators that simulations ran, plus arcs of the bound's networks.
     """
 
     reruns: tuple[Rerun, ...]
@@ -106,7 +108,10 @@ class RetainSolution:
 
 
 def rank_of(peak_bytes: Bytes, seconds: Seconds, budget: Bytes) -> tuple[bool, float, float]:
-    """How good reruns are, less is better: within the budget by seconds, then peak; above it by peak, then seconds."""
+    """Return a key that compares reruns for a budget: the smaller tuple is better, and any peak within it comes first.
+
+    The key is (False, seconds, peak) if the peak is within the budget, else (True, peak, seconds).
+    """
     peak = float(peak_bytes)
     return (True, peak, seconds) if peak > budget else (False, seconds, peak)
 
@@ -120,6 +125,8 @@ def make_problem(
     expires: Sequence[int] | LongArray | None = None,
 ) -> RetainProblem:
     """Check the parts of a retention problem and pack them into arrays; see the fields of `RetainProblem`.
+
+    Where `expires` is None, no operator has a last step to run again at.
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
     are negative or not finite, and a droppable buffer that is kept or whose producer is not repeatable.

@@ -1,13 +1,14 @@
-"""A good order to retain under: the same peak as another one, and fewer bytes live elsewhere.
+"""A good reference order: the peak of a given order or lower, and fewer live bytes elsewhere.
 
-An order that was made for the lowest peak is free wherever it is far from that peak, and may well put off all weight
-gradients to the end of the backward pass. Drops take bytes off the peak only; what waits there then lies in the way of
-every lower budget, and no rerun can free it:
+An order made for the lowest peak may do anything far from that peak: it may put off all weight gradients to the end of
+the backward pass. What they read then stays live for long. It stands in the way of every lower budget, and no rerun can
+free it:
 
     put off      forward /^^^^\\ backward __________/^^^\\ weight gradients, updates
     in place     forward /^^^^\\ backward, each gradient and its update at once
 
-The same goes for what reads nothing, such as the masks of dropout: it may have been drawn long before it is needed.
+The same goes for operators that read nothing, such as those that draw the masks of dropout: they may run long before
+their results are needed.
 """
 
 import numpy as np
@@ -20,19 +21,23 @@ from roamc.solvers.order.stages import one_stage
 from roamc.solvers.retain.effort import EFFORT, Effort
 
 _SIZES = (LARGEST, 2)
-"""Operators of the largest branch, the first time branches are placed and the second.
+"""The most operators of an update branch, the first time that branches are placed and the second time.
 
-Near the end of the order, large branches hold several gradients. These move apart once more, as small branches.
+Near the end of the order, a large branch holds several gradients. The second time moves them apart, as small branches.
 """
 
 
 def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EFFORT) -> IntArray:
-    """The sequence with each update branch where fewest bytes are live over time, at no higher peak: int32[n].
+    """Return `sequence` with each update branch moved to where fewest bytes are live over time: int32[n].
 
-    What reads nothing runs right before the first that must follow it, where that is worth it, see `Effort.late_gain`.
+    An update branch is a small group of operators on which nothing else waits (`order/branches.py`). Operators that
+    read nothing move to right before the first operator that must follow them, where that saves enough
+    (`effort.late_gain`). The peak does not rise, and the result is a legal order. A sequence in which stages are mixed
+    is returned unchanged. 8,000 operators may take a second.
 
-    Call it before `make_problem`: `expires` is in steps of the sequence. Takes as long as a second for 8,000 operators.
-    A sequence that mixes stages comes back as it is.
+    Call it before `make_problem`, whose `expires` counts steps of the final sequence.
+
+    sequence: int32[n], a legal order of the operators but for its stages.
     """
     stage = order.stage[sequence]
     if (np.diff(stage) < 0).any():
@@ -53,7 +58,10 @@ def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EF
 
 
 def _late(order: OrderProblem, sequence: IntArray, reads: BoolArray) -> IntArray:
-    """The sequence with what reads nothing right in front of the first that must follow it, within its stage."""
+    """Return the sequence with each operator that reads nothing right in front of the first that must follow it.
+
+    It stays within its stage.  reads: bool[n], whether each operator reads a buffer.
+    """
     position = np.empty(order.num_ops, dtype=np.int64)
     position[sequence] = np.arange(order.num_ops)
     stage_end = np.searchsorted(order.stage[sequence], order.stage, side="right")

@@ -10,7 +10,10 @@ from roamc.solvers.retain.tables import Gaps, Tables
 
 
 def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, ...]:
-    """The reruns of the schedule in the room; a result is renewed if somebody reads it."""
+    """Return the reruns of the schedule in the room, as `RetainSolution` holds them; a rerun renews what is read later.
+
+    runs: the number of runs of that schedule, as in its `Score`.
+    """
     found = []
     for run in range(runs):
         op, step = int(room.op[run]), int(room.step[run])
@@ -24,10 +27,14 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
 def decisions(
     problem: RetainProblem, reruns: tuple[Rerun, ...], gaps: Gaps, tables: Tables
 ) -> tuple[LongArray, LongArray]:
-    """(release, hold) whose simulation makes about these reruns.
+    """Return decisions (release, hold), int64[gaps] each, whose simulation makes about these reruns.
 
-    Dropped at the first rerun in a gap and held from the last, which brings back what is not read at its step. What
-    reruns read behind its last read, and none renews there, is kept for them.
+    In a gap in which reruns renew the buffer, `release` is the step of the first of them and `hold` that of the last,
+    which brings the buffer back (`bring_at`) if nothing at its step reads it. A buffer that reruns read behind its last
+    original read is kept for them, if none of them renews it there.
+
+    reruns: those of a solution of `problem`.
+    gaps, tables: made from the same problem.
     """
     steps = len(tables.workspace)
     release = np.full(len(gaps.begin), steps, dtype=np.int64)
@@ -49,7 +56,7 @@ def decisions(
 
 
 def _read_at(problem: RetainProblem, reruns: tuple[Rerun, ...], tables: Tables) -> dict[Step, set[BufferIndex]]:
-    """What each step with reruns reads, and the reruns in front of it."""
+    """Return, for each step with reruns in front of it, the buffers that the step and these reruns read."""
     step_of = {op: step for step, op in enumerate(problem.sequence.tolist())}
     found: dict[Step, set[BufferIndex]] = {}
     for rerun in reruns:
@@ -60,6 +67,6 @@ def _read_at(problem: RetainProblem, reruns: tuple[Rerun, ...], tables: Tables) 
 
 
 def _gap_at(buffer: BufferIndex, step: Step, gaps: Gaps, tables: Tables) -> int:
-    """The gap of the buffer that a rerun in front of the step lies in."""
+    """Return the gap of the buffer in which a rerun in front of the step lies."""
     rows = slice(int(tables.gap_start[buffer]), int(tables.gap_start[buffer + 1]))
     return min(rows.start + int(np.searchsorted(gaps.end[rows], step)), rows.stop - 1)

@@ -1,8 +1,8 @@
-"""What every algorithm here works on: a state, moves on one gap, and a count of the work.
+"""What every algorithm here works on: states, moves on one gap, and a count of the work.
 
-A move sets `release` and `hold` of a gap, sometimes of others with it. Many are tried in one compiled loop, each by a
-whole simulation: it sees chains, in-place reuse and ties, which estimates do not, and takes about twenty nanoseconds
-per run.
+A move sets `release` and `hold` of a gap, sometimes of other gaps with it. One compiled loop tries many moves, each by
+a simulation of the whole schedule. Unlike an estimate, a simulation sees chains of reruns, in-place reuse and ties. It
+takes about twenty nanoseconds per run of an operator.
 """
 
 import copy
@@ -20,20 +20,33 @@ from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Decisions for all gaps, and what they cost. release, hold: int64[gaps]; see `simulate.py`."""
+    """Decisions for all gaps, and what they cost.
+
+    release, hold: int64[gaps], two steps that decide on each gap; `simulate.py` says how.
+    score: cost of their schedule, at the time of the simulation: changes of the arrays do not reach it.
+    """
 
     release: LongArray
     hold: LongArray
     score: Score
 
     def copy(self) -> "State":
-        """The same decisions in arrays of their own."""
+        """Return the same state with its own copies of the arrays."""
         return State(self.release.copy(), self.hold.copy(), self.score)
 
 
 @dataclass(eq=False)
 class Search:
-    """One problem, laid out for simulation, what may be spent on it, the work done, and the lowest peak seen."""
+    """The ground of all searches in one problem: its tables, room to simulate in, the work done, the lowest state seen.
+
+    `Search(problem, effort)` makes the other fields, and simulates the schedule without drops once.
+
+    problem, effort: the problem, and the limits and thresholds of all searches in it.
+    tables, gaps: the problem as arrays, and its gaps.
+    room: arrays that hold the schedule simulated last; the next simulation overwrites them.
+    work: operators that simulations have run so far, and what callers add; limits of work are values of this count.
+    lowest: the state with the lowest peak of those given to `note`, at first that of `keep_everything`.
+    """
 
     problem: RetainProblem
     effort: Effort = EFFORT
@@ -50,7 +63,10 @@ class Search:
         self.lowest = self.keep_everything()
 
     def anew(self) -> "Search":
-        """A search in the same tables and the same room, before which nothing was seen."""
+        """Return a new search in the same problem: `lowest` is `keep_everything`, `work` its one simulation.
+
+        It shares tables and room with this one, so a simulation in either overwrites the schedule of the other.
+        """
         fresh = copy.copy(self)
         fresh.work = 0
         fresh.lowest = fresh.keep_everything()
@@ -62,19 +78,30 @@ class Search:
         return self.problem.num_ops
 
     def state(self, release: LongArray, hold: LongArray, budget: int) -> State:
-        """Simulate: the room then holds the schedule of these decisions."""
+        """Simulate decisions, and return them with their score.
+
+        The arrays are taken over, not copied. If the seconds are finite, the room then holds the schedule; its runs are
+        added to `work`.
+
+        release, hold: int64[gaps].
+        budget: bytes; the area of the score counts what is above.
+        """
         made = State(release, hold, evaluate(self.tables, release, hold, budget, self.room))
         self.work += made.score.runs
         return made
 
     def note(self, state: State) -> State:
-        """Remember the state if no other had so low a peak."""
+        """Make a copy of the state the new `lowest` if its peak is lower; return the state itself."""
         if state.score.peak < self.lowest.score.peak:
             self.lowest = state.copy()
         return state
 
     def keep_everything(self) -> State:
-        """Nothing is dropped between two reads; behind the last read a rerun that needs a buffer rebuilds it."""
+        """Return the state that drops nothing between two reads, so that nothing runs again.
+
+        Behind its last read a buffer with a choice (`Gaps.free`) is not kept for reruns: one that reads it rebuilds it.
+        The area of its score is for a budget of 0. The state is simulated, so the room holds its schedule.
+        """
         release = np.full(len(self.gaps.begin), self.steps, dtype=np.int64)
         release[self.gaps.last & self.gaps.free] = 0
         return self.state(release, np.zeros_like(release), 0)
@@ -92,7 +119,16 @@ def keep_more(
     room: Room,
     seconds: float,
 ) -> tuple[float, int]:
-    """Make each move in turn that stays within the budget and takes fewer seconds: (seconds, work)."""
+    """Make those of the given moves, in turn, that take fewer seconds and leave the peak within the budget.
+
+    release, hold: int64[gaps], the decisions, changed in place.
+    gap, new_release, new_hold: int64[moves], for each move the gap and its new decision.
+    budget: bytes.
+    room: ends with the schedule of the last move tried, also if that was not made.
+    seconds: seconds that the reruns of the given decisions add.
+
+    Returns (seconds, work): seconds of the final decisions, and the runs that were simulated.
+    """
     work = 0
     for move in range(len(gap)):
         at = gap[move]

@@ -1,6 +1,7 @@
 """From decisions about gaps to a schedule with reruns, and its seconds and live bytes: the compiled simulation.
 
-Each gap has two steps, `release` and `hold`:
+A gap (`tables.py`) is the time from a buffer's making or one of its reads to its next read. Two steps decide on it,
+`release` and `hold`:
 
     made/read        release                  hold                    next read
         |================|  dropped             |  a rerun is kept =====|
@@ -8,11 +9,12 @@ Each gap has two steps, `release` and `hold`:
     for reruns before        behind the step that   next read
     this step                asked for it
 
-so release = n keeps the buffer through the gap, (0, 0) drops it once, and (0, n) drops it after every rerun. In
-the gap behind the last read a buffer lives for as long as reruns read it, by the same rules.
+so release = n (the number of steps) keeps the buffer through the gap; a release and a hold of 0 drop it once, until its
+first rerun; and a release of 0 with a hold of n drops it after every rerun. In the gap behind the last read a buffer
+lives for as long as reruns read it, by the same rules.
 
-A hold of n + 1 + s, see `bring_at`, is one of s, and brings the buffer back: in front of step s it is rebuilt, if it is
-not there, whether or not it is read there. Rebuilt early, its inputs may still be there.
+A hold of n + 1 + s, see `bring_at`, is a hold of s that also brings the buffer back: in front of step s it is rebuilt,
+if it is not there, whether or not it is read there. At an early step its inputs may still be there.
 
 The simulation goes through the steps. In front of each it collects what the step reads and is not there, what is
 brought back there, and what the operators that make it read in turn, and runs those operators in the reference order.
@@ -29,15 +31,26 @@ from roamc.solvers.retain.tables import Tables
 
 
 class Room(NamedTuple):
-    """Arrays that a simulation writes, used again and again; what lies behind the counts of a simulation is stale.
+    """Arrays that a simulation writes: afterwards they hold the schedule that was simulated last.
 
-    By run: op, step (the run is at, or in front of, this step of the reference order), first_read, first_made (with
-    one entry more).  By read: seen, the version.  By version: buffer, born, last (runs, both included), again (made by
-    a rerun), passing (a result nobody reads from a rerun), gap that it was made in.  By buffer: version, gap, held,
-    wanted.  By operator: called, batch.  By gap: rebuilt (reruns that renewed it).  live: bytes by run.
-    brought, next_brought: by step the first gap that brings its buffer back there, and by gap the next such; else -1.
-    stuck: the buffer that could not be rebuilt, -1 if the room was full; only where seconds are infinite.
-    runs: how many the last simulation made.
+    They are longer than the schedule. Only the first `runs[0]` runs are valid, with their reads and versions; what lies
+    behind is left from other simulations. Operators are named by their steps, as in `Tables`.
+
+    By run: op, the operator; step, the step of the reference order at which it runs (a rerun, with op != step, runs in
+    front of it); live, bytes live during it, set by `count_live`; first_read and first_made, where its reads and the
+    versions that it makes begin, with one entry more for the ends.
+    By read: seen, the version that is read.
+    By version: buffer; born, last, the first and the last run at which it is live; dead, the run from which on its
+    bytes are free or another version's, set by `mark_reuse`; again, whether a rerun made it; at_gap, the gap in which
+    it was made.
+    By buffer, during the simulation: version, its newest; gap, the gap that the simulation is in; held, whether a rerun
+    in that gap is kept until the next read; wanted, the step in front of which it was last to be rebuilt.
+    By operator: called, the step in front of which it last ran again.  batch, stack: operators to run again in front of
+    one step, and buffers to be rebuilt there.
+    By gap: rebuilt, the number of reruns that renewed its buffer in it; next_brought, the next gap that brings its
+    buffer back at the same step, else -1.  By step: brought, the first such gap, else -1.
+    stuck: one entry, valid only where seconds are infinite: the buffer that could not be rebuilt, -1 if the room was
+    full.  runs: one entry, the number of runs of the last simulation that got through.
     """
 
     op: IntArray
@@ -68,9 +81,13 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Cost of a schedule: seconds added, peak in bytes, area (bytes above the budget, summed over the runs), runs.
+    """Cost of a schedule.
 
-    Seconds are infinite where the decisions ask for a rerun that is not allowed, or for too many.
+    seconds: seconds that its reruns add. Infinite where the decisions ask for a rerun that is not allowed, or for more
+        reruns than the room takes; peak and area are then of no use, and larger than any other.
+    peak: peak of live bytes.
+    area: live bytes above the budget, summed over the runs.
+    runs: runs of operators, originals included, that were simulated.
     """
 
     seconds: float
@@ -80,7 +97,10 @@ class Score:
 
 
 def make_room(tables: Tables, most_runs: int) -> Room:
-    """Arrays for up to `most_runs` runs, originals included."""
+    """Allocate the arrays, with space for schedules of fewer than `most_runs` runs, originals included.
+
+    Longer ones, and ones whose reruns read or make far more buffers than the original runs, count as impossible.
+    """
     n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
     reads = factor * len(tables.read) + 2 * tables.widest_read + 1
@@ -105,7 +125,11 @@ def make_room(tables: Tables, most_runs: int) -> Room:
 
 
 def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room) -> Score:
-    """Simulate once; the room then holds the schedule. release, hold: int64[gaps]."""
+    """Simulate the schedule of these decisions once and return its cost; if that is finite, the room then holds it.
+
+    release, hold: int64[gaps]; see the module.
+    budget: bytes; the area counts what is above.
+    """
     seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
     return Score(seconds, int(peak), area, runs)
 
@@ -114,7 +138,7 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
 def simulate_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
-    """Seconds, peak, area and runs of a simulated schedule; see `Score`."""
+    """Simulate once, as `evaluate`; return (seconds, peak, area, runs), the fields of `Score`."""
     runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
@@ -129,9 +153,13 @@ def simulate_and_measure(
 
 @compiled_uncounted
 def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
-    """Write the schedule into the room; the number of runs, and the seconds that the reruns add.
+    """Write the schedule of the decisions into the room; return (runs, seconds that the reruns add).
 
-    Arrays have names of their own, and tuples go only where something is rebuilt: handing one on costs a microsecond.
+    Seconds are infinite where a rerun is not allowed or the room is full: `room.stuck` then says which, and runs counts
+    those before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`.
+
+    The loop names the arrays that it uses, and hands tuples on only where something is rebuilt: each time takes a
+    microsecond.
     """
     read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last
     made_start, made, gap_start = tables.made_start, tables.made, tables.gap_start
@@ -177,19 +205,22 @@ def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) ->
 
 @compiled_uncounted
 def bring_at(step: int, steps: int) -> int:
-    """The `hold` of a gap whose buffer is brought back in front of `step`."""
+    """Return the `hold` that brings a gap's buffer back in front of `step`, in an order of `steps` steps."""
     return steps + 1 + step
 
 
 @compiled_uncounted
 def held_from(hold: int, steps: int) -> int:
-    """The step from which on a rerun is kept."""
+    """Return the step from which on a `hold` keeps reruns, whether or not it also brings the buffer back.
+
+    steps: number of steps of the order.
+    """
     return hold if hold <= steps else hold - bring_at(0, steps)
 
 
 @compiled_uncounted
 def _list_brings(hold: LongArray, room: Room) -> None:
-    """Fill `brought` and `next_brought`: by step, the gaps that bring their buffers back in front of it."""
+    """Fill `room.brought` and `room.next_brought`: for each step, the gaps that bring their buffers back there."""
     steps = len(room.brought)
     room.brought[:] = -1
     most = 0
@@ -208,7 +239,10 @@ def _list_brings(hold: LongArray, room: Room) -> None:
 def _rebuild(
     tables: Tables, release: LongArray, hold: LongArray, step: int, now: tuple[int, int, int], room: Room
 ) -> tuple[int, int, int, float]:
-    """Run again what must run in front of `step`: the next run, read and version, and the seconds (infinite if not)."""
+    """Run again what must run in front of `step`; return the next run, read and version, and the seconds added.
+
+    now: the next run, read and version.  Seconds are infinite where a rerun is not allowed or the room is full.
+    """
     run, at, fresh = now
     called = _collect(tables, release, step, room)
     steps = len(tables.workspace) - step  # that are still to come, and need their room
@@ -247,7 +281,10 @@ def _rebuild(
 
 @compiled_uncounted
 def _collect(tables: Tables, release: LongArray, step: int, room: Room) -> int:
-    """Put the operators to run again in front of `step` into the batch, sorted: how many, -1 if one must not run."""
+    """Put the operators to run again in front of `step` into `room.batch`, sorted by step; return their number.
+
+    -1 if one must not run again; `room.stuck` is then the buffer that it would make.
+    """
     read_start, read, gap, held = tables.read_start, tables.read, room.gap, room.held
     wanted, stack, called, producer = room.wanted, room.stack, room.called, tables.producer
     top, count, op = 0, 0, step
@@ -301,7 +338,10 @@ def _sort(row: LongArray, count: int) -> None:
 
 @compiled_uncounted
 def mark_reuse(tables: Tables, runs: int, room: Room) -> None:
-    """Fill `dead`: the run at which the bytes of each version are free, or taken over by another version."""
+    """Fill `room.dead`: for each version the run from which on its bytes are free or those of another version.
+
+    The room must hold a simulated schedule of this number of runs.
+    """
     reusable_start, slot, maker, last, dead = tables.reusable_start, tables.slot, room.buffer, room.last, room.dead
     for version in range(room.first_made[runs]):
         dead[version] = last[version] + 1
@@ -318,7 +358,10 @@ def mark_reuse(tables: Tables, runs: int, room: Room) -> None:
 
 @compiled_uncounted
 def count_live(tables: Tables, runs: int, room: Room) -> int:
-    """Fill `live`, and return its greatest."""
+    """Fill `room.live` with the live bytes of each run, workspace included, and return their peak.
+
+    Call it after `mark_reuse`, with the same number of runs.
+    """
     live, size, maker, born, dead = room.live, tables.size, room.buffer, room.born, room.dead
     live[: runs + 1] = 0
     for version in range(room.first_made[runs]):

@@ -1,4 +1,4 @@
-"""States to begin with: what a minimum cut keeps at its operator, and nothing else."""
+"""States for searches to begin with: over the step of a minimum cut only what the cut keeps is kept."""
 
 import numpy as np
 
@@ -7,9 +7,13 @@ from roamc.solvers.retain.search import Search, State
 
 
 def from_cut(search: Search, cut: Cut, budget: int) -> State:
-    """Keep over the cut's step what the cut keeps, also behind the last read, and drop all else that is there.
+    """Return the state that keeps over the cut's step only what the cut keeps, and drops all else once.
 
-    Gaps that begin and end on one side of the step stay as they are without reruns.
+    It decides on the free gaps that begin before the step and end behind it, also those behind a last read. All other
+    gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds where that
+    fails.
+
+    budget: bytes, for the area of the score.
     """
     gaps, plain = search.gaps, search.keep_everything()
     over = gaps.free & (gaps.begin < cut.step) & (gaps.end > cut.step)
@@ -19,9 +23,14 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
 
 
 def possible(search: Search, state: State, budget: int) -> State:
-    """Keep what cannot be rebuilt when it is needed, until a simulation gets through; infinite seconds if none does.
+    """Return the state with those buffers kept that must be rebuilt but cannot, because their operators must not rerun.
 
-    What must not run again, or not any more, must have its result kept.
+    Each repair keeps one buffer through the gap in which it is missing, and simulates again. Repairs end where a
+    simulation gets through, where the room is full, or after `effort.start_repairs` of them; the seconds are infinite
+    if no simulation got through.
+
+    state: the state simulated last in `search`; its `release` is changed in place.
+    budget: bytes, for the area of the score.
     """
     for _ in range(search.effort.start_repairs):
         stuck = int(search.room.stuck[0])

@@ -15,13 +15,17 @@ from roamc.solvers.retain.problem import RetainProblem
 
 
 class Tables(NamedTuple):
-    """What the compiled loops read, a tuple because numba takes those as they are.
+    """A `RetainProblem` as arrays for the compiled loops; a tuple, because numba takes tuples as they are.
 
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
-    sorted.  slot: for each buffer that buffer k may take over, its place among the reads of the producer of k, in rows
-    that begin at reusable_start.  By step: workspace bytes, seconds, repeatable, expires.  By buffer: size in bytes,
-    producer (a step), droppable, kept, gap_start (b + 1), last_read (a step; the producer if nobody reads it).  By gap:
-    gap_buffer.  widest_read, widest_made: the most buffers that a step reads, makes.
+    sorted.
+    By step: workspace, bytes; seconds, repeatable, expires, as in `RetainProblem` for the operator that runs there.
+    By buffer: size, bytes; producer, a step; droppable, kept; last_read, a step, that of the producer if nobody reads
+    it.
+    slot: for each buffer whose bytes buffer k may take over, its place in the row of `read` of k's producer; those of k
+    are `slot[reusable_start[k]:reusable_start[k + 1]]`, the best first.
+    The gaps of buffer k are numbered from gap_start[k] to gap_start[k + 1] - 1; gap_buffer: the buffer of each gap.
+    widest_read, widest_made: the most buffers that one step reads, and makes.
     """
 
     read_start: LongArray
@@ -47,13 +51,15 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
-    """All gaps of all buffers, by buffer and time.
+    """All gaps of all buffers, by buffer and time: g of them, numbered as by `Tables.gap_start`.
 
-    buffer: int32[g].  begin, end: int64[g], the steps of the reads on either side; end is n behind the last read.
-    last: bool[g], whether it is that one.  free: bool[g], whether there is a choice: the buffer may be dropped, has
-    bytes, and there is a step in the gap.
-    family: int32[g], the same number for gaps that look alike: bytes, seconds of the producer, number of reads, place
-    among them. Repeated blocks make large families.
+    buffer: int32[g].
+    begin, end: int64[g], the steps of the reads before and behind the gap; begin is the producer's step in front of the
+        first read, end is n behind the last.
+    last: bool[g], whether the gap lies behind the last read.
+    free: bool[g], whether there is a choice: the buffer is droppable and has bytes, and a step lies inside the gap.
+    family: int32[g], the same number for gaps that are alike: buffers of the same bytes, seconds of the producer and
+        number of reads, and the same place among these reads. Repeated blocks make large families.
     """
 
     buffer: IntArray
@@ -65,7 +71,7 @@ class Gaps:
 
 
 def make_tables(problem: RetainProblem) -> Tables:
-    """Renumber the operators by their steps and lay everything out in rows."""
+    """Return the problem as arrays in which each operator is named by its step in the reference order."""
     order = renumber(problem.order, problem.sequence)
     read, made = reads(order), writes(order)
     return Tables(
@@ -92,7 +98,7 @@ def make_tables(problem: RetainProblem) -> Tables:
 
 
 def make_gaps(problem: RetainProblem) -> Gaps:
-    """List the gaps in the numbering that `gap_start` gives them."""
+    """Return all gaps of the problem's buffers, numbered as by `Tables.gap_start`."""
     order = renumber(problem.order, problem.sequence)
     reads_of = np.diff(order.consumer_start)
     buffer = _gap_buffers(order)

@@ -1,7 +1,8 @@
 """The judge of reruns: runs the schedule again, in plain loops, and shares no code with any algorithm.
 
-O(n + b + reads + reusable), of the schedule with its reruns. Everything follows from the list of reruns by the rules in
-`problem.py`. That `bound_seconds` is a true lower bound it cannot see, only that the bound does not contradict.
+Time is O(n + b + reads + reusable) of the schedule with its reruns. Everything follows from the list of reruns by the
+rules in `problem.py`. The judge cannot see whether `bound_seconds` is a true lower bound, only that the solution does
+not contradict it.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,11 @@ _SLACK = 1e-9
 
 
 class RetainVerdict(Enum):
-    """What the judge found; the first fault in this sequence is the one reported."""
+    """What the judge found; each value says it in words, and only the first fault is reported.
+
+    All reruns are checked for OUT_OF_RANGE and NOT_SORTED, one rerun after another. Then all are checked for the faults
+    from NOT_REPEATABLE to NOT_DROPPABLE, again one by one. Then the claims of the solution are checked, as listed here.
+    """
 
     GOOD = "good"
     OUT_OF_RANGE = "no such step, operator or buffer"
@@ -36,7 +41,15 @@ class RetainVerdict(Enum):
 
 @dataclass(frozen=True)
 class RetainReport:
-    """A verdict, the numbers it is about (see `detail` for what they are), and one line for people."""
+    """The verdict on a solution, with the place of the fault.
+
+    verdict: GOOD, or the first fault.
+    items: the numbers that the verdict is about. OUT_OF_RANGE, NOT_SORTED: the rerun's place in `reruns`.
+        NOT_REPEATABLE, NOT_RUN_YET, EXPIRED: that place and the operator. INPUT_MISSING, NOT_A_RESULT, NOT_DROPPABLE:
+        that place and the buffer. WRONG_PEAK, WRONG_SECONDS: claimed and counted. OVER_BUDGET, WRONG_STATUS: peak and
+        budget. BOUND_ABOVE_SECONDS: bound and seconds. LEAST_ABOVE_PEAK: lowest peak and peak. Empty if GOOD.
+    detail: the fault in one line of text; empty if GOOD.
+    """
 
     verdict: RetainVerdict
     items: tuple[float, ...] = ()
@@ -49,7 +62,11 @@ class RetainReport:
 
 
 def validate(problem: RetainProblem, budget: int, solution: RetainSolution) -> RetainReport:
-    """Judge a solution for a budget in bytes. Never raises for a bad one: the verdict names the first fault."""
+    """Judge a solution of `problem` for a budget in bytes.
+
+    A bad solution raises nothing: the verdict of the report names its first fault. A solution with the status
+    INFEASIBLE is good only if its peak is above the budget.
+    """
     fault = _list_fault(problem, solution) or _rerun_fault(problem, solution)
     if fault is not None:
         return fault
@@ -108,7 +125,10 @@ def _reads_and_makes(problem: RetainProblem) -> tuple[list[list[int]], list[list
 
 @dataclass
 class _Run:
-    """One run of an operator, original (every result is a version) or again (what it renews is)."""
+    """One run of an operator. versions: the buffers of which it makes a version; all results if the run is no rerun.
+
+    passing: the other results of a rerun, live during it only.  reads: the versions that it reads.
+    """
 
     op: int
     versions: list[int]
@@ -118,7 +138,10 @@ class _Run:
 
 @dataclass
 class _Version:
-    """Live on the runs [born, last], both included."""
+    """A version of a buffer, live on the runs [born, last], both included.
+
+    reused: whether a result of run `last` takes over its bytes, so that they count for that result there.
+    """
 
     buffer: int
     born: int
@@ -139,7 +162,10 @@ def _all_runs(problem: RetainProblem, solution: RetainSolution, makes: list[list
 
 
 def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int, int]]:
-    """All runs of the schedule with its reruns, which are legal: (operator, live bytes while it runs)."""
+    """Return all runs of the schedule, original ones and reruns, in the sequence in which they run.
+
+    Each is (operator, live bytes while it runs, its workspace included). The reruns must be legal, see `validate`.
+    """
     reads, makes = _reads_and_makes(problem)
     runs = _all_runs(problem, solution, makes)
     newest: dict[int, _Version] = {}

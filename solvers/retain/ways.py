@@ -1,4 +1,7 @@
-"""The ways of making one drop, compiled: each changes decisions in place and leaves a trail to go back on."""
+"""The ways of making one drop, compiled: each changes `release` and `hold` in place, and can be undone by its trail.
+
+`drops.py` says what the ways ALONE, TRANSIENT and WITH_INPUTS are, `simulate.py` what `release` and `hold` mean.
+"""
 
 from typing import NamedTuple
 
@@ -11,17 +14,21 @@ from roamc.solvers.retain.tables import Tables
 
 ALONE, TRANSIENT, WITH_INPUTS = 0, 1, 2
 WAYS = 3
-"""The number of ways, see `drops.py`."""
+"""The number of ways: ALONE, TRANSIENT and WITH_INPUTS count from 0 to WAYS - 1."""
 
 _MOST_REPAIRS = 3
-"""Gaps that one drop keeps at most because a rerun needs what must not run again: each takes one more simulation.
+"""The most gaps that one drop keeps because a rerun reads a buffer that must not be made again.
 
-A drop that needs more counts as impossible: more gaps make more drops possible, by more simulations for each.
+Each takes one more simulation. A drop that needs more counts as impossible: a larger number makes more drops possible,
+and takes more simulations for each.
 """
 
 
 class Trail(NamedTuple):
-    """What `release` and `hold` of a gap were before each change, int64[changes]."""
+    """The changes made to decisions, oldest first: the gap of each, and its `release` and `hold` before the change.
+
+    All are int64[room]; the number of entries in use is kept by the caller, as `count`.
+    """
 
     gap: LongArray
     release: LongArray
@@ -29,7 +36,7 @@ class Trail(NamedTuple):
 
 
 def make_trail(gaps: int) -> Trail:
-    """Room for the changes of one drop, or for as many as that of so many gaps."""
+    """Return an empty trail with room for the changes of one drop in a problem with this number of gaps."""
     return Trail(*np.empty((3, gaps + _MOST_REPAIRS + 1), dtype=np.int64))
 
 
@@ -46,10 +53,25 @@ def drop_in_way(
     trail: Trail,
     count: int,
 ) -> tuple[float, int, float, int, int]:
-    """Make the drop (gap, the gap's end, release, hold): seconds, peak, area, work, and the length of the trail.
+    """Make one drop in one way, changing `release` and `hold` in place, and simulate it.
 
-    TRANSIENT continues where ALONE has ended, with its schedule in the room and its trail. A way that does not differ
-    from ALONE takes infinite seconds.
+    Gaps whose buffers a rerun needs and must not make again are kept as well, `_MOST_REPAIRS` of them at most.
+
+    tables: the problem.
+    release, hold: int64[gaps], the decisions; see `simulate.py`. `go_back` undoes what is changed in them.
+    drop: (gap, the step at which it ends, its new release, its new hold), as in `Drops`.
+    way: ALONE sets the gap only. WITH_INPUTS also keeps the inputs of its rerun that are read for the last time before
+        the gap ends. TRANSIENT must follow a call with ALONE for the same drop that gave finite seconds, with the
+        decisions, room, trail and count of that call: what is newly rebuilt with the drop is then not held for its own
+        next read.
+    since: int32[gaps], the step of the last rerun in each gap before the drop, -1 for none; see `Drops`.
+    budget: bytes; the area counts what is above.
+    room: ends with the schedule after the drop, if the seconds are finite.
+    trail, count: the changes so far, to which these are added, and their number: 0 for ALONE and WITH_INPUTS.
+
+    Returns (seconds, peak, area, work, count): cost of the whole schedule as in `Score`, runs simulated, and the number
+    of changes now on the trail. Seconds are infinite where the drop is impossible, and, without a simulation, where the
+    way does not differ from ALONE.
     """
     gap, end, new_release, new_hold = drop
     before = count
@@ -67,7 +89,7 @@ def drop_in_way(
 
 @compiled_uncounted
 def go_back(release: LongArray, hold: LongArray, trail: Trail, count: int) -> None:
-    """Undo `count` changes."""
+    """Undo the first `count` changes on the trail, the newest first: `release` and `hold` are changed in place."""
     for row in range(count - 1, -1, -1):
         release[trail.gap[row]], hold[trail.gap[row]] = trail.release[row], trail.hold[row]
 
@@ -76,7 +98,10 @@ def go_back(release: LongArray, hold: LongArray, trail: Trail, count: int) -> No
 def set_gap(
     release: LongArray, hold: LongArray, gap: int, new_release: int, new_hold: int, trail: Trail, count: int
 ) -> int:
-    """Decide a gap, and note on the trail what was decided before; the length of the trail."""
+    """Set `release` and `hold` of one gap in place, and note the old values as entry `count` of the trail.
+
+    Returns the new number of entries. Nothing checks that the trail has room.
+    """
     trail.gap[count], trail.release[count], trail.hold[count] = gap, release[gap], hold[gap]
     release[gap], hold[gap] = new_release, new_hold
     return count + 1
@@ -86,7 +111,10 @@ def set_gap(
 def _simulate_and_repair(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room, trail: Trail, count: int
 ) -> tuple[float, int, float, int, int]:
-    """Simulate, and keep what must not run again when it is needed, until a simulation gets through."""
+    """Simulate, and keep the gap of each buffer that is needed and must not be made again, until a simulation succeeds.
+
+    Returns what `drop_in_way` returns.
+    """
     work, repairs = 0, 0
     while True:
         seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
@@ -102,7 +130,10 @@ def _simulate_and_repair(
 def _keep_inputs(
     tables: Tables, gap: int, end: int, release: LongArray, hold: LongArray, trail: Trail, count: int
 ) -> int:
-    """Keep what the rerun at the end of `gap` reads and nothing else reads then or later."""
+    """Keep, behind their last reads, the inputs of the rerun at the end of `gap` that are last read before it.
+
+    Returns the number of entries on the trail.
+    """
     steps = len(tables.workspace)
     op = tables.producer[tables.gap_buffer[gap]]
     for row in range(tables.read_start[op], tables.read_start[op + 1]):
@@ -124,9 +155,11 @@ def _let_go(
     trail: Trail,
     count: int,
 ) -> int:
-    """Hold nothing from the step on at which `dropped` is rebuilt that was not rebuilt there before.
+    """Let go of what was newly rebuilt together with the gap `dropped`: only a rerun at a later step is held.
 
-    The schedule in the room is the one after the drop.
+    That is every other buffer rebuilt in front of the step at which `dropped` is rebuilt and read at a later step,
+    unless `since` says that it was rebuilt there before the drop. The schedule in the room must be the one after the
+    drop. Returns the number of entries on the trail.
     """
     step = -1
     runs = room.runs[0]
