@@ -10,15 +10,18 @@ every lower budget, and no rerun can free it:
 The same goes for what reads nothing, such as the masks of dropout: it may have been drawn long before it is needed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray
-from roamc.solvers.order.branches import LARGEST, place_branches
+from roamc.solvers.order.branches import place_branches
+from roamc.solvers.order.effort import EFFORT
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
 
-_SIZES = (LARGEST, 2)
+_EFFORTS = (EFFORT, replace(EFFORT, largest_branch=2))
 """Near the end of the order, large branches hold several gradients; those then move apart as small branches."""
 
 WORTH = 0.001
@@ -40,8 +43,8 @@ def reference_order(order: OrderProblem, sequence: IntArray) -> IntArray:
     barriers = np.setdiff1d(np.arange(staged.problem.num_ops), staged.number)
     places = np.flatnonzero(np.diff(stage)) + 1
     lifted = np.insert(staged.number[sequence], places, barriers).astype(np.int32)
-    for largest in _SIZES:
-        lifted, _ = place_branches(staged.problem, lifted, largest=largest)
+    for effort in _EFFORTS:
+        lifted, _ = place_branches(staged.problem, lifted, effort=effort)
     found = staged.order_of(lifted)
     reads = np.zeros(order.num_ops, dtype=np.bool_)
     reads[order.consumer] = True
