@@ -20,7 +20,7 @@ from roamc.options import Options
 from roamc.rewriting.arrange import arrange
 from roamc.rewriting.in_place import wanted
 from roamc.rewriting.order_problem import order_problem
-from roamc.solvers.order import ALGORITHMS, WORK_LIMIT, solve, validate
+from roamc.solvers.order import ALGORITHMS, solve, validate
 from roamc.units import Bytes, format_bytes
 
 NAME = "reorder"
@@ -60,7 +60,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, wanted(memory, options))
-    limit = WORK_LIMIT if options.limit_bytes is None else TRIAL_WORK
+    limit = None if options.limit_bytes is None else TRIAL_WORK
     solution = solve(problem, algorithms=chosen, work_limit=limit, progress=_tell)
     report = validate(problem, solution)
     if not report.good:

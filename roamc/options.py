@@ -11,7 +11,7 @@ from typing import Any
 from roamc.budget import Budget, parse_budget
 from roamc.cost import load_profile
 from roamc.errors import OptionError
-from roamc.solvers.layout import NODE_LIMIT
+from roamc.solvers.layout import EFFORT
 from roamc.units import Bytes
 
 IDLE = ("keep", "free")
@@ -45,7 +45,7 @@ class Options:
 
     memory_budget: Budget | None = None
     alignment: int = 0
-    layout_nodes: int = NODE_LIMIT
+    layout_nodes: int = EFFORT.node_limit
     order: str = "best"
     disable: tuple[str, ...] = ()
     idle_arena: str = "keep"

@@ -8,7 +8,7 @@ from typing import Any
 
 from roamc import files
 from roamc.errors import PlanError, VerifyError
-from roamc.solvers.layout import NODE_LIMIT, solve, validate
+from roamc.solvers.layout import solve, validate
 from roamc.solvers.layout.csv_form import CsvError, format_csv, read_csv
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -28,7 +28,7 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
     except CsvError as error:
         raise PlanError(str(error)) from None
     began = time.perf_counter()
-    nodes = NODE_LIMIT if seconds is None else _NO_LIMIT
+    nodes = None if seconds is None else _NO_LIMIT
     solution = solve(instance.problem, node_limit=nodes, capacity=capacity, seconds=seconds)
     took = time.perf_counter() - began
     report = validate(instance.problem, solution)

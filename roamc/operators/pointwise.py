@@ -24,7 +24,7 @@ def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Return the result of a pointwise operator with the strides that the real kernel gives it.
 
     Args:
-        node: of an operator for which :func:`is_ordered` holds; ``node.meta["val"]`` is the fake result.
+        node: of an operator whose rule has other ``strides`` than ``AS_NOTED``; its value is the fake result.
         mode: the fake mode of its tensors.
 
     Returns:

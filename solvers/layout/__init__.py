@@ -3,7 +3,8 @@
 Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
 """
 
-from roamc.solvers.layout.portfolio import ALGORITHMS, NODE_LIMIT, solve
+from roamc.solvers.layout.effort import EFFORT, Effort
+from roamc.solvers.layout.portfolio import ALGORITHMS, solve
 from roamc.solvers.layout.problem import (
     Gap,
     LayoutProblem,
@@ -17,7 +18,8 @@ from roamc.solvers.layout.validate import LayoutReport, LayoutVerdict, validate
 
 __all__ = [
     "ALGORITHMS",
-    "NODE_LIMIT",
+    "EFFORT",
+    "Effort",
     "Gap",
     "LayoutProblem",
     "LayoutReport",

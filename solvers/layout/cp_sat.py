@@ -11,13 +11,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from roamc.solvers.arrays import LongArray
+from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.problem import Bytes, LayoutProblem, padded, parts
-
-LARGEST = 64
-"""Storages with bytes; above, no proof was seen in reasonable time."""
-
-_NODES_PER_UNIT = 20_000
-"""How many nodes of the section search cost about as much as one unit of CP-SAT's deterministic time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +23,14 @@ class CpSatResult:
     proved: bool
 
 
-def cp_sat(problem: LayoutProblem, floor: Bytes, roof: Bytes, node_limit: int, seconds: float | None) -> CpSatResult:
+def cp_sat(
+    problem: LayoutProblem,
+    floor: Bytes,
+    roof: Bytes,
+    node_limit: int,
+    seconds: float | None,
+    effort: Effort = EFFORT,
+) -> CpSatResult:
     """The lowest layout with an arena from floor to roof bytes, within a limit on deterministic time.
 
     floor: a lower bound. seconds: a limit on wall-clock time too; None for none.
@@ -42,7 +44,7 @@ def cp_sat(problem: LayoutProblem, floor: Bytes, roof: Bytes, node_limit: int, s
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = max(node_limit / _NODES_PER_UNIT, 0.01)
+    solver.parameters.max_deterministic_time = max(node_limit / effort.cp_sat_unit_nodes, 0.01)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)
     status = solver.solve(model)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roamc.solvers.arrays import LongArray
-from roamc.solvers.layout.problem import Gap, LayoutProblem, make_problem
+from roamc.solvers.layout.problem import MOST_BYTES, Gap, LayoutProblem, make_problem
 
 _NAMES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower"}
 _NEEDED = ("id", "lower", "upper", "size")
@@ -132,7 +132,7 @@ def _row(line: str, place: dict[str, int], inclusive: bool) -> _Row:
             return default
         if not re.fullmatch(r"-?\d+", text):
             raise ValueError(f"{column} is {text!r}, not a whole number")
-        if abs(value := int(text)) >= 2**62:
+        if abs(value := int(text)) >= MOST_BYTES:
             raise ValueError(f"{column} is {text}, too large")
         return value
 

@@ -6,10 +6,8 @@ import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled
+from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.problem import LayoutProblem, Parts, padded, parts
-
-_BIRTHS_A_SLICE = 256
-"""So many parts are born in each slice of time; no slices below twice as many."""
 
 _BORN, _DEAD, _BOTTOM, _TOP = range(4)
 """Columns of `_Stacks.life`."""
@@ -33,7 +31,7 @@ class _Stacks(NamedTuple):
     seen: LongArray
 
 
-def first_fit(problem: LayoutProblem, sequence: LongArray) -> LongArray:
+def first_fit(problem: LayoutProblem, sequence: LongArray, effort: Effort = EFFORT) -> LongArray:
     """Place storages in the given sequence, each at the lowest offset free all its life: int64[n] bytes.
 
     sequence: int64[n], a permutation of the storages. Fixed storages come before all others. Storages without
@@ -59,16 +57,16 @@ def first_fit(problem: LayoutProblem, sequence: LongArray) -> LongArray:
         rectangle.start,
         rectangle.low,
         rectangle.high,
-        _no_stacks(rectangle),
+        _no_stacks(rectangle, effort.slice_births),
         offset,
     )
     return offset
 
 
-def _no_stacks(rectangle: Parts) -> _Stacks:
-    """Empty stacks, with room for all parts that will be in them; about as many are born in each slice."""
+def _no_stacks(rectangle: Parts, births: int) -> _Stacks:
+    """Empty stacks, with room for all parts that will be in them; about `births` are born in each slice."""
     born, dead = rectangle.born, rectangle.dead
-    cuts = np.unique(np.sort(born)[_BIRTHS_A_SLICE::_BIRTHS_A_SLICE][:-1]) if len(born) else born
+    cuts = np.unique(np.sort(born)[births::births][:-1]) if len(born) else born
     slices = len(cuts) + 1 if len(cuts) else 0
     from_slice = np.searchsorted(cuts, born, side="right")
     to_slice = np.searchsorted(cuts, dead, side="left") + min(slices, 1)

@@ -7,6 +7,7 @@ it priority, construct again. Deterministic, and bounded in rounds.
 import numpy as np
 
 from roamc.solvers.arrays import LongArray
+from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, padded
 
@@ -15,15 +16,16 @@ class Improvement:
     """A layout, int64[n] bytes, that is improved round by round.
 
     best, best_arena: the lowest so far.  rounds: how many were made.  ended: whether more would be in vain: the arena
-    is no higher than target_bytes, `patience` rounds brought none that is lower, or a round moved nothing.
+    is no higher than target_bytes, `effort.improve_patience` rounds brought none that is lower, or a round moved
+    nothing.
     """
 
-    def __init__(self, problem: LayoutProblem, offset: LongArray, target_bytes: Bytes, patience: int) -> None:
+    def __init__(self, problem: LayoutProblem, offset: LongArray, target_bytes: Bytes, effort: Effort = EFFORT) -> None:
         self.best = offset
         self.best_arena = arena_bytes(problem, offset)
         self.rounds = 0
         self.ended = False
-        self._problem, self._target, self._patience = problem, target_bytes, patience
+        self._problem, self._target, self._effort = problem, target_bytes, effort
         self._size = padded(problem)
         self._sequence = np.lexsort((problem.born, offset))
         self._best_round = 0
@@ -35,7 +37,7 @@ class Improvement:
             self._improve_once()
 
     def _improve_once(self) -> None:
-        current = first_fit(self._problem, self._sequence)
+        current = first_fit(self._problem, self._sequence, self._effort)
         arena = arena_bytes(self._problem, current)
         self.rounds += 1
         if arena < self.best_arena:
@@ -45,7 +47,7 @@ class Improvement:
         moved = np.concatenate([self._sequence[front], self._sequence[~front]])
         self.ended = (
             self.best_arena <= self._target
-            or self.rounds - self._best_round >= self._patience
+            or self.rounds - self._best_round >= self._effort.improve_patience
             or np.array_equal(moved, self._sequence)
         )
         self._sequence = moved

@@ -8,6 +8,7 @@ from roamc.solvers.arrays import LongArray, read_only
 from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
+from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.improve import Improvement
 from roamc.solvers.layout.problem import (
@@ -43,44 +44,30 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 """Name of each heuristic, and the heuristic: a problem to offsets in bytes, int64[n]."""
 
-IMPROVE_STARTS = 8
-"""So many layouts are improved, the lowest first."""
-
-IMPROVE_ROUNDS = 40
-IMPROVE_PATIENCE = 12
-IMPROVE_TURN = 4
-"""So many rounds each layout gets in its turn: of some the first few help, of others none."""
-
-IMPROVE_WORK = 4_000_000_000
-"""At most about so many pairs of storages that live together are compared while improving: fewer rounds where there
-are many."""
-
-NODE_LIMIT = 1_000_000
-"""Placements that a search may try unless told otherwise: seconds where it finds nothing, which is rare."""
-
-FIRST_SHARE = 100_000
-"""Nodes of the first search where time is limited: each capacity between bound and best gets its share of them."""
-
 
 def solve(
     problem: LayoutProblem,
     *,
-    node_limit: int = NODE_LIMIT,
+    node_limit: int | None = None,
     capacity: Bytes | None = None,
     seconds: float | None = None,
+    effort: Effort = EFFORT,
 ) -> LayoutSolution:
     """Run the heuristics, improve what they found, then search; stop as soon as the arena is low enough.
 
-    node_limit: how many storages the search may place, 0 for no search. capacity: an arena of so many bytes is
-    low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer depend on the
-    machine; None for no such limit. Ties go to the earlier candidate. `LayoutSolution` says what the status
-    means.
+    node_limit: how many storages the search may place, 0 for no search, `effort.node_limit` if left out. capacity: an
+    arena of this size is low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer
+    depend on the machine; None for no such limit. effort: what each part may spend. Ties go to the earlier candidate.
+    `LayoutSolution` says what the status means.
     """
-    return interpreted_first(problem.num_storages, lambda: _solved(problem, node_limit, capacity, seconds))
+    limit = effort.node_limit if node_limit is None else node_limit
+    return interpreted_first(problem.num_storages, lambda: _solved(problem, limit, capacity, seconds, effort))
 
 
-def _solved(problem: LayoutProblem, node_limit: int, capacity: Bytes | None, seconds: float | None) -> LayoutSolution:
-    run = _Run(problem, lower_bound(problem), capacity, seconds)
+def _solved(
+    problem: LayoutProblem, node_limit: int, capacity: Bytes | None, seconds: float | None, effort: Effort
+) -> LayoutSolution:
+    run = _Run(problem, lower_bound(problem), capacity, seconds, effort)
     run.construct()
     run.improve()
     more = node_limit > 0 and not run.low_enough() and not run.late()
@@ -113,6 +100,7 @@ class _Run:
     bound: Bytes
     capacity: Bytes | None
     seconds: float | None
+    effort: Effort
     tried: list[_Candidate] = field(default_factory=list)
     work: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -158,15 +146,16 @@ class _Run:
 
     def improve(self) -> None:
         """Improve the lowest layouts in turns until one is low enough: the lowest is seldom the best to improve."""
-        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)[:IMPROVE_STARTS]
+        effort = self.effort
+        start = sorted(self.tried, key=lambda candidate: candidate.arena_bytes)[: effort.improved_layouts]
         pairs = live_pairs(self.problem) * len(start)
-        limit = min(IMPROVE_ROUNDS, IMPROVE_WORK // max(pairs, 1) + 1)
-        runs = [Improvement(self.problem, one.offset, self.target, IMPROVE_PATIENCE) for one in start]
-        for made in range(0, limit, IMPROVE_TURN):
+        limit = min(effort.improve_rounds, effort.improve_pairs // max(pairs, 1) + 1)
+        runs = [Improvement(self.problem, one.offset, self.target, effort) for one in start]
+        for made in range(0, limit, effort.improve_turn):
             for run in runs:
                 if self.late() or min(run.best_arena for run in runs) <= self.target:
                     break
-                run.go_on(min(IMPROVE_TURN, limit - made))
+                run.go_on(min(effort.improve_turn, limit - made))
         for candidate, run in zip(start, runs, strict=True):
             if run.rounds:
                 self.add(candidate.name + "+improve", run.best, self.problem.num_storages * run.rounds)
@@ -175,23 +164,23 @@ class _Run:
         """Search below the best: in one go, or, against the clock, again and again with larger limits."""
         if not self.problem.plain:
             return self._search_by_cp_sat(node_limit)
-        share = node_limit if self.seconds is None else min(node_limit, FIRST_SHARE)
+        share = node_limit if self.seconds is None else min(node_limit, self.effort.first_search_nodes)
         while True:
-            found = tree_search(self.problem, self.best().offset, self.target, share, self.late)
+            found = tree_search(self.problem, self.best().offset, self.target, share, self.late, self.effort)
             self.add("tree_search", found.offset, found.nodes)
             node_limit -= max(found.nodes, 1)
             hopeless = found.refuted and self.capacity is not None
             if found.proved or hopeless or node_limit <= 0 or self.late():
                 return self.status(searched=True, proved=found.proved, refuted=found.refuted)
-            share = min(node_limit, 4 * share)
+            share = min(node_limit, self.effort.search_growth * share)
 
     def _search_by_cp_sat(self, node_limit: int) -> Status:
-        from roamc.solvers.layout.cp_sat import LARGEST, cp_sat  # a second to import, and seldom needed
+        from roamc.solvers.layout.cp_sat import cp_sat  # a second to import, and seldom needed
 
-        if int((self.problem.size > 0).sum()) > LARGEST:
+        if int((self.problem.size > 0).sum()) > self.effort.cp_sat_storages:
             return self.status()
         roof = self.best().arena_bytes - 1
-        found = cp_sat(self.problem, self.bound, roof, node_limit, self.left())
+        found = cp_sat(self.problem, self.bound, roof, node_limit, self.left(), self.effort)
         if found.offset is not None:
             self.add("cp_sat", found.offset, node_limit)
         above = self.capacity is not None and self.best().arena_bytes > self.capacity

@@ -28,8 +28,13 @@ Step = int
 StorageIndex = int
 
 DEFAULT_ALIGNMENT = 64
-_MOST_BYTES = 2**62
+"""Bytes to which PyTorch's allocator for CPUs aligns: a cache line of most processors."""
+
+MOST_BYTES = 2**62
+"""No arena of a problem has more bytes, so that the sum of two offsets fits into int64."""
+
 _MOST_STEPS = 2**31 - 1
+"""The last step that int32 holds."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ def make_problem(
         storage = int(wrong[0])
         raise ValueError(f"storage {storage} is fixed at {place[storage]}, alignment {aligned[storage]}")
     rooms = sum(int(num_bytes) + alignment for num_bytes in size) + int(aligned.astype(np.float64).sum())
-    if rooms + int(place.max(initial=0)) > _MOST_BYTES:
+    if rooms + int(place.max(initial=0)) > MOST_BYTES:
         raise ValueError("padded sizes add up to more than 2**62 bytes")
     problem = LayoutProblem(
         size=read_only(np.array(size, dtype=np.int64)),
@@ -174,9 +179,9 @@ def _column(name: str, given: Sequence[int] | LongArray | None, length: int, def
 
 
 def _check_places(own: LongArray, place: LongArray) -> None:
-    for storage in np.flatnonzero((own < 1) | (own > _MOST_BYTES)).tolist():
+    for storage in np.flatnonzero((own < 1) | (own > MOST_BYTES)).tolist():
         raise ValueError(f"storage {storage} has an alignment of {own[storage]}")
-    for storage in np.flatnonzero((place < -1) | (place > _MOST_BYTES)).tolist():
+    for storage in np.flatnonzero((place < -1) | (place > MOST_BYTES)).tolist():
         raise ValueError(f"storage {storage} is fixed at {place[storage]}")
 
 

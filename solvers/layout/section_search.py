@@ -48,6 +48,7 @@ from roamc.solvers.layout.section_state import (
 )
 
 NONE, FOUND, STOPPED = 0, 1, 2
+"""How a search ends: see `search`."""
 
 
 @compiled

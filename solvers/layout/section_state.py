@@ -18,9 +18,11 @@ entries of `lists`, storages placed, items looked at, whether memory ran out, an
 refutation is due."""
 
 WORK_OF_A_NODE = 4096
-"""So many items looked at count as one more node, so that limits mean the same on large pieces."""
+"""Items looked at that count as one more node, so that a limit on nodes takes about as long on large pieces. A
+smaller value ends searches of large pieces earlier."""
 
 _MOST_LISTED, _MOST_RAISED = 1 << 24, 1 << 22
+"""Entries of `lists` and of the log of raises at most: 128 and 48 MiB; a search that needs more stops."""
 
 
 class SearchState(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 
 from roamc.solvers.arrays import LongArray
 from roamc.solvers.layout import sequences
+from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, make_problem, padded
 from roamc.solvers.layout.section_search import FOUND, NONE, search
 from roamc.solvers.layout.section_state import SearchState, spent, start
@@ -27,12 +28,6 @@ ORDERS: tuple[tuple[sequences.Sequence, sequences.Sequence | None], ...] = (
     (sequences.by_total_area_width, sequences.by_area),
 )
 """Ranks of all storages, and, where sets are ranked again as they fall apart, what ranks those under equal bytes."""
-
-_RESTART_NODES = 3
-"""A search with a drawn order may place so many storages for each that there is."""
-
-_SHARES = 8
-"""Each capacity that is asked for gets this part of the nodes that are left; the target itself a quarter."""
 
 Clock = Callable[[], bool]
 Order = tuple[LongArray, LongArray | None]
@@ -59,7 +54,12 @@ def never() -> bool:
 
 
 def tree_search(
-    problem: LayoutProblem, incumbent: LongArray, target_bytes: Bytes, node_limit: int, late: Clock = never
+    problem: LayoutProblem,
+    incumbent: LongArray,
+    target_bytes: Bytes,
+    node_limit: int,
+    late: Clock = never,
+    effort: Effort = EFFORT,
 ) -> SearchResult:
     """Lower the arena of a layout (int64[n] bytes) of a plain problem down to target_bytes.
 
@@ -74,7 +74,7 @@ def tree_search(
     proved_height, refuted = target_bytes, False
     for number, piece in enumerate(pieces):
         share = (node_limit - nodes) // (len(pieces) - number)
-        found = _lower(_part(problem, piece), offset[piece], target_bytes, share, late)
+        found = _lower(_part(problem, piece), offset[piece], target_bytes, share, late, effort)
         offset[piece] = found.offset
         nodes += found.nodes
         refuted = refuted or found.refuted
@@ -108,7 +108,9 @@ def _top(piece: LongArray, offset: LongArray, size: LongArray) -> Bytes:
     return int((offset[piece] + size[piece]).max())
 
 
-def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: int, late: Clock) -> SearchResult:
+def _lower(
+    part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: int, late: Clock, effort: Effort
+) -> SearchResult:
     """Ask for the target first; then, between it and the best known, for half of what is still open."""
     unit = int(np.gcd.reduce(np.concatenate([padded(part), part.own_alignment])))
     lowest = -(-target // unit) * unit  # no layout is lower, but for the target
@@ -117,8 +119,8 @@ def _lower(part: LayoutProblem, offset: LongArray, target: Bytes, node_limit: in
     static = _orders(part) if height > max(lowest, target) else []
     asked = lowest
     while height > max(lowest, target) and nodes < node_limit and not late():
-        share = (node_limit - nodes) // (4 if asked == lowest else _SHARES) + 1
-        found, proved, cost = _decide(part, static, asked, min(share, node_limit - nodes), late)
+        share = (node_limit - nodes) // (effort.target_share if asked == lowest else effort.capacity_share) + 1
+        found, proved, cost = _decide(part, static, asked, min(share, node_limit - nodes), late, effort)
         nodes += cost
         if found is not None:
             offset, height = found, arena_bytes(part, found)
@@ -138,10 +140,10 @@ def _orders(part: LayoutProblem) -> list[Order]:
 
 
 def _decide(
-    part: LayoutProblem, orders: Sequence[Order], capacity: Bytes, node_limit: int, late: Clock
+    part: LayoutProblem, orders: Sequence[Order], capacity: Bytes, node_limit: int, late: Clock, effort: Effort
 ) -> tuple[LongArray | None, bool, int]:
     """A layout within the capacity, or None; whether it is proved that there is none; and the nodes it took."""
-    short = _RESTART_NODES * part.num_storages
+    short = effort.restart_nodes * part.num_storages
     static = _started(part, orders)
     drawn = ((sequence, start(part, sequence)) for sequence in _drawn(part))
     nodes, share = 0, short

@@ -3,14 +3,16 @@
 Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
 """
 
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
-from roamc.solvers.order.portfolio import ALGORITHMS, WORK_LIMIT, Pieces, solve
+from roamc.solvers.order.portfolio import ALGORITHMS, Pieces, solve
 from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_reuse
 from roamc.solvers.order.validate import OrderReport, OrderVerdict, validate
 
 __all__ = [
     "ALGORITHMS",
-    "WORK_LIMIT",
+    "EFFORT",
+    "Effort",
     "OrderProblem",
     "OrderReport",
     "OrderSolution",

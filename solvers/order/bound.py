@@ -13,22 +13,20 @@ order all kept buffers are live.
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OrderProblem, consumers, successors
 
-EXAMINED = 512
-_BATCH = 1024
 
-
-def lower_bound(problem: OrderProblem, order: IntArray) -> Bytes:
+def lower_bound(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Bytes:
     """Bytes that no legal order can stay below.
 
     Any legal `order` will do: no operator's bound lies above the live bytes at its step in any order, so only
-    operators whose step has more than (a) are examined by (b), the EXAMINED with most.
+    operators whose step has more than (a) are examined by (b), the `effort.bounded_ops` with most.
     """
     best = max(int(operator_bound(problem).max(initial=0)), int(problem.size[problem.kept].sum()))
-    hottest = hottest_ops(problem, order, best)[:EXAMINED]
-    return max(best, int(reachability_bound(problem, hottest).max(initial=0)))
+    hottest = hottest_ops(problem, order, best)[: effort.bounded_ops]
+    return max(best, int(reachability_bound(problem, hottest, effort).max(initial=0)))
 
 
 def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArray:
@@ -59,22 +57,22 @@ def most_reused(problem: OrderProblem) -> LongArray:
     return np.minimum(wanted, offered)
 
 
-def reachability_bound(problem: OrderProblem, chosen: IntArray) -> LongArray:
+def reachability_bound(problem: OrderProblem, chosen: IntArray, effort: Effort = EFFORT) -> LongArray:
     """Bound (b): bytes surely live while each of the `chosen` operators runs, int64[len(chosen)].
 
-    Works on Python integers as sets of chosen operators (bit j is chosen[j]), _BATCH of them at a time:
+    Works on Python integers as sets of chosen operators (bit j is chosen[j]), a batch of them at a time:
     O((n + dependencies + reads) * len(chosen) / 64) word operations, and O(b * len(chosen)) to add up.
     """
     after = successors(problem).lists()
     readers = consumers(problem).lists()
-    parts = [
-        _reachability_batch(problem, chosen[lo : lo + _BATCH], after, readers) for lo in range(0, len(chosen), _BATCH)
-    ]
+    count, rows = effort.reachability_batch_ops, effort.reachability_batch_buffers
+    batches = [chosen[lo : lo + count] for lo in range(0, len(chosen), count)]
+    parts = [_reachability_batch(problem, batch, after, readers, rows) for batch in batches]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _reachability_batch(
-    problem: OrderProblem, chosen: IntArray, after: list[list[int]], readers: list[list[int]]
+    problem: OrderProblem, chosen: IntArray, after: list[list[int]], readers: list[list[int]], rows: int
 ) -> LongArray:
     self_bit = [0] * problem.num_ops
     for bit, op in enumerate(chosen.tolist()):
@@ -91,9 +89,9 @@ def _reachability_batch(
         masks += (not_after[producer] & needed).to_bytes(width, "little")
     packed = np.frombuffer(bytes(masks), dtype=np.uint8).reshape(problem.num_buffers, width)
     bound = problem.workspace[chosen] - most_reused(problem)[chosen]
-    for lo in range(0, problem.num_buffers, 4096):
-        live = np.unpackbits(packed[lo : lo + 4096], axis=1, count=len(chosen), bitorder="little")
-        bound += problem.size[lo : lo + 4096] @ live.astype(np.int64)
+    for lo in range(0, problem.num_buffers, rows):
+        live = np.unpackbits(packed[lo : lo + rows], axis=1, count=len(chosen), bitorder="little")
+        bound += problem.size[lo : lo + rows] @ live.astype(np.int64)
     return bound
 
 

@@ -1,8 +1,8 @@
 """Update branches: small groups of operators on which nothing else waits, each moved to where it costs least.
 
 Running a weight update as soon as its gradient exists frees the gradient early but may raise the peak; putting
-it off keeps the gradient (ROAM, arXiv 2310.19295, Fig. 7). A branch is a connected set of at most LARGEST
-operators whose successors all lie in it. It runs in one go:
+it off keeps the gradient (ROAM, arXiv 2310.19295, Fig. 7). A branch is a connected set of at most
+`Effort.largest_branch` operators whose successors all lie in it. It runs in one go:
 
     order     . . . . . . . . . . .          inputs of the branch live until it has run,
                     ^ branch                 what it leaves behind lives from there on
@@ -13,29 +13,27 @@ so the best place follows from the greatest live bytes before and after each pla
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray, LongArray
+from roamc.solvers.order.effort import EFFORT, NO_LIMIT, Effort
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, Step, predecessors, successors
 from roamc.solvers.order.reuse import positions
 
-LARGEST = 16
-_AT_ONCE = 16
-
 
 def place_branches(
-    problem: OrderProblem, order: IntArray, work_limit: int = 2**62, largest: int = LARGEST
+    problem: OrderProblem, order: IntArray, work_limit: int = NO_LIMIT, effort: Effort = EFFORT
 ) -> tuple[IntArray, int]:
     """Move each branch of a legal order to the place with the lowest peak, then the lowest sum of live bytes.
 
     The problem must have one stage. Branches move in the sequence of their first operators, and only where the
     peak falls, or the sum at the same peak. O(branches * (n + b + reads)), vectorised: a branch counts as
-    n / _AT_ONCE operators of work. Returns the order and the work; stops at `work_limit`.
+    n / `effort.branch_ops_per_work` operators of work. Returns the order and the work; stops at `work_limit`.
     """
     best, best_cost, work = order, _cost(problem, order), 0
     before = predecessors(problem).lists()
-    for branch in branches(problem, largest):
+    for branch in branches(problem, effort.largest_branch):
         if work >= work_limit:
             break
-        work += 1 + problem.num_ops // _AT_ONCE
+        work += 1 + problem.num_ops // effort.branch_ops_per_work
         moved = _moved(problem, best, np.array(branch, dtype=np.int32), before)
         cost = _cost(problem, moved)
         if cost < best_cost:
@@ -43,8 +41,8 @@ def place_branches(
     return best, work
 
 
-def branches(problem: OrderProblem, largest: int = LARGEST) -> list[list[OpIndex]]:
-    """The branches of a problem, each in program order, sorted by their first operators."""
+def branches(problem: OrderProblem, largest: int = EFFORT.largest_branch) -> list[list[OpIndex]]:
+    """The branches of at most `largest` operators, each in program order, sorted by their first operators."""
     after = successors(problem).lists()
     of = list(range(problem.num_ops))
     members: dict[int, list[OpIndex]] = {}

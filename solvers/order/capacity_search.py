@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.flow import Flow
-from roamc.solvers.order.problem import Bytes, OpIndex
+from roamc.solvers.order.problem import MOST_BYTES, Bytes, OpIndex
 from roamc.solvers.order.schedule import (
     DONE,
     LIVE,
@@ -49,9 +49,20 @@ from roamc.solvers.order.schedule import (
 )
 
 _NONE, _FOUND, _LIMIT = range(3)
+"""How a search ends: no order is within the capacity, one was found, or the limit was reached."""
+
 _REFUSED, _POOL, _FRAMES = range(3)
+"""Indices into `_Search.value`."""
+
 _REMEMBERED = 1 << 18
+"""Sets in the table of those that failed: 4 MiB, new for each search. A smaller table has more sets searched twice."""
+
 _PROBES = 32
+"""Places of the table that are looked at for one set. More keep more sets in a full table and make looks longer."""
+
+_CANDIDATES_PER_OP, _FEWEST_CANDIDATES = 64, 4096
+"""Room for the candidates of all open frames, for each operator and besides: 512 bytes an operator and 32 KiB. A search
+that needs more ends as at its limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +102,11 @@ def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswe
     schedule = new_schedule(flow)
     num_ops = len(flow.waits)
     search = _Search(
-        value=np.array([2**62, 0, 0], dtype=np.int64),
+        value=np.array([MOST_BYTES, 0, 0], dtype=np.int64),
         frame_done=np.zeros(num_ops + 1, dtype=np.int64),
         frame_pool=np.zeros(num_ops + 2, dtype=np.int64),
         frame_key=np.zeros((num_ops + 1, 2), dtype=np.uint64),
-        pool=np.zeros(64 * num_ops + 4096, dtype=np.int64),
+        pool=np.zeros(_CANDIDATES_PER_OP * num_ops + _FEWEST_CANDIDATES, dtype=np.int64),
         failed=np.zeros((_REMEMBERED, 2), dtype=np.uint64),
         fresh=np.zeros(num_ops, dtype=np.int64),
     )

@@ -17,14 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray, read_only
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.list_schedule import lescea, list_schedule
 from roamc.solvers.order.min_cut import least_before, make_network
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, dependencies, renumber
-
-ROUNDS = 256
-_WORK_OF_A_ROUND = 8
-"""What a round costs for each operator, in operators looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +32,17 @@ class _Narrowed:
     ops: IntArray
 
 
-def cut_guided(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int) -> tuple[IntArray, int]:
+def cut_guided(
+    problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
+) -> tuple[IntArray, int]:
     """The best order of all rounds, or `order` if none has a lower peak, and the work done.
 
     The problem must have one stage. Ends when the peak meets the bound, when an operator cannot do with less than
-    the best peak, after ROUNDS, or at `work_limit` operators and arcs (kept but for one round).
+    the best peak, after `effort.cut_rounds`, or at `work_limit` operators and arcs (kept but for one round).
     """
     best, best_peak, work = order, peak_bytes(problem, order), 0
     narrowed = _Narrowed(problem, np.arange(problem.num_ops, dtype=np.int32))
-    for _ in range(ROUNDS):
+    for _ in range(effort.cut_rounds):
         if best_peak <= bound or work >= work_limit:
             break
         found = _schedule(narrowed.problem)
@@ -51,8 +50,8 @@ def cut_guided(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit:
         step = int(live.argmax())
         if live[step] < best_peak:
             best, best_peak = narrowed.ops[found], int(live[step])
-        least, before, arcs = least_before(make_network(narrowed.problem), int(found[step]))
-        work += _WORK_OF_A_ROUND * problem.num_ops + arcs
+        least, before, arcs = least_before(make_network(narrowed.problem, effort), int(found[step]))
+        work += effort.cut_round_price * problem.num_ops + arcs
         if least >= min(best_peak, int(live[step])):
             break
         narrowed = _settle(narrowed, found, int(found[step]), before)

@@ -16,22 +16,23 @@ import numpy as np
 
 from roamc.solvers.arrays import IntArray
 from roamc.solvers.order.bound import hottest_ops
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.min_cut import Network, contracted, make_network, operator_bound
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem
 
-EXAMINED = 4
-"""How many of the hottest operators of an order are asked."""
 
-
-def disjunctive_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int) -> tuple[Bytes, int]:
+def disjunctive_bound(
+    problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
+) -> tuple[Bytes, int]:
     """The greatest bound found, at least `bound`, and the work done in arcs (`work_limit` but for one cut).
 
-    The problem must have one stage. v is one after the other of the hottest operators of `order`.
+    The problem must have one stage. v is one after the other of the hottest operators of `order`,
+    `effort.disjunction_ops` of them.
     """
     if work_limit <= 0:
         return bound, 0
-    network, work = make_network(problem), 0
-    for op in hottest_ops(problem, order, bound)[:EXAMINED].tolist():
+    network, work = make_network(problem, effort), 0
+    for op in hottest_ops(problem, order, bound)[: effort.disjunction_ops].tolist():
         value, arcs = _either_or(network, op, bound, work_limit - work)
         bound, work = max(bound, value), work + arcs
         if work >= work_limit:

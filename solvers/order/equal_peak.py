@@ -21,6 +21,7 @@ import numpy as np
 from roamc.solvers.arrays import IntArray
 from roamc.solvers.compiled import interpreted_first
 from roamc.solvers.order.branches import place_branches
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.improve import improve
 from roamc.solvers.order.list_schedule import lescea, list_schedule, list_schedule_backward, polish
@@ -30,14 +31,6 @@ from roamc.solvers.order.window import window
 
 Attempt = Callable[[], IntArray]
 """Makes an order of the problem that it was made for."""
-
-SPANS = 64
-"""How many parts of an order are ordered anew."""
-
-DRAWN = 2
-"""How many orders come from program orders drawn at random."""
-
-_BRANCH_WORK, _FAR = 200_000, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +42,13 @@ class NamedOrder:
     peak_bytes: Bytes
 
 
-def equal_peaks(problem: OrderProblem, order: IntArray) -> Iterator[NamedOrder]:
+def equal_peaks(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Iterator[NamedOrder]:
     """Different orders with no higher peak than `order`, most promising first, each once; not `order` itself."""
     staged = one_stage(problem)
     start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)
     peak = interpreted_first(problem.num_ops, lambda: peak_bytes(staged.problem, start))
     seen = {order.tobytes()}
-    for name, attempt in _attempts(staged.problem, start, peak).items():
+    for name, attempt in _attempts(staged.problem, start, peak, effort).items():
         other, height = interpreted_first(problem.num_ops, functools.partial(_measured, staged.problem, attempt))
         named = staged.order_of(other)
         if height <= peak and named.tobytes() not in seen:
@@ -76,36 +69,37 @@ def _with_barriers(number: IntArray, order: IntArray, stage: IntArray, num_ops: 
     return np.insert(number[order], cuts, barriers).astype(np.int32)
 
 
-def _attempts(problem: OrderProblem, order: IntArray, peak: Bytes) -> dict[str, Attempt]:
+def _attempts(problem: OrderProblem, order: IntArray, peak: Bytes, effort: Effort) -> dict[str, Attempt]:
     """Name of each attempt, and the attempt, most promising first."""
     attempts: dict[str, Attempt] = {
-        "relieved": lambda: relieve(problem, order),
+        "relieved": lambda: relieve(problem, order, effort),
         "from_peak": lambda: list_schedule(problem, peak),
-        "from_peak+relieved": lambda: relieve(problem, list_schedule(problem, peak)),
+        "from_peak+relieved": lambda: relieve(problem, list_schedule(problem, peak), effort),
         "lescea": lambda: lescea(problem),
-        "swapped": lambda: improve(problem, order),
-        "branches": lambda: place_branches(problem, order, _BRANCH_WORK)[0],
+        "swapped": lambda: improve(problem, order, effort),
+        "branches": lambda: place_branches(problem, order, effort.equal_peak_branch_work, effort)[0],
         "polished": lambda: polish(problem, order),
         "backward": lambda: list_schedule_backward(problem, peak),
     }
-    for number in range(DRAWN):
-        attempts[f"drawn_{number}"] = functools.partial(_from_drawn, problem, peak, number)
+    for number in range(effort.drawn_orders):
+        attempts[f"drawn_{number}"] = functools.partial(_from_drawn, problem, peak, number, effort.drawn_distance)
     return attempts
 
 
-def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int) -> IntArray:
-    drawn = _drawn(problem, random.Random(seed))
+def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int, far: int) -> IntArray:
+    drawn = _drawn(problem, random.Random(seed), far)
     return drawn[list_schedule(renumber(problem, drawn), peak)]
 
 
-def relieve(problem: OrderProblem, order: IntArray) -> IntArray:
+def relieve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
     """An order with no more live bytes at its fullest step, nor in any part beside it: int32[n].
 
-    The problem must have one stage. Parts are ordered anew by two greedy rules, SPANS of them, the widest first.
+    The problem must have one stage. `effort.relieved_parts` parts are ordered anew by two greedy
+    rules, the widest first.
     """
     best = order.copy()
     spans = [(0, len(order))]
-    for number in range(SPANS):
+    for number in range(effort.relieved_parts):
         if number >= len(spans):
             break
         lo, hi = spans[number]
@@ -123,11 +117,11 @@ def _lowered(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> IntA
     return part.order_of(min(found, key=lambda other: peak_bytes(part.problem, other)))
 
 
-def _drawn(problem: OrderProblem, dice: random.Random) -> IntArray:
-    """A legal order near program order: operators change places at random with others up to _FAR away."""
+def _drawn(problem: OrderProblem, dice: random.Random, far: int) -> IntArray:
+    """A legal order near program order: operators change places at random with others up to `far` away."""
     after = successors(problem).lists()
     waits = np.diff(predecessors(problem).start).tolist()
-    rank = [(op + dice.randrange(_FAR), op) for op in range(problem.num_ops)]
+    rank = [(op + dice.randrange(far), op) for op in range(problem.num_ops)]
     ready = [rank[op] for op in range(problem.num_ops) if waits[op] == 0]
     heapq.heapify(ready)
     order: list[int] = []

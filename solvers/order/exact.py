@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from roamc.solvers.arrays import IntArray
 from roamc.solvers.order.capacity_search import CapacityAnswer, search_within
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
 from roamc.solvers.order.problem import Bytes, OrderProblem
-
-_QUESTIONS = 64
-_SHARES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class Bracket:
         return self.peak_bytes <= self.bound_bytes
 
 
-def narrow(problem: OrderProblem, start: Bracket, work_limit: int) -> Bracket:
+def narrow(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
     """Close the gap between peak and bound, or narrow it until `work_limit` operators were looked at.
 
     The problem must have one stage. The limit is kept but for one step of a search.
@@ -41,23 +39,24 @@ def narrow(problem: OrderProblem, start: Bracket, work_limit: int) -> Bracket:
     flows = (forward_flow(problem), backward_flow(problem))
     best = start
     given_up = start.bound_bytes - 1
-    for question in range(_QUESTIONS):
+    for question in range(effort.search_questions):
         left = work_limit - (best.work - start.work)
         floor = max(given_up, best.bound_bytes - 1)
         if best.closed or left <= 0 or floor >= best.peak_bytes - 1:
             break
         capacity = (floor + 1, best.peak_bytes - 1, (floor + best.peak_bytes) // 2)[min(question, 2)]
-        answer = _ask(flows, capacity, max(1, left // _SHARES))
+        answer = _ask(flows, capacity, max(1, left // effort.question_share), effort)
         best = _learn(problem, best, answer)
         if answer.order is None and answer.proved_bytes is None:
             given_up = max(given_up, capacity)
     return best
 
 
-def _ask(flows: tuple[Flow, Flow], capacity: Bytes, work_limit: int) -> CapacityAnswer:
+def _ask(flows: tuple[Flow, Flow], capacity: Bytes, work_limit: int, effort: Effort) -> CapacityAnswer:
     """Search from the front and from the back with small limits, then from either with what is left."""
-    work = 0
-    for share, flow in ((16, flows[0]), (16, flows[1]), (2, flows[0]), (1, flows[1])):
+    work, (front, back) = 0, flows
+    first, second = effort.first_look_share, effort.second_look_share
+    for share, flow in ((first, front), (first, back), (second, front), (1, back)):
         answer = search_within(flow, capacity, (work_limit - work) // share)
         work += answer.work
         if answer.order is not None or answer.proved_bytes is not None:

@@ -10,23 +10,22 @@ import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
 from roamc.solvers.compiled import compiled
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem
 from roamc.solvers.order.schedule import Schedule, cost, new_schedule, run, undo
 
-SWEEPS = 8
 
-
-def improve(problem: OrderProblem, order: IntArray, sweeps: int = SWEEPS) -> IntArray:
+def improve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
     """An order with no higher peak, and with fewer bytes over time where that costs no peak: int32[n].
 
-    The problem must have one stage. Stops after `sweeps` sweeps each way, or when one changes nothing.
+    The problem must have one stage. Stops after `effort.swap_sweeps` sweeps each way, or when one changes nothing.
     """
     flows = (forward_flow(problem), backward_flow(problem))
     improved = order.astype(np.int64)
     peak = peak_bytes(problem, order)
-    for _ in range(sweeps):
+    for _ in range(effort.swap_sweeps):
         swaps = _sweep(flows[0], new_schedule(flows[0]), improved, peak)
         turned = improved[::-1].copy()
         swaps += _sweep(flows[1], new_schedule(flows[1]), turned, peak)

@@ -21,10 +21,8 @@ All count in-place reuse: an operator needs fewer bytes once it is the last read
 from roamc.solvers.arrays import IntArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
-from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, renumber
+from roamc.solvers.order.problem import MOST_BYTES, Bytes, OpIndex, OrderProblem, renumber
 from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, finished_order, new_schedule, run
-
-_NO_LIMIT = 2**62
 
 
 def list_schedule(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
@@ -47,17 +45,17 @@ def lpmf(problem: OrderProblem) -> IntArray:
 
 def lescea(problem: OrderProblem) -> IntArray:
     """Always the ready operator that leaves least behind: int32[n]."""
-    return list_schedule(problem, _NO_LIMIT)
+    return list_schedule(problem, MOST_BYTES)
 
 
 def release_first(problem: OrderProblem) -> IntArray:
     """The ready operator that frees most, or the first in program order if none frees: int32[n]."""
-    return _greedy(forward_flow(problem), _NO_LIMIT, only_freed=True)
+    return _greedy(forward_flow(problem), MOST_BYTES, only_freed=True)
 
 
 def allocate_last(problem: OrderProblem) -> IntArray:
     """`release_first` from the last operator to the first: int32[n]."""
-    return _greedy(backward_flow(problem), _NO_LIMIT, only_freed=True)
+    return _greedy(backward_flow(problem), MOST_BYTES, only_freed=True)
 
 
 def polish(problem: OrderProblem, order: IntArray) -> IntArray:
@@ -79,7 +77,7 @@ def _run_greedy(flow: Flow, schedule: Schedule, peak: Bytes, only_freed: bool) -
     """
     while schedule.tally[DONE] < len(flow.waits):
         best: OpIndex = schedule.ready[0]
-        best_excess: Bytes = _NO_LIMIT + 1
+        best_excess: Bytes = MOST_BYTES + 1
         best_net: Bytes = 0
         for place in range(schedule.tally[READY]):
             op: OpIndex = schedule.ready[place]

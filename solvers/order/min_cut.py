@@ -23,14 +23,16 @@ from ortools.graph.python import max_flow
 
 from roamc.solvers.arrays import BoolArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
-from roamc.solvers.order.bound import EXAMINED, hottest_ops, reachability_bound
+from roamc.solvers.order.bound import hottest_ops, reachability_bound
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem, dependencies, reusables
 
 _SOURCE, _SINK = 0, 1
+"""The numbers of these two nodes in every network."""
+
 _ENDLESS = 2**61
-_PATIENCE = 16
-_MOST_CHOICES = 8
+"""Bytes of an arc that no least cut crosses: more than any memory has, and three of them still fit into int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,7 @@ class Network:
     closure: int64[m, 2], (operator, one that must run before it).  need: int64[n] bytes.
     buffer, reader: int64[r], who reads which of the buffers that count.  reusable: for each operator with a
     result that may take over a buffer, one row of such buffers per result.
+    reuse_sets: how many sets of reused inputs are told apart.
     """
 
     problem: OrderProblem
@@ -57,24 +60,27 @@ class Network:
     buffer: LongArray
     reader: LongArray
     reusable: dict[OpIndex, list[list[int]]]
+    reuse_sets: int
 
 
-def min_cut_bound(problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int) -> tuple[Bytes, int]:
+def min_cut_bound(
+    problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
+) -> tuple[Bytes, int]:
     """The greatest bound found, at least `bound`, and the work done in arcs.
 
     The problem must have one stage. Looks at operators whose step in `order` has more bytes than the bound, the
-    hottest and the largest by reachability in turn, until the bound meets the peak of `order`, _PATIENCE
-    operators in a row raised nothing, or `work_limit` is reached (kept but for one operator).
+    hottest and the largest by reachability in turn, until the bound meets the peak of `order`,
+    `effort.min_cut_patience` operators in a row raised nothing, or `work_limit` is reached (kept but for one operator).
     """
-    hottest = hottest_ops(problem, order, bound)[:EXAMINED]
+    hottest = hottest_ops(problem, order, bound)[: effort.bounded_ops]
     if len(hottest) == 0:
         return bound, 0
-    network = make_network(problem)
-    largest = hottest[np.argsort(-reachability_bound(problem, hottest), kind="stable")]
+    network = make_network(problem, effort)
+    largest = hottest[np.argsort(-reachability_bound(problem, hottest, effort), kind="stable")]
     live_at = dict(zip(order.tolist(), live_bytes(problem, order).tolist(), strict=True))
     work, in_vain = 0, 0
     for op in dict.fromkeys(np.stack([hottest, largest], axis=1).reshape(-1).tolist()):
-        if work >= work_limit or in_vain >= _PATIENCE:
+        if work >= work_limit or in_vain >= effort.min_cut_patience:
             break
         if live_at[op] > bound:
             value, arcs = operator_bound(network, op)
@@ -89,7 +95,7 @@ def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
     return operator_bound(make_network(problem), op)[0]
 
 
-def make_network(problem: OrderProblem) -> Network:
+def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
     """What the cuts of all operators of a problem with one stage share."""
     need = problem.workspace.copy()
     np.add.at(need, problem.producer, problem.size)
@@ -101,7 +107,7 @@ def make_network(problem: OrderProblem) -> Network:
     for result in np.flatnonzero(np.diff(problem.reusable_start)).tolist():
         reusable.setdefault(int(problem.producer[result]), []).append(rows[result])
     closure = dependencies(problem)[:, ::-1].astype(np.int64)
-    return Network(problem, closure, need, buffer[counts], reader[counts], reusable)
+    return Network(problem, closure, need, buffer[counts], reader[counts], reusable, effort.reuse_sets)
 
 
 def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> tuple[Bytes, int]:
@@ -123,13 +129,15 @@ def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
 def _cuts(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray) -> list[_Cut]:
     """A least cut for each set of inputs that the results of `op` could take over together."""
     node = contracted(network, op, later)
-    return [_least_cut(network, node, op, reused) for reused in _choices(network.reusable.get(op, []))]
+    return [
+        _least_cut(network, node, op, reused) for reused in _choices(network.reusable.get(op, []), network.reuse_sets)
+    ]
 
 
-def _choices(rows: list[list[int]]) -> list[tuple[int, ...]]:
+def _choices(rows: list[list[int]], most: int) -> list[tuple[int, ...]]:
     """Sets of inputs that the results of an operator could take over together, the largest such sets."""
     everything = tuple(sorted({reused for row in rows for reused in row}))
-    if len(everything) <= len(rows) or len(rows) > 1 or len(everything) > _MOST_CHOICES:
+    if len(everything) <= len(rows) or len(rows) > 1 or len(everything) > most:
         return [everything]
     return [(reused,) for reused in everything]
 

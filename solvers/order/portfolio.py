@@ -10,6 +10,7 @@ from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.contract import contract
 from roamc.solvers.order.cut_guided import cut_guided
 from roamc.solvers.order.disjunction import disjunctive_bound
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.exact import Bracket, narrow
 from roamc.solvers.order.improve import improve
@@ -23,7 +24,7 @@ from roamc.solvers.order.list_schedule import (
     release_first,
 )
 from roamc.solvers.order.min_cut import min_cut_bound
-from roamc.solvers.order.problem import Bytes, OrderProblem, OrderSolution
+from roamc.solvers.order.problem import MOST_BYTES, Bytes, OrderProblem, OrderSolution
 from roamc.solvers.order.program_order import program_order
 from roamc.solvers.order.reuse import reuses
 from roamc.solvers.order.segments import narrow_by_segment
@@ -51,15 +52,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 """Name of each algorithm, and the algorithm given a problem with one stage and a lower bound on its peak."""
 
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
-WORK_LIMIT = 10_000_000
-
-QUICK_WORK = 250_000
-"""What the search gets before the cuts and the either-or, which cost more than most searches."""
-
-LEAST_WORK = 1_000_000
-"""A search may do so much however small the gap is."""
-
-_WHOLE_GAP = 100
 
 
 @dataclass(frozen=True)
@@ -93,15 +85,17 @@ def solve(
     problem: OrderProblem,
     algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS,
     pieces: Pieces | None = None,
-    work_limit: int = WORK_LIMIT,
+    work_limit: int | None = None,
     progress: Progress | None = None,
+    effort: Effort = EFFORT,
 ) -> OrderSolution:
     """Run the named algorithms in turn, then the pieces, and stop as soon as the peak meets the bound.
 
     Ties go to the earlier algorithm; program order comes first, so an order is changed only if that lowers the
     peak. pieces: all if left out and there are several algorithms, none if there is one. work_limit: operators
-    and arcs that the pieces may look at, kept within a factor of two; the algorithms always run. progress: called
-    with the best peak and the bound whenever there is news.
+    and arcs that the pieces may look at, `effort.work_limit` if left out, kept within a factor of two; the algorithms
+    always run. progress: called with the best peak and the bound whenever there is news. effort: what each piece may
+    spend of it.
 
     The status is OPTIMAL if peak == bound, LIMIT if the limit stopped a piece, else GAP. Raises ValueError for
     an unknown name, or if there is none.
@@ -112,14 +106,20 @@ def solve(
     if pieces is None:
         pieces = Pieces() if len(algorithms) > 1 else NO_PIECES
     chosen = pieces
-    return interpreted_first(problem.num_ops, lambda: _solved(problem, algorithms, chosen, work_limit, progress))
+    limit = effort.work_limit if work_limit is None else work_limit
+    return interpreted_first(problem.num_ops, lambda: _solved(problem, algorithms, chosen, limit, progress, effort))
 
 
 def _solved(
-    problem: OrderProblem, algorithms: tuple[str, ...], pieces: Pieces, work_limit: int, progress: Progress | None
+    problem: OrderProblem,
+    algorithms: tuple[str, ...],
+    pieces: Pieces,
+    work_limit: int,
+    progress: Progress | None,
+    effort: Effort,
 ) -> OrderSolution:
     staged = one_stage(problem)
-    run = _Run(staged.problem, work_limit, progress)
+    run = _Run(staged.problem, work_limit, progress, effort)
     for name in algorithms:
         if not run.closed:
             run.offer(name, ALGORITHMS[name](run.problem, run.bound))
@@ -140,15 +140,16 @@ def _solved(
 class _Run:
     """The best order and the best bound so far, and what was done to find them."""
 
-    def __init__(self, problem: OrderProblem, work_limit: int, progress: Progress | None) -> None:
+    def __init__(self, problem: OrderProblem, work_limit: int, progress: Progress | None, effort: Effort) -> None:
         self.problem = problem
         self.order = program_order(problem)
-        self.peak: Bytes = 2**62
-        self.bound = lower_bound(problem, self.order)
+        self.peak: Bytes = MOST_BYTES
+        self.bound = lower_bound(problem, self.order, effort)
         self.algorithm = ""
         self.candidates: list[tuple[str, Bytes]] = []
         self.work = 0
         self._work_limit = work_limit
+        self._effort = effort
         self._stopped = False
         self._progress = progress
 
@@ -174,31 +175,35 @@ class _Run:
 
     def close_gap(self, pieces: Pieces) -> None:
         """Lower the peak and raise the bound, piece by piece, until they meet."""
+        effort = self._effort
         if pieces.polish and not self.closed:
             self.offer(f"{self.algorithm}+polish", polish(self.problem, self.order))
         if pieces.branches and not self.closed:
-            placed, work = place_branches(self.problem, self.order, self._left() // 4)
+            placed, work = place_branches(self.problem, self.order, self._left() // effort.branches_share, effort)
             self.work += work
             self.offer(f"{self.algorithm}+branches", placed)
         if pieces.min_cut and not self.closed:
-            self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left() // 4)
+            limit = self._left() // effort.min_cut_share
+            self.bound, work = min_cut_bound(self.problem, self.order, self.bound, limit, effort)
             self.work += work
         if pieces.search and not self.closed:
-            self._search(pieces, QUICK_WORK)
+            self._search(pieces, effort.quick_search_work)
         if pieces.disjunction and not self.closed:
-            self.bound, work = disjunctive_bound(self.problem, self.order, self.bound, self._left() // 8)
+            limit = self._left() // effort.disjunction_share
+            self.bound, work = disjunctive_bound(self.problem, self.order, self.bound, limit, effort)
             self.work += work
         if pieces.cuts and not self.closed:
-            found, work = cut_guided(self.problem, self.order, self.bound, self._left() // 4)
+            limit = self._left() // effort.cuts_share
+            found, work = cut_guided(self.problem, self.order, self.bound, limit, effort)
             self.work += work
             self.offer("cuts", found)
         if pieces.search and not self.closed:
-            self._search(pieces, self._worth() // 2 if pieces.subgraphs else self._worth())
+            self._search(pieces, self._worth() // effort.search_share if pieces.subgraphs else self._worth())
         if pieces.subgraphs and not self.closed:
             start = Bracket(self.order, self.peak, self.bound)
-            self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._worth()))
+            self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._worth(), effort))
         if pieces.improve and not self.closed:
-            self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order))
+            self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order, effort))
 
     def _search(self, pieces: Pieces, limit: int) -> None:
         """The exact search, over groups instead of operators and segment by segment where that is asked for."""
@@ -208,9 +213,9 @@ class _Run:
         start = Bracket(order, peak_bytes(problem, order), self.bound)
         limit = min(limit, self._left())
         if pieces.segments:
-            found = narrow_by_segment(problem, start, limit)
+            found = narrow_by_segment(problem, start, limit, self._effort)
         else:
-            found = narrow(problem, start, limit)
+            found = narrow(problem, start, limit, self._effort)
         expanded = contracted.order_of(found.order) if contracted else found.order
         self._learn("search", Bracket(expanded, found.peak_bytes, found.bound_bytes, found.work))
 
@@ -225,9 +230,9 @@ class _Run:
         return max(0, self._work_limit - self.work)
 
     def _worth(self) -> int:
-        """What may be spent on a search: all that is left where the gap is 1 % or more, in proportion below."""
-        share = self._left() * (self.peak - self.bound) * _WHOLE_GAP // max(self.peak, 1)
-        return min(self._left(), max(share, LEAST_WORK))
+        """What may be spent on a search: all that is left where the gap is wide, in proportion to a small one."""
+        share = self._left() * (self.peak - self.bound) * self._effort.full_work_gap_share // max(self.peak, 1)
+        return min(self._left(), max(share, self._effort.least_search_work))
 
     def _report(self) -> None:
         if self._progress is not None:

@@ -36,7 +36,8 @@ OpIndex = int
 BufferIndex = int
 BufferSpec = tuple[Bytes, OpIndex, Iterable[OpIndex], bool]
 
-_MOST_BYTES = 2**62
+MOST_BYTES = 2**62
+"""All sizes of a problem together are no more bytes, so that sums and differences fit into int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ def make_problem(
     _check_ops(stage, workspace_bytes)
     _check_edges(edge_list, num_ops)
     size, producer, consumers, kept = _check_buffers(buffers, num_ops)
-    if sum(size) + sum(workspace_bytes) > _MOST_BYTES:
+    if sum(size) + sum(workspace_bytes) > MOST_BYTES:
         raise ValueError(f"sizes add up to {sum(size) + sum(workspace_bytes)} bytes, more than 2**62")
     rows = [[] for _ in size] if reusable is None else [list(row) for row in reusable]
     _check_reusable(rows, size, producer, consumers, kept)

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from roamc.solvers.arrays import IntArray
+from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.exact import Bracket, narrow
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies
@@ -29,7 +30,7 @@ def narrow_points(problem: OrderProblem) -> IntArray:
     return np.flatnonzero((ends_before <= ops) & (starts_after[: problem.num_ops] >= ops)).astype(np.int32)
 
 
-def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int) -> Bracket:
+def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
     """Narrow the gap of a problem with one stage, segment by segment, the segment with the highest peak first.
 
     A segment below the bound is left alone. O(segments * (n + reads)) besides the work of `narrow`.
@@ -40,7 +41,7 @@ def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int) ->
     spans.sort(key=lambda span: -int(live[span[0] : span[1]].max()))
     order, peak, bound, work = start.order.copy(), 0, start.bound_bytes, start.work
     for lo, hi in spans:
-        found = _narrow_span(problem, order, (lo, hi), bound, max(0, work_limit - (work - start.work)))
+        found = _narrow_span(problem, order, (lo, hi), bound, max(0, work_limit - (work - start.work)), effort)
         order[lo:hi] = found.order
         peak, bound, work = max(peak, found.peak_bytes), max(bound, found.bound_bytes), work + found.work
     return Bracket(order, peak, min(bound, peak), work)
@@ -52,6 +53,7 @@ def _narrow_span(
     span: tuple[Step, Step],
     bound: Bytes,
     work_limit: int,
+    effort: Effort,
 ) -> Bracket:
     """The bracket of the operators of one span; the order names operators of the whole."""
     lo, hi = span
@@ -61,7 +63,7 @@ def _narrow_span(
     part = window(problem, order, lo, hi)
     as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
     known = Bracket(as_it_is, peak - part.offset_bytes, bound - part.offset_bytes)
-    found = narrow(part.problem, known, work_limit)
+    found = narrow(part.problem, known, work_limit, effort)
     return Bracket(
         part.order_of(found.order),
         found.peak_bytes + part.offset_bytes,

@@ -11,17 +11,20 @@ The same goes for operators that read nothing, such as those that draw the masks
 their results are needed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, IntArray
-from roamc.solvers.order.branches import LARGEST, place_branches
+from roamc.solvers.order import effort as order_effort
+from roamc.solvers.order.branches import place_branches
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
 from roamc.solvers.retain.effort import EFFORT, Effort
 
-_SIZES = (LARGEST, 2)
-"""The most operators of an update branch, the first time that branches are placed and the second time.
+_PASSES = (order_effort.EFFORT, replace(order_effort.EFFORT, largest_branch=2))
+"""The efforts with which branches are placed, one after the other: large branches first, then small ones.
 
 Near the end of the order, a large branch holds several gradients. The second time moves them apart, as small branches.
 """
@@ -46,8 +49,8 @@ def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EF
     barriers = np.setdiff1d(np.arange(staged.problem.num_ops), staged.number)
     places = np.flatnonzero(np.diff(stage)) + 1
     lifted = np.insert(staged.number[sequence], places, barriers).astype(np.int32)
-    for largest in _SIZES:
-        lifted, _ = place_branches(staged.problem, lifted, largest=largest)
+    for each in _PASSES:
+        lifted, _ = place_branches(staged.problem, lifted, effort=each)
     found = staged.order_of(lifted)
     reads = np.zeros(order.num_ops, dtype=np.bool_)
     reads[order.consumer] = True

@@ -1,6 +1,7 @@
 """Every heuristic gives a valid layout that is no lower than the bound."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from roamc.solvers.layout import sequences
 from roamc.solvers.layout.best_fit import best_fit
+from roamc.solvers.layout.effort import EFFORT
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.improve import Improvement
 from roamc.solvers.layout.portfolio import ALGORITHMS
@@ -51,6 +53,7 @@ SEQUENCES = [
     sequences.by_total_area_width,
     sequences.by_total_width_area,
 ]
+PATIENT = replace(EFFORT, improve_patience=9)
 
 
 @PROPERTY
@@ -141,7 +144,7 @@ def test_improvement_is_valid_and_never_worse(problem: LayoutProblem, rounds: in
     layouts = [algorithm(problem) for algorithm in ALGORITHMS.values()]
     before = min(layouts, key=lambda offset: arena_bytes(problem, offset))
     out_of_reach = lower_bound(problem) // 2
-    run = Improvement(problem, before, out_of_reach, patience=9)
+    run = Improvement(problem, before, out_of_reach, PATIENT)
     run.go_on(rounds)
     assert is_valid(problem, run.best.tolist())
     assert run.best_arena == arena_bytes(problem, run.best) <= arena_bytes(problem, before)
@@ -153,10 +156,10 @@ def test_improvement_forgets_the_rounds_that_were_worse(seed: int) -> None:
     problem = training_problem(10, seed)
     before = ALGORITHMS["greedy_by_birth"](problem)
     target = lower_bound(problem) - 1
-    turns = Improvement(problem, before, target, patience=9)
+    turns = Improvement(problem, before, target, PATIENT)
     arenas = []
     for rounds in range(10):
-        whole = Improvement(problem, before, target, patience=9)
+        whole = Improvement(problem, before, target, PATIENT)
         whole.go_on(rounds)
         assert whole.best.tolist() == turns.best.tolist()
         arenas.append(whole.best_arena)
@@ -175,15 +178,15 @@ def test_live_pairs_are_those_that_share_a_step(problem: LayoutProblem) -> None:
 
 @pytest.mark.parametrize("births", [1, 5, 40])
 @pytest.mark.parametrize("seed", range(6))
-def test_first_fit_in_slices_of_time_is_first_fit(seed: int, births: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_fit_in_slices_of_time_is_first_fit(seed: int, births: int) -> None:
     dice = random.Random(seed)
     born = [dice.randrange(100) for _ in range(300)]
     dead = [first + dice.choice((2, 3, 5, 30)) for first in born]
     gaps = [Gap(i, born[i] + 1, dead[i] - 1, 0, 1) for i in range(0, 300, 7) if dead[i] - born[i] > 2]
     problem = make_problem([dice.randrange(1, 30) for _ in born], born, dead, 1, gaps=gaps)
     whole = [first_fit(problem, sequence(problem)).tolist() for sequence in SEQUENCES]
-    monkeypatch.setattr("roamc.solvers.layout.first_fit._BIRTHS_A_SLICE", births)
-    assert [first_fit(problem, sequence(problem)).tolist() for sequence in SEQUENCES] == whole
+    effort = replace(EFFORT, slice_births=births)
+    assert [first_fit(problem, sequence(problem), effort).tolist() for sequence in SEQUENCES] == whole
 
 
 def test_gap_between_two_storages_is_used_again() -> None:

@@ -1,12 +1,14 @@
 """The portfolio keeps the best, stops at the bound, and copes with size."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.solvers import Status
-from roamc.solvers.layout import Gap, lower_bound, make_problem, solve, validate
+from roamc.solvers.layout import EFFORT, Effort, Gap, lower_bound, make_problem, solve, validate
 from roamc.solvers.layout.portfolio import ALGORITHMS
 from roamc.solvers.layout.problem import LayoutProblem, arena_bytes
 from tests.solvers.layout.cases import (
@@ -191,3 +193,19 @@ def test_twenty_thousand_storages() -> None:
     solution = solve(problem)
     assert validate(problem, solution).good
     assert np.unique(solution.offset).size > 100
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Effort)])
+def test_any_effort_gives_a_legal_layout(name: str) -> None:
+    effort = replace(EFFORT, node_limit=2_000)
+    for problem in (hard_problem(30), training_problem(5)):
+        assert validate(problem, solve(problem, effort=replace(effort, **{name: 1}))).good
+
+
+def test_a_trick_can_be_switched_off() -> None:
+    problem = hard_problem(80, 7)
+    assert any(name.endswith("+improve") for name, _ in solve(problem, node_limit=0).candidates)
+    without = solve(problem, node_limit=0, effort=replace(EFFORT, improve_rounds=0))
+    assert not any(name.endswith("+improve") for name, _ in without.candidates)
+    searched = solve(problem, effort=replace(EFFORT, node_limit=0))
+    assert "tree_search" not in dict(searched.candidates)

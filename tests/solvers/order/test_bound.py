@@ -1,12 +1,14 @@
 """No bound lies above the best order, and each sees what it should."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roamc.solvers.order import bound as bound_module
 from roamc.solvers.order.bound import hottest_ops, lower_bound, operator_bound, reachability_bound
+from roamc.solvers.order.effort import EFFORT
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.min_cut import min_cut_bound, operator_min_cut
 from roamc.solvers.order.problem import OrderProblem, make_problem
@@ -113,17 +115,16 @@ def test_reachability_sees_through_a_chain() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_batches_do_not_change_the_bound(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_batches_do_not_change_the_bound(batch: int) -> None:
     problem = training_problem(5)
     chosen = np.arange(problem.num_ops, dtype=np.int32)
     whole = reachability_bound(problem, chosen).tolist()
-    monkeypatch.setattr(bound_module, "_BATCH", batch)
-    assert reachability_bound(problem, chosen).tolist() == whole
+    effort = replace(EFFORT, reachability_batch_ops=batch, reachability_batch_buffers=batch)
+    assert reachability_bound(problem, chosen, effort).tolist() == whole
 
 
-def test_a_bound_of_few_operators_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_of_few_operators_is_a_bound() -> None:
     problem = training_problem(20)
     program = np.arange(problem.num_ops, dtype=np.int32)
     whole = lower_bound(problem, program)
-    monkeypatch.setattr(bound_module, "EXAMINED", 5)
-    assert 0 < lower_bound(problem, program) <= whole
+    assert 0 < lower_bound(problem, program, replace(EFFORT, bounded_ops=5)) <= whole

@@ -1,9 +1,12 @@
 """Local improvement and the placing of update branches never raise the peak, and do what they are for."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 
 from roamc.solvers.order.branches import branches, place_branches
+from roamc.solvers.order.effort import EFFORT
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.improve import improve
 from roamc.solvers.order.list_schedule import lescea
@@ -24,7 +27,7 @@ def test_improved_order_is_legal_and_has_no_higher_peak(problem: OrderProblem) -
 @given(problems(stages=1))
 def test_placed_branches_leave_a_legal_order_with_no_higher_peak(problem: OrderProblem) -> None:
     order = lescea(problem)
-    placed, _ = place_branches(problem, order, largest=4)
+    placed, _ = place_branches(problem, order, effort=replace(EFFORT, largest_branch=4))
     assert is_legal(problem, placed.tolist())
     assert peak_bytes(problem, placed) <= peak_bytes(problem, order)
 
@@ -53,9 +56,10 @@ def test_an_update_runs_where_its_gradient_is_freed_or_where_its_bytes_fit() -> 
     # gradient 0 may be freed by update 3 at once; 1 → 2 needs 20 bytes in between
     buffers = [(10, 0, [3], False), (20, 1, [2], False)]
     early = make_problem([0] * 4, [(0, 1)], buffers)
-    assert place_branches(early, np.array([0, 1, 2, 3], dtype=np.int32), largest=1)[0].tolist() == [0, 3, 1, 2]
+    single = replace(EFFORT, largest_branch=1)
+    assert place_branches(early, np.array([0, 1, 2, 3], dtype=np.int32), effort=single)[0].tolist() == [0, 3, 1, 2]
     late = make_problem([0] * 4, [(0, 1)], [(1, 0, [3], False), (20, 1, [2], False), (10, 3, [], True)])
-    assert place_branches(late, np.array([0, 3, 1, 2], dtype=np.int32), largest=1)[0].tolist() == [0, 1, 2, 3]
+    assert place_branches(late, np.array([0, 3, 1, 2], dtype=np.int32), effort=single)[0].tolist() == [0, 1, 2, 3]
 
 
 def test_placing_stops_at_its_limit() -> None:
@@ -80,4 +84,5 @@ def test_branches_free_the_gradients_of_a_training_step() -> None:
         ),
     )
     program = np.arange(flat.num_ops, dtype=np.int32)
-    assert peak_bytes(flat, place_branches(flat, program, largest=3)[0]) < 0.8 * peak_bytes(flat, program)
+    placed, _ = place_branches(flat, program, effort=replace(EFFORT, largest_branch=3))
+    assert peak_bytes(flat, placed) < 0.8 * peak_bytes(flat, program)

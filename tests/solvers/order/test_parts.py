@@ -1,10 +1,13 @@
 """Stages, groups, windows, segments, subgraphs: a part of a problem, or the problem in another form, is faithful."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.solvers.order.contract import contract
+from roamc.solvers.order.effort import EFFORT
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.exact import Bracket
 from roamc.solvers.order.list_schedule import lescea, lpmf
@@ -122,7 +125,7 @@ def test_segments_give_the_best_peak_of_the_whole(problem: OrderProblem) -> None
 def test_subgraphs_give_a_legal_order_with_no_higher_peak(problem: OrderProblem, leaf: int) -> None:
     order = lescea(problem)
     start = Bracket(order, peak_bytes(problem, order), 0)
-    found = improve_by_subgraphs(problem, start, 10**4, leaf)
+    found = improve_by_subgraphs(problem, start, 10**4, replace(EFFORT, leaf_ops=leaf))
     assert is_legal(problem, found.order.tolist())
     assert found.peak_bytes == peak_bytes(problem, found.order) <= start.peak_bytes
     assert found.bound_bytes == 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.solvers import Status
-from roamc.solvers.order import Pieces, make_problem, solve, validate, without_reuse
+from roamc.solvers.order import EFFORT, Effort, Pieces, make_problem, solve, validate, without_reuse
 from roamc.solvers.order.portfolio import ALGORITHMS, NO_PIECES
 from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, renumber, reusables
 from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem
@@ -165,3 +165,27 @@ def test_twenty_thousand_operators() -> None:
     solution = solve(problem)
     assert validate(problem, solution).good
     assert not np.array_equal(solution.order, np.arange(problem.num_ops))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Effort)])
+def test_any_effort_gives_a_legal_order(name: str) -> None:
+    problem = random_layers(40, 40)
+    effort = replace(EFFORT, work_limit=100_000)
+    solution = solve(problem, effort=replace(effort, **{name: 1}))
+    assert validate(problem, solution).good
+    assert solution.peak_bytes <= solve(problem, pieces=NO_PIECES).peak_bytes
+
+
+def test_effort_limits_the_work_unless_a_limit_is_given() -> None:
+    problem = random_layers(40, 40)
+    little = replace(EFFORT, work_limit=20_000)
+    assert solve(problem, effort=little).work == solve(problem, work_limit=20_000).work
+    assert solve(problem, effort=little).work < solve(problem, work_limit=100_000, effort=little).work
+
+
+def test_a_trick_can_be_switched_off() -> None:
+    problem = random_layers(120, 30)
+    cuts = replace(NO_PIECES, cuts=True)
+    with_rounds, without = (solve(problem, pieces=cuts, effort=replace(EFFORT, cut_rounds=count)) for count in (256, 0))
+    assert with_rounds.peak_bytes < without.peak_bytes == solve(problem, pieces=NO_PIECES).peak_bytes
+    assert with_rounds.work > without.work

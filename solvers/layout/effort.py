@@ -1,0 +1,64 @@
+"""What the layout solver may spend: its limits, shares and prices, in one place.
+
+What compiled loops read stands beside them as plain constants: numba cannot read a field of a Python object.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work each part of the layout solver may do.
+
+    A node is one storage placed by a search. A share is a divisor: a capacity with share 8 may spend an eighth of the
+    nodes that are left. Where an entry names no measurement none is recorded; it then says what another value trades
+    off.
+
+    Attributes:
+        node_limit: nodes of one `solve`. A search that finds nothing takes seconds with it, which is rare.
+        improved_layouts: layouts that are improved, the lowest first. On a training step of GPT2-XL the best heuristic
+            stays half a percent above the bound and another is improved onto it; each more costs its rounds.
+        improve_rounds: rounds of first fit that each of these layouts may get. More rounds lower a few layouts further
+            and take longer on all that stay above the bound.
+        improve_patience: rounds in a row that bring no lower arena before a layout is given up. A smaller value ends
+            layouts that get lower after a pause.
+        improve_turn: rounds that a layout gets in its turn. Some layouts get lower in the first few, others never. An
+            instance of 28,526 storages ends 0.25 % above the bound in 5.5 seconds with turns, and ended 1.67 % above it
+            in 10 without.
+        improve_pairs: pairs of storages that live together that all rounds of all layouts may compare, about. Large
+            problems get fewer rounds, so that improvement ends in seconds; each layout may make at least one.
+        first_search_nodes: nodes of the first search where seconds are limited. Each capacity between bound and best
+            gets its share of them; a smaller search has asked all of them sooner, a larger one decides more.
+        search_growth: factor from one such search to the next. A smaller value repeats more of what was searched.
+        target_share: share of the target itself in the nodes that are left. It is asked first; a smaller divisor leaves
+            less for the capacities above it.
+        capacity_share: share of every other capacity. A smaller divisor decides harder capacities and asks fewer.
+        restart_nodes: nodes of a search with a drawn order, for each storage that there is. Some orders end at once and
+            most never, so many short searches find more than few long ones; below 1 none could place all storages.
+        cp_sat_storages: storages with bytes of the largest problem that CP-SAT gets. No proof was seen in reasonable
+            time above.
+        cp_sat_unit_nodes: nodes that take about as long as one unit of CP-SAT's deterministic time. With more CP-SAT
+            stops earlier at the same limit on nodes.
+        slice_births: parts of storages that are born in each slice of time of first fit; problems with less than twice
+            as many have no slices. Short slices let short lives walk over less and keep long lives in more slices. The
+            layout stays the same. The heuristics in `ALGORITHMS` always take the default.
+    """
+
+    node_limit: int = 1_000_000
+    improved_layouts: int = 8
+    improve_rounds: int = 40
+    improve_patience: int = 12
+    improve_turn: int = 4
+    improve_pairs: int = 4_000_000_000
+    first_search_nodes: int = 100_000
+    search_growth: int = 4
+    target_share: int = 4
+    capacity_share: int = 8
+    restart_nodes: int = 3
+    cp_sat_storages: int = 64
+    cp_sat_unit_nodes: int = 20_000
+    slice_births: int = 256
+
+
+EFFORT = Effort()
+"""What the solver spends unless it is told otherwise."""
