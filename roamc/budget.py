@@ -11,7 +11,7 @@ from roamc.errors import OptionError
 from roamc.units import Bytes, parse_bytes
 
 Budget = Bytes | str
-"""A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak, or ``"light"`` for the
+"""A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
 lowest without heavy operators run again; ``"device"`` for what the device has free."""
 
 LIGHT = "light"

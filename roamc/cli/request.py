@@ -105,7 +105,7 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
-    """Do as :func:`answer`, and return a picture: live bytes at every step and the place of every storage, beside it."""
+    """Do as :func:`answer`, and add live bytes at every step and the place of every storage to the explanation."""
     options = options_of(request)
     graph, seconds = _captured(request, say)
     lives = lives_of(graph, eager=True)

@@ -202,8 +202,7 @@ class _Job:
         return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
 
     def explained(self, error: Exception) -> Exception:
-        """``error``; a budget error of a piece of a split model, where the budget is a share, with advice to use bytes.
-        """
+        """``error``; under a share as budget, a budget error of a piece of a split model gets advice to use bytes."""
         if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
             return error
         why = str(error).removesuffix(RAISE)
