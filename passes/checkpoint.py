@@ -54,7 +54,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Write the reruns into the graph.
+    """Write the reruns into the graph; the FX graph is changed in place.
 
     Raises:
         PlanError: the graph has no such operators or storages.

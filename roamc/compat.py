@@ -222,7 +222,7 @@ def checkpoints_followed() -> Iterator[None]:
 
 
 def _refuse_reentrant(region: Any, *_: Any) -> None:
-    """Refuse a reentrant checkpoint, in the place of its backward: that calls the autograd engine, which none can trace.
+    """Refuse a reentrant checkpoint, in the place of its backward: no trace can hold the calls of autograd in that.
 
     The message names the function and its line.
     """

@@ -77,7 +77,7 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callabl
 
 
 class AbsentGradient(torch.Tensor):
-    """Has the geometry of a parameter's gradient and no values: every operator on it is refused."""
+    """A tensor with the geometry of a parameter's gradient and no values: every operator on it is refused."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:

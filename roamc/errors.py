@@ -48,7 +48,7 @@ class ProfileError(RoamcError, ValueError):
 
 
 class BackwardTwiceError(RoamcError, RuntimeError):
-    """Backward was asked to run again through tensors that its first run has given back."""
+    """Backward was asked to run again, but its first run has freed the tensors that forward had saved."""
 
 
 class UnfinishedError(RoamcError, RuntimeError):

@@ -30,7 +30,7 @@ def is_new(about: object, key: str) -> bool:
 
 
 def warn(about: object, key: str, message: str, stacklevel: int = 3) -> None:
-    """Warn, unless ``about`` had a warning with this ``key`` before."""
+    """Warn, unless ``about``, a model or a function, had a warning with this ``key`` before."""
     if is_new(about, key):
         warnings.warn(message, stacklevel=stacklevel)
 

@@ -89,7 +89,11 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims."""
+    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims.
+
+    Raises:
+        VerifyError: the solver gave a layout that is not legal.
+    """
     return lay_out(build_memory(graph), graph, options)
 
 

@@ -40,7 +40,7 @@ PRICE, SMALL_PRICE = 256, 32
 Small pages cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
 
 LAYOUTS = 4
-"""So many of the cheapest placements are laid out, and so many of those within the budget, beside three fixed ones: the
+"""At most this many of the cheapest placements are laid out, and of those within the budget, beside three others: the
 one to take without trims, the one with the lowest peak, and that without an arena."""
 
 WORTH = 64

@@ -39,10 +39,10 @@ from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
 
 ALLOCATOR_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
-"""Each entry is a trial: results without an ``out=`` form that live at most so many steps stay with the allocator;"""
+"""Trials leave results without an ``out=`` form with the allocator that live at most this many steps."""
 
 ALLOCATOR_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
-"""with each entry here, of these results only those of at least this share of the largest one."""
+"""For each entry, and each of ALLOCATOR_STEPS, a trial takes only results of at least this share of the largest one."""
 
 MOVES, CANDIDATES = 512, 12
 """At most MOVES storages are moved between arena and allocator; each time the best is taken of the CANDIDATES largest

@@ -12,6 +12,8 @@ from roamc.rewriting.rerun import Rerun, rerun
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Write the codecs, bring the operators into the decided order and write the reruns between them.
 
+    The FX graph is changed in place.
+
     Raises:
         PlanError: the decision names unknown operators, storages or codecs, or some that cannot be used so.
     """

@@ -184,8 +184,8 @@ class Choice:
     def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
         """Search for the lowest peak of live bytes, then for less added time at that peak.
 
-        The first target is what the operator that needs most takes alone; each further one is a little below the lowest
-        peak so far. Order and layout decide later which of the decisions needs fewer bytes.
+        The first target is a little above what the operator that needs most takes alone; each further one is below the
+        lowest peak so far. Order and layout decide later which of the decisions needs fewer bytes.
 
         Args:
             together: as in :meth:`decide`.

@@ -319,7 +319,7 @@ def demo(
 
 
 def main() -> None:
-    """The console entry point."""
+    """Run the command line on ``sys.argv`` and end the process with its exit code."""
     app(prog_name="roamc")
 
 

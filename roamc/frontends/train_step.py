@@ -190,7 +190,7 @@ class TrainStep:
 
     @property
     def latest(self) -> Whole:
-        """The program used last.
+        """The program of the last step.
 
         Raises:
             RoamcError: no step has run yet.

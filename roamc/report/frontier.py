@@ -18,7 +18,7 @@ class Point:
     """The plan for one budget.
 
     Attributes:
-        budget: as it was asked for.
+        budget: the budget, as it was asked for.
         plan: the plan; the lowest one found where none keeps the budget.
         fits: whether it keeps the budget.
     """

@@ -82,8 +82,8 @@ class Codec:
 
     Attributes:
         name: the name in plans, reports and ``options.codecs``.
-        error: the most by which decoding may change an element, as far as ``keeps`` says it is kept; 0 for an exact
-            codec. All codecs so far are exact; what the number measures is for the first one with an error to say.
+        error: the most by which decoding may change what ``keeps`` names; 0 for an exact codec. All codecs so far are
+            exact, so how an error is measured is not settled.
         fit: returns the coding of a value; None if this codec does not apply to it.
         keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
             more than that must not read the decoded tensor.

@@ -70,7 +70,7 @@ class Result:
         return self.peak_bytes[side] / self.peak_bytes[EAGER]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return what ``roamc demo --json`` prints: the fields, and ratios and equal steps, as plain data."""
         task = asdict(self.task)
         del task["side"]
         return {

@@ -63,7 +63,7 @@ class Task:
 
     @property
     def sizes(self) -> dict[str, int | float]:
-        """Settings of the model as :mod:`roamc.cli.zoo` names them."""
+        """Settings of model ``gpt`` that the task gives, by the names of :mod:`roamc.cli.zoo`."""
         kept = ("batch", "seq", "layers", "width", "heads", "dropout")
         return {key: value for key, value in asdict(self).items() if key in kept}
 
