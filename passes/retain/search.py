@@ -137,7 +137,8 @@ class Choice:
 
         Args:
             target: live bytes.
-            together: begin with solutions of earlier calls with ``together``. The decision then depends on those.
+            together: begin with solutions of earlier calls with ``together``. The decision then depends on those;
+                without, it depends on earlier calls only by what :meth:`forget` forgets.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
 
         Returns:
