@@ -27,17 +27,21 @@ AGAIN = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECO
 
 @dataclass(frozen=True)
 class Decision:
-    """What runs again.
+    """A decision lists the operators that run again in backward.
 
     Attributes:
-        reruns: (operator in front of which it runs, operator that runs again, storages that it renews).
+        reruns: (operator in front of which it runs, operator that runs again, storages that it renews), all by name, in
+            the order in which they run.
     """
 
     reruns: tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Every marked storage that backward reads is made again right before its first reader there."""
+    """Plan to make every storage that a policy marks again, right before its first reader behind forward.
+
+    Nothing runs again in a graph with a boundary between forward and backward, or without marks.
+    """
     if graph.boundary or not any("recompute" in node.meta for node in graph.graph.nodes):
         return Decision(())
     memory = build_memory(graph)
@@ -50,7 +54,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Write the reruns into the graph.
+    """Write the reruns into the graph; the FX graph is changed in place.
 
     Raises:
         PlanError: the graph has no such operators or storages.
@@ -72,9 +76,9 @@ def _marked(memory: MemoryModel) -> set[int]:
 
 
 class _Finder:
-    """Collects reruns: what a rerun reads of other marked storages is renewed before it.
+    """Collects reruns: marked storages that a rerun reads are renewed before it.
 
-    What an operator reads may have been written since, such as a buffer; then its first results stay.
+    An operator whose inputs have been written since, such as a buffer, does not run again: its first results stay.
     """
 
     def __init__(self, memory: MemoryModel, marked: set[int]) -> None:

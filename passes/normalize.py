@@ -39,12 +39,13 @@ FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True)
 class Decision:
-    """What to take out.
+    """A decision names the nodes to take out and the dropouts to split.
 
     Attributes:
-        aliases: nodes that only give their input another name; their users read the input instead.
-        dead: nodes without effect, users before their inputs.
-        dropouts: dropouts to be made of a mask and a product by it.
+        aliases: nodes that only give their input another name; their users read the input instead. ``dead`` has them,
+            too.
+        dead: nodes to erase, each behind all of its users.
+        dropouts: ``native_dropout`` nodes to split into a mask and a product with it.
     """
 
     aliases: tuple[str, ...]
@@ -53,10 +54,11 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Find nodes whose results nobody reads and that change nothing else.
+    """Find nodes to take out, because nobody reads their results and they change nothing else, and dropouts to split.
 
-    Aliases are listed as dead too: nobody reads them once their users read their inputs.
-    Random operators stay even when unread: without them the operators behind would draw other numbers.
+    Aliases are listed as dead too: nobody reads them once their users read their inputs. Aliases that are outputs,
+    gradients or saved stay. Random operators stay even when unread: without them later ones would draw other numbers.
+    A dropout is split if it runs on a CPU, drops, and its input is contiguous. ``options`` are not read.
     """
     named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
     aliases = [n.name for n in operators(graph.graph) if ops.rule(n.target).renames and n.name not in named]
@@ -72,8 +74,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def _handed_out(graph: fx.Graph) -> set[str]:
-    """Outputs, and what they are views of: autograd, which sees them, takes a view of ``x`` for one that needs a
-    gradient where ``x`` does, unless a detach lies between them."""
+    """Names of outputs, and of all that they are views of: a detach among these must stay.
+
+    Autograd sees outputs, and takes a view of ``x`` for one that needs a gradient where ``x`` does, unless a detach
+    lies between them.
+    """
     found: set[str] = set()
     waiting = list(output_node(graph).all_input_nodes)
     while waiting:
@@ -91,8 +96,10 @@ def _drops(dropout: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def _comes_apart(node: fx.Node) -> bool:
-    """Whether ``node`` is a dropout on a CPU that drops, of a dense tensor: of others torch notes other strides than
-    it makes."""
+    """Whether ``node`` can be split: a dropout on a CPU that drops, of a contiguous tensor.
+
+    For other tensors the fake result has other strides than the kernel's.
+    """
     if node.target is not aten.native_dropout.default or len(node.args) != 3:
         return False
     given, share, train = node.args
@@ -105,10 +112,10 @@ def _comes_apart(node: fx.Node) -> bool:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Put inputs in the place of aliases, erase the dead nodes and their phases, take dropouts apart.
+    """Put inputs in the place of aliases, erase dead nodes, and split dropouts; the FX graph is changed in place.
 
     Raises:
-        PlanError: the graph has no such nodes.
+        PlanError: the graph has no such nodes, or other nodes read a dead one.
     """
     by_name = {node.name: node for node in graph.graph.nodes}
     inner = {node.name for node in graph.graph.nodes if node.op in ("call_function", "get_attr")}
@@ -137,7 +144,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
-    """Make the dropout ``node`` its mask, with a product behind it; the picks of its results to what replaces them."""
+    """Turn the dropout ``node`` into its mask, with a product behind it if its result is read.
+
+    Returns:
+        Names of the nodes that picked its results, mapped to the names of the nodes that replace them.
+    """
     x, keep = node.args[0], 1.0 - float(node.args[1])  # type: ignore[arg-type]
     dropped, mask = node.meta["val"]
     picks: dict[fx.Node, Any] = {pick: pick.args[1] for pick in node.users}
@@ -158,7 +169,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
 
 
 def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
-    """The graph with other names in its lists of names."""
+    """``graph`` with ``names`` (old to new) replaced in ``saved``, ``gradients`` and ``waits``."""
     return graph.replace(
         saved=tuple(names.get(name, name) for name in graph.saved),
         gradients=tuple(names.get(name, name) for name in graph.gradients),
@@ -167,8 +178,10 @@ def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """``value`` as a tensor of ``dtype`` holds it, to the nearest and to even; without a tensor, which a fake mode
-    around a compilation would make a fake one."""
+    """Return ``value`` rounded to ``dtype``, one of :data:`FLOATS`, as a tensor would hold it: ties to even.
+
+    No tensor is made: under the fake mode of a compilation it would be a fake one.
+    """
     if dtype is torch.float64:
         return value
     narrow = np.float32(value)

@@ -40,8 +40,9 @@ class Decision:
         status: ``"optimal"`` if peak and bound meet, else ``"gap"``, or ``"limit"`` if the search reached its limit.
         algorithm: the member of the portfolio that found it.
         candidates: (algorithm, peak) of every member that ran.
-        laid_out: (order, bytes of its arena and outside of it) of every order that was laid out to choose among
-            orders with no higher peak, the first one included; none if the layout of that did not fall short.
+        laid_out: (algorithm or name, peak bytes in the arena and outside of it) of every order that was laid out to
+            choose among orders with no higher peak, the first one included. Empty if no other order was tried, because
+            the arena of the first is no larger than what lives in it.
     """
 
     order: tuple[str, ...]
@@ -54,7 +55,14 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Run the portfolio, or the one algorithm that ``options.order`` names."""
+    """Search an order of the operators with a low peak of live bytes.
+
+    All algorithms of the portfolio run, or the one that ``options.order`` names.
+
+    Raises:
+        OptionError: there is no algorithm of that name.
+        VerifyError: the solver's order breaks a constraint.
+    """
     memory = build_memory(graph)
     if options.order != "best" and options.order not in ALGORITHMS:
         raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
@@ -80,7 +88,7 @@ def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Bring the operators into the decided order.
+    """Bring the operators into the decided order; views and picks move with their operators.
 
     Raises:
         PlanError: the decision names other operators than the graph has.

@@ -28,10 +28,10 @@ NAME = PASS
 
 @dataclass(frozen=True)
 class Decision:
-    """What is written over what.
+    """A decision names the operators that write their result over an argument.
 
     Attributes:
-        overwrites: (operator, position of the argument that it writes over), first to last.
+        overwrites: (name of the operator, position of the argument that it writes over), first to last.
         nbytes: bytes of all these results, which are not allocated.
     """
 
@@ -40,7 +40,7 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """In the graph's present order, every result that can take over an argument's bytes does."""
+    """Let every result take over an argument's bytes that can do so in the graph's present order."""
     memory = build_memory(graph)
     chosen = due(memory, range(len(memory.operators)), all_reuses(memory))
     return Decision(

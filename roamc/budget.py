@@ -1,4 +1,4 @@
-"""Budgets as users write them."""
+"""Read budgets as users write them, and turn them into bytes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from roamc.errors import OptionError
 from roamc.units import Bytes, parse_bytes
 
 Budget = Bytes | str
-"""Bytes; or ``"80%"`` of what eager holds, ``"min"``, ``"light"``, or ``"device"`` for what the device has free."""
+"""A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
+lowest without heavy operators run again; ``"device"`` for what the device has free."""
 
 LIGHT = "light"
-"""As little as can be if nothing heavy runs again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
+"""The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
 
 MARGIN = 0.9
-"""Of what a device has free, this share is planned with: operators need workspace, allocators lose some."""
+"""Share of a device's free bytes that ``"device"`` plans with: operators need workspace, allocators lose some."""
 
 BYTES = 1 << 20
-"""From here on a whole number that is written as a float, such as 6e9, is taken for bytes."""
+"""Least float that counts as bytes, if it is whole, such as 6e9; a smaller one, such as 0.8, is refused."""
 
 KINDS = 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
 """What a budget may be, for messages."""
@@ -30,7 +31,7 @@ _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def parse_budget(given: object) -> Budget | None:
-    """Check a budget.
+    """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares and names are returned as they are.
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``.
@@ -49,7 +50,7 @@ def parse_budget(given: object) -> Budget | None:
 
 
 def is_share(budget: Budget | None) -> bool:
-    """Whether a budget is a share of what eager holds."""
+    """Whether a budget is a share of what eager holds, such as ``"80%"``."""
     return isinstance(budget, str) and budget.endswith("%")
 
 
@@ -65,13 +66,13 @@ def _bytes(given: object) -> Bytes:
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
-    """A budget in bytes; 0 for ``"min"`` and ``"light"``.
+    """Return a budget in bytes; 0 for ``"min"`` and ``"light"``, None for None.
 
     Args:
         budget: as :func:`parse_budget` returns it.
-        baseline: what eager holds at its worst step.
-        device: asked for its free bytes.
-        state: bytes of optimizer state, which may be allocated only after the plan was made.
+        baseline: bytes that eager holds at its worst step; shares are of these.
+        device: the device whose free bytes ``"device"`` takes.
+        state: bytes of optimizer state, taken off the free bytes: it may be allocated only after the plan was made.
 
     Raises:
         OptionError: a share of ``baseline`` is less than a byte.

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
-"""While a graph is traced: a block whose operators run on real tensors and leave nothing in the graph."""
+"""A context manager to use while a graph is traced: operators inside run on real tensors and do not enter the graph."""
 
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
@@ -70,11 +70,13 @@ class CaptureMode(FakeTensorMode):
 
     Args:
         held: parameters that the step updates, by name. The trace has fakes for them: an operator that is handed their
-            own memory is refused.
-        watched: buffers, by name. An operator that writes to their own memory is refused; ``read_past`` gets the names
-            of those whose own memory is read.
+            own memory is refused with a CaptureError.
         kernels: functions that make an operator's results in the place of torch's fake kernel; one that returns
             NotImplemented leaves them to torch.
+        watched: buffers, by name. An operator that writes to their own memory is refused as well.
+
+    Attributes:
+        read_past: names of the ``watched`` buffers whose own memory was read, as keys in the sequence of first reads.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class CaptureMode(FakeTensorMode):
         self._kernels = kernels or {}
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Hand writing operators fakes in the place of real tensors; refuse to read held ones past their fakes."""
+        """Run an operator on fakes; an in-place one gets fakes for real tensors, and memory of held ones is refused."""
         leaves, spec = flatten((tuple(args), kwargs or {}))
         real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
         if any(real):
@@ -116,7 +118,7 @@ class CaptureMode(FakeTensorMode):
 
 
 def read_past(name: str) -> str:
-    """The error of a step that writes to the parameter or buffer ``name`` and is handed its memory beside its fake."""
+    """Return the error message for a step that reaches the memory of parameter or buffer ``name`` past its fake."""
     return (
         f"the step reads or writes the memory of {name!r} through a tensor that was made before it began, such as "
         ".data, .detach() or a view; make it inside the step, or clone it"
@@ -124,12 +126,12 @@ def read_past(name: str) -> str:
 
 
 def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Identities of storages to the names of their tensors."""
+    """Maps identities of storages to the names of their tensors."""
     return {_storage(tensor): name for name, tensor in tensors.items() if _storage(tensor)}
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """The same number for two tensors exactly if they share a storage (while both are alive)."""
+    """Return a number that two tensors have in common exactly if they share a storage, while both are alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -141,7 +143,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace ``function(*args)`` to ATen operators under ``mode``; nothing is computed or allocated.
+    """Trace ``function(*args)``, with fake tensors of ``mode``, to ATen operators; nothing is computed or allocated.
 
     The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
     (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element). Where the caller's autocast
@@ -153,7 +155,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
 
 
 def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:
-    """``function``, with autocast's cache of casts as told while it runs; its arguments keep their names."""
+    """``function``, with autocast's cache of casts on or off while it runs; its arguments keep their names."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -168,7 +170,7 @@ def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callabl
 
 
 def graph_so_far() -> fx.Graph:
-    """Inside a function that is being traced: its graph until here.
+    """Return the graph of the function that is being traced, as far as it has been traced; call it inside of it.
 
     Raises:
         RuntimeError: nothing is being traced.
@@ -181,7 +183,7 @@ def graph_so_far() -> fx.Graph:
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
-    """Inside a function that is being traced: the node that stands for ``tensor``; None if there is none."""
+    """Return the node that stands for ``tensor`` in the graph that is being traced; None if there is none."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     mode = get_proxy_mode()
@@ -192,10 +194,10 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
 
 @contextlib.contextmanager
 def checkpoints_followed() -> Iterator[None]:
-    """While tracing, every selective checkpoint has a number, its marks end with it, and reentrant ones are refused.
+    """Within this context, number the selective checkpoints that are traced, and refuse reentrant checkpoints.
 
-    torch numbers them under dynamo alone, and its partition compares the numbers; it leaves the last mark of a region
-    on all nodes behind it.
+    torch numbers them under dynamo alone, and its partition compares the numbers. It also leaves the last mark of a
+    checkpoint's region on all nodes behind it; here marks end with their region.
     """
     from torch.utils.checkpoint import CheckpointFunction
     from torch.utils.checkpoint import _CachingTorchDispatchMode as Region
@@ -220,7 +222,10 @@ def checkpoints_followed() -> Iterator[None]:
 
 
 def _refuse_reentrant(region: Any, *_: Any) -> None:
-    """In the place of a reentrant checkpoint's backward, which calls the autograd engine: no trace can hold that."""
+    """Refuse a reentrant checkpoint, in the place of its backward: no trace can hold the calls of autograd in that.
+
+    The message names the function and its line.
+    """
     function = region.run_function
     name = getattr(function, "__qualname__", type(function).__name__)
     code = getattr(function, "__code__", None)
@@ -233,7 +238,10 @@ def _refuse_reentrant(region: Any, *_: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_meta() -> Iterator[None]:
-    """While inside, torch does not log the traceback of an operator whose shapes do not fit: it raises it, too."""
+    """Within this context, keep torch from logging the traceback of an operator whose shapes do not fit.
+
+    torch raises the error, too, so nothing is lost.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def other(record: logging.LogRecord) -> bool:
@@ -247,7 +255,7 @@ def quiet_meta() -> Iterator[None]:
 
 
 def original(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` has wrapped; any other as it is."""
+    """Return the module that ``torch.compile`` has wrapped in ``model``; ``model`` itself if it is not compiled."""
     from torch._dynamo import OptimizedModule
 
     return model._orig_mod if isinstance(model, OptimizedModule) else model
@@ -255,9 +263,9 @@ def original(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, ``model`` and its parts run as plain modules although ``compile`` was called on them.
+    """Within this context, run ``model`` and its submodules as plain modules, although ``compile`` was called on them.
 
-    So does, while FX traces, everything that ``torch.compile`` has made, functions included.
+    While FX traces, everything else that ``torch.compile`` has made runs plain as well, functions included.
     """
     from torch._dynamo import config
 
@@ -274,7 +282,7 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
 
 
 def number_backward(loss: torch.Tensor) -> None:
-    """While tracing: operators of backward get the ``meta["seq_nr"]`` of the forward call that they belong to."""
+    """While tracing, before backward: give operators of backward the ``meta["seq_nr"]`` of their forward call."""
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
     if loss.grad_fn is not None:
@@ -282,18 +290,24 @@ def number_backward(loss: torch.Tensor) -> None:
 
 
 def backward_of() -> int | None:
-    """Behind an error in a backward that is being traced: the ``meta["seq_nr"]`` of the forward call it belongs to."""
+    """Return the ``meta["seq_nr"]`` of the forward call whose backward was being traced when an error was raised.
+
+    None if no backward was being traced.
+    """
     found = fx.traceback.current_meta.get("grad_fn_seq_nr")
     return int(found[-1]) if found else None
 
 
 def fake_parameter(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake of a parameter or buffer; shared storage stays shared. Meta tensors move to ``device``."""
+    """Return a fake of a parameter or buffer; shared storage stays shared.
+
+    A meta tensor becomes one on ``device``, with a storage of its own.
+    """
     return fake_input(mode, like, device) if like.device.type == "meta" else mode.from_tensor(like, static_shapes=True)
 
 
 def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake with the geometry of ``like`` and a storage of its own; meta tensors move to ``device``."""
+    """Return a fake with the geometry of ``like`` and a storage of its own; a meta tensor becomes one on ``device``."""
     if like.layout is not torch.strided or type(like) not in (torch.Tensor, torch.nn.Parameter):
         return mode.from_tensor(like, static_shapes=True)
     target = device if like.device.type == "meta" else like.device
@@ -303,28 +317,28 @@ def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """What ATen's ``suggest_memory_format`` says of a tensor: channels last, or rows."""
+    """Return what ATen's ``suggest_memory_format`` says of a tensor: channels last, or contiguous."""
     found: torch.memory_format = suggest_memory_format(tensor)
     return found
 
 
 def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The strides that ATen's ``TensorIterator`` gives the result of ``operands``, which have one shape."""
+    """Return the strides that ATen's ``TensorIterator`` gives the result of ``operands``, which must have one shape."""
     found: tuple[int, ...] = compute_elementwise_output_strides(*operands)
     return found
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:
-    """The mode a fake tensor belongs to, or None for anything else."""
+    """Return the mode that a fake tensor belongs to; None for anything else."""
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
 @contextlib.contextmanager
 def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While inside, ``module`` holds ``tensors`` in place of its parameters and buffers.
+    """Within this context, put ``tensors`` in the place of parameters and buffers of ``module``, by name.
 
-    Every place that holds one of these parameters or buffers gets its tensor: tied weights, shared modules. What
-    recurrent layers keep of their weights besides is put back, too.
+    Every place that holds one of these parameters or buffers gets its tensor, as with tied weights and shared modules.
+    In the end all is put back, with what recurrent layers keep of their weights besides.
     """
     from torch.nn.utils.stateless import _reparametrize_module
 
@@ -349,7 +363,7 @@ _KEPT = ("_flat_weight_refs",)
 
 
 def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
-    """The lazily conjugated or negated view of ``tensor``, as asked for."""
+    """Return ``tensor`` with the lazy bits that are asked for: a conjugated view, a negated view, both or neither."""
     if conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if neg else tensor
@@ -358,7 +372,7 @@ def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
 def move_to(
     tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> None:
-    """Put ``tensor`` itself at ``offset`` elements of ``storage``; its lazy bits stay as they are."""
+    """Make ``tensor``, in place, a view of ``storage`` at ``offset`` (in elements); its lazy bits stay as they are."""
     conj, neg = tensor.is_conj(), tensor.is_neg()
     torch._C._set_conj(tensor, False)
     torch._C._set_neg(tensor, False)
@@ -373,12 +387,12 @@ def add_to_all(tensors: Sequence[torch.Tensor], number: float) -> None:
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that the optimizer has stepped: they warn where it did not before them."""
+    """Note that ``optimizer`` has stepped: learning-rate schedulers warn if they step before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def clear_autocast_cache() -> None:
-    """Forget casts that autocast has cached: they may be fake tensors of a trace."""
+    """Empty autocast's cache of casts: they may be fake tensors of a trace."""
     torch.clear_autocast_cache()
 
 
@@ -387,9 +401,10 @@ _TABLES = threading.local()
 
 @contextlib.contextmanager
 def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """While inside, this thread traces the operators of ``table`` as it says, in the place of torch's decompositions.
+    """Within this context, trace the operators of ``table`` by its functions, not by torch's decompositions.
 
-    A function of the table may return NotImplemented: torch's own runs then. Other threads do not notice.
+    A function gets the operator's arguments and returns its results, or NotImplemented to have torch's own run. Other
+    threads do not notice.
     """
     for target in table:
         _consult_tables(target)
@@ -417,41 +432,44 @@ def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def direct(target: Any) -> Any:
-    """The callable behind an operator overload: one Python frame less per call."""
+    """Return the callable behind an operator overload, which saves a Python frame per call; others as they are."""
     return target._op if isinstance(target, OpOverload) else target
 
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
-    """Whether operator ``aten::mm.out``, say, has a kernel of its own for ``"CPU"`` or ``"CUDA"``."""
+    """Whether an operator, such as ``"aten::mm.out"``, has a kernel of its own for a key: ``"CPU"`` or ``"CUDA"``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key))
 
 
 def keeps_graph() -> bool:
-    """Inside a backward call: was it asked to keep the graph (``retain_graph=True``)?"""
+    """Whether the backward call that runs now was asked to keep the graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Are ``torch.autograd.graph.saved_tensors_hooks`` of the user around this call?"""
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` of the user are around this call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves of nested lists, tuples and dicts, and a hashable description of the nest."""
+    """Return the leaves of nested lists, tuples and dicts, and a hashable description of the nest."""
     from torch.utils import _pytree as pytree
 
     return pytree.tree_flatten(tree)
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """The nest that :func:`flatten` took apart."""
+    """Put leaves into the nest that :func:`flatten` has described by ``spec``."""
     from torch.utils import _pytree as pytree
 
     return pytree.tree_unflatten(list(leaves), spec)
 
 
 def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:
-    """``model.compile`` for fixed shapes; recurrent layers, which dynamo leaves out by default, included."""
+    """Call ``model.compile`` with dynamic shapes off.
+
+    Dynamo leaves out recurrent layers, and models of torch's own classes, by default; here it traces them, too.
+    """
     from torch._dynamo import config, external_utils, trace_rules
 
     model.compile(backend=backend, dynamic=False)
@@ -471,13 +489,13 @@ def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> Non
 
 
 def is_traced(value: object) -> bool:
-    """Whether ``value`` is a tensor of a trace, without elements of its own."""
+    """Whether ``value`` is a fake or functional tensor, as in a trace, without elements of its own."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def has_open_size(fake: torch.Tensor) -> bool:
-    """Whether a size of a fake tensor is a symbol, not a number."""
+    """Whether any size of a fake tensor is symbolic."""
     sizes: Sequence[object] = fake.shape
     return any(isinstance(size, torch.SymInt) for size in sizes)

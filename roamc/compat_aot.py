@@ -31,7 +31,7 @@ from roamc.graph.keep import keep_saved
 
 @contextlib.contextmanager
 def _checkpoints_marked() -> Iterator[None]:
-    """While AOTAutograd traces, regions of plain ``checkpoint`` are marked, as dynamo does, to run again in backward.
+    """Within this context, AOTAutograd marks regions of plain ``checkpoint`` to run again in backward, as dynamo does.
 
     Their second run is in the trace, but reads nothing of backward: a partition would take it for a part of forward.
     """
@@ -62,10 +62,11 @@ def _writes_first(func: OpOverload) -> bool:
 
 @contextlib.contextmanager
 def writes_marked(key: str) -> Iterator[None]:
-    """While AOTAutograd traces, nodes that stand for a write to their first argument (``relu_``) have ``meta[key]``.
+    """Within this context, have AOTAutograd set ``meta[key]`` of nodes that stand for a write, such as ``relu_``.
 
-    Functionalization leaves the operator that makes a value, and nothing to tell it by. All nodes that one such call
-    adds are marked, the scatters into the base of a view among them; a scatter that the user calls is not.
+    These are calls that write to their first argument. Functionalization leaves an operator that makes a new value, and
+    nothing to tell it by. All nodes that one such call adds are marked, the scatters into the base of a view among
+    them; a scatter that the user calls is not.
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
@@ -93,11 +94,16 @@ def writes_marked(key: str) -> Iterator[None]:
 def default_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **how: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's own split of a joint graph at full save: what eager saves, nothing recomputed.
+    """Split a joint graph into (forward, backward) as torch does at full save: what eager saves, nothing recomputed.
 
-    Three faults of torch's are mended: a random operator with several results that nobody reads fails an
-    assertion, backward gets dead copies of forward's random operators, which would draw again, and the running
-    statistics of a batch norm in training are saved, which its backward takes and does not read.
+    Three faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
+    reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, and the
+    running statistics of a batch norm in training are saved, which its backward takes and does not read.
+
+    Args:
+        joint: AOTAutograd's graph of forward and backward.
+        inputs: its inputs.
+        how: what AOTAutograd passes to a partition besides, such as ``num_fwd_outputs``.
     """
     from torch._functorch.partitioners import default_partition as split
 
@@ -132,7 +138,14 @@ def aot_backend(
     inference: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """A dynamo backend from AOTAutograd with our compilers and our partition."""
+    """Make a dynamo backend of AOTAutograd with these compilers and this partition.
+
+    Args:
+        forward: compiles a forward graph for its fake inputs.
+        backward: compiles a backward graph.
+        inference: compiles a graph without backward.
+        partition: splits a joint graph into forward and backward, as :func:`default_partition` does.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(
@@ -145,7 +158,7 @@ def aot_backend(
 
 
 def static_inputs() -> tuple[int, ...]:
-    """While AOTAutograd compiles: positions of the inputs that are parameters or buffers."""
+    """Return the positions of inputs that are parameters or buffers, while AOTAutograd compiles; else ()."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -156,14 +169,18 @@ def static_inputs() -> tuple[int, ...]:
 def forward_backward(
     model: torch.nn.Module, batch: Sequence[Any], call_model: Callable[..., Any] | None = None
 ) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:
-    """AOTAutograd's graphs of ``model(*batch)`` under fake tensors: (forward, backward) or (forward,).
+    """Trace ``model(*batch)`` with AOTAutograd under fake tensors, with nodes that know the user's line.
 
-    With ``call_model``, those of ``call_model(model, *batch)``. Nodes know the user's line; models that ask whether
-    they are being compiled hear that they are.
+    Models that ask whether they are being compiled hear that they are.
+
+    Args:
+        model: the model.
+        batch: its arguments, nests with tensors; meta tensors count as tensors on the CPU.
+        call_model: called as ``call_model(model, *batch)``; None calls the model.
 
     Returns:
-        The graphs, the number of forward outputs that are not saved tensors, and the positions of parameters
-        and buffers among the forward inputs.
+        The graphs, (forward, backward), or (forward,) if there is no backward; the number of forward outputs that are
+        not saved tensors; and the positions of parameters and buffers among the forward inputs.
     """
     from torch._functorch._aot_autograd import graph_capture
     from torch._functorch.aot_autograd import aot_function

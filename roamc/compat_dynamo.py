@@ -19,7 +19,7 @@ DynamoError = TorchDynamoException
 
 
 def compiled_module() -> torch.nn.Module | None:
-    """While dynamo compiles: the module whose ``forward`` (or function of a module) it has been called for, if any."""
+    """Return the module whose method, such as ``forward``, dynamo compiles now; None if it compiles no method."""
     frame = _compiled_frame()
     if frame is None:
         return None
@@ -32,19 +32,19 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def compiled_code() -> object:
-    """While dynamo compiles: the code of the function it has been called for; None outside of dynamo."""
+    """Return the code object of the function that dynamo compiles now; None outside of dynamo."""
     frame = _compiled_frame()
     return None if frame is None else frame.f_code
 
 
 def behind_a_break() -> bool:
-    """While dynamo compiles: whether the graph begins where another of the same call has ended."""
+    """Whether the graph that dynamo compiles now begins behind a graph break, where another of the same call ended."""
     frame = _compiled_frame()
     return frame is not None and _RESUMED.match(frame.f_code.co_name) is not None
 
 
 def compiled_function() -> str:
-    """While dynamo compiles: the name of the function it has been called for; empty outside of dynamo."""
+    """Return the name of the function that dynamo compiles now; empty outside of dynamo."""
     frame = _compiled_frame()
     if frame is None:
         return ""
@@ -67,7 +67,7 @@ def _compiled_frame() -> Any:
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:
-    """Where dynamo ended this graph before the model's end, as ``file.py:line (reason)``; None if it did not."""
+    """Return where a graph break ended ``gm``, as ``file.py:line (reason)``; None if it ends with the function."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -76,7 +76,7 @@ def graph_break(gm: fx.GraphModule) -> str | None:
 
 
 def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """``graph``, rewritten from that of ``gm``, as a module that AOTAutograd takes for one of dynamo's."""
+    """Return ``graph``, rewritten from that of ``gm``, as a module that AOTAutograd takes for one of dynamo's."""
     module = fx.GraphModule(gm, graph)
     module.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
@@ -85,14 +85,18 @@ def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 
 def keep_source(copy: fx.Node, node: fx.Node) -> None:
-    """Where an input comes from, which dynamo notes beside ``meta``: ``copy`` gets it from ``node``."""
+    """Give ``copy`` dynamo's note of where the input ``node`` comes from; it is an attribute, not in ``meta``."""
     if hasattr(node, "_dynamo_source"):
         copy._dynamo_source = node._dynamo_source
 
 
 @contextlib.contextmanager
 def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
-    """A place to compile in after dynamo has ended: fakes of ``args``, all sizes known."""
+    """Set up a context in which AOTAutograd can compile after dynamo has ended.
+
+    Yields:
+        ``args`` with fakes for tensors, all sizes known.
+    """
     from torch._dynamo import config
     from torch._guards import TracingContext, tracing
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -108,7 +112,7 @@ def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Leave out the checks of torch.distributions that are on by default and read values.
+    """Within this context, leave out the checks of torch.distributions that are on by default and read values.
 
     torch.compile does so from its first use on, for the whole process. A distribution that is made with
     ``validate_args=True`` is checked all the same.

@@ -12,7 +12,7 @@ from roamc.errors import CaptureError
 
 
 def leaves_behind(result: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves of the autograd graph that ``result`` ends, each once."""
+    """Yield each leaf tensor of the autograd graph behind ``result`` once."""
     waiting, seen = [result.grad_fn], {result.grad_fn}
     while waiting:
         node = waiting.pop()
@@ -38,7 +38,10 @@ def has_gradient_node_hooks(parameter: torch.Tensor) -> bool:
 
 
 def global_module_hooks() -> tuple[object, ...]:
-    """Identities of the hooks that run for every module of the process."""
+    """Return the identities of the hooks that run for every module of the process, as four tuples, one for each kind.
+
+    The kinds are forward pre-hooks, forward hooks, backward pre-hooks and backward hooks.
+    """
     from torch.nn.modules import module
 
     kinds = (
@@ -49,7 +52,7 @@ def global_module_hooks() -> tuple[object, ...]:
 
 
 def function_modes() -> list[object]:
-    """The modes around this call that change what functions of torch do, but for that of the default device."""
+    """Return the torch function modes around this call, without that of the default device."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
@@ -57,7 +60,7 @@ def function_modes() -> list[object]:
 
 
 def kernels_of_attention() -> tuple[object, ...]:
-    """Which kernels attention may choose from, and which comes first."""
+    """Return what decides which kernel attention takes: a flag for each kernel on CUDA, then torch's priorities."""
     return (
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
@@ -66,7 +69,7 @@ def kernels_of_attention() -> tuple[object, ...]:
 
 
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Hooks before and after ``optimizer.step()``, those of all optimizers too, in torch's order."""
+    """Return the hooks before and after ``optimizer.step()``, in torch's order, with those of all optimizers."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
     before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
@@ -74,11 +77,11 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callabl
 
 
 class AbsentGradient(torch.Tensor):
-    """Has the geometry of a parameter's gradient and no values: every operator on it is refused."""
+    """A tensor with the geometry of a parameter's gradient and no values: every operator on it is refused."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:
-        """``name``: of the parameter, for the message."""
+        """Make one for ``parameter``; ``name`` is the parameter's, for the error message."""
         made: AbsentGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
@@ -89,7 +92,7 @@ class AbsentGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse."""
+        """Raise a CaptureError for any operator on such a gradient."""
         leaves, _ = flatten((args, kwargs))
         name = next(leaf.parameter_name for leaf in leaves if isinstance(leaf, cls))
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Plain data from outside, checked against the types that a dataclass declares. Executes and imports nothing."""
+"""Check plain data from outside against the types that a dataclass declares; nothing is executed or imported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], data: object, where: str) -> T:
-    """An instance of dataclass ``kind`` from a dictionary with exactly its fields.
+    """Make an instance of dataclass ``kind`` from a mapping with exactly its fields.
 
-    Lists become tuples. Numbers must be whole and not negative, as all of ours count bytes, steps or nodes.
+    Lists become tuples where the field is a tuple. Numbers must not be negative, and whole where the field is an int.
+
+    Args:
+        kind: the dataclass; its fields have the types that :func:`value` knows.
+        data: the mapping.
+        where: what ``data`` is, for error messages.
 
     Raises:
-        PlanError: a field is missing, unknown, or of another type; names it under ``where``.
+        PlanError: a field is missing, unknown, or of another type; names it.
     """
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if not isinstance(data, Mapping) or set(data) != fields:
@@ -35,7 +40,16 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def value(hint: Any, data: object, where: str) -> Any:
-    """``data`` as ``hint`` says: str, int, float, tuple[X, ...], tuple[X, Y], Mapping[str, X]; else PlanError."""
+    """Return ``data`` as a value of type ``hint``.
+
+    Args:
+        hint: str, int, float, tuple[X, ...], tuple[X, Y], Mapping[str, X], or Any for whatever is given.
+        data: the plain data; numbers must not be negative.
+        where: what ``data`` is, for the error message.
+
+    Raises:
+        PlanError: ``data`` is of another type.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and isinstance(data, list | tuple):
         if len(inner) == 2 and inner[1] is Ellipsis:

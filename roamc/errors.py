@@ -5,7 +5,7 @@ REQUIRED = frozenset({"layout"})
 
 
 def way_out(after: str) -> str:
-    """What to do about a graph that breaks a rule behind a pass."""
+    """Return advice, for an error message, on a graph that breaks a rule behind the pass ``after`` or ``"capture"``."""
     if after in REQUIRED or after == "capture":
         return "please report this model, and leave roamc out until then"
     return f"leave the pass out with options={{'disable': {after!r}}}"
@@ -48,7 +48,7 @@ class ProfileError(RoamcError, ValueError):
 
 
 class BackwardTwiceError(RoamcError, RuntimeError):
-    """Backward was asked to run again through tensors that its first run has given back."""
+    """Backward was asked to run again, but its first run has freed the tensors that forward had saved."""
 
 
 class UnfinishedError(RoamcError, RuntimeError):

@@ -15,10 +15,10 @@ from typing import Any
 
 
 def interruption(error: BaseException) -> BaseException | None:
-    """The error itself, or the one that it was raised from, if a handler of a signal raised it; else None.
+    """Return ``error``, or one that it was raised from, if a handler of a signal raised it; else None.
 
-    Python calls handlers of signals, and trace functions, with the frame that they interrupt. One that deletes it is
-    known while it is installed.
+    Python calls handlers of signals, and trace functions, with the frame that they interrupt: an error is recognised
+    by a function in its traceback that holds a frame among its arguments, or that is an installed handler.
     """
     handlers = _handlers()
     step: BaseException | None = error
@@ -33,12 +33,14 @@ def interruption(error: BaseException) -> BaseException | None:
 
 
 def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> bool:
-    """Whether an error that ended a program is an interruption, or of a type that no kernel of torch's raises.
+    """Whether an error that ended a program was raised by something else than the program's operators.
 
-    Another thread can raise an error of any type in this one (``PyThreadState_SetAsyncExc``), and leaves no frame.
+    It was if it is an :func:`interruption`, or was raised right in the program or in its kernels with a type that is
+    neither torch's nor built in: another thread can raise an error of any type in this one
+    (``PyThreadState_SetAsyncExc``), and leaves no frame.
 
     Args:
-        error: with its traceback.
+        error: the error, with its traceback.
         program: file name of the program.
         kernels: file name of the kernels that the program calls and that run nothing but torch's.
     """

@@ -8,7 +8,7 @@ import weakref
 
 
 class Lock:
-    """Where a lock is found; use it as ``with lock.now:``.
+    """Holds a reentrant lock, and a new one after a fork, in the child; use it as ``with lock.now:``.
 
     Attributes:
         now: the lock, which the thread that holds it may take again.
@@ -19,7 +19,7 @@ class Lock:
         _ALL.add(self)
 
     def renew(self) -> None:
-        """Have another lock, which nobody holds. Who is inside of ``with`` leaves the old one."""
+        """Replace the lock by one that nobody holds; a ``with`` block that was entered before leaves the old one."""
         self.now = threading.RLock()
 
 

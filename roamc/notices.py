@@ -20,7 +20,7 @@ _lock = Lock()
 
 
 def is_new(about: object, key: str) -> bool:
-    """Whether this is the first call with this ``key`` for ``about``, a model or a function."""
+    """Whether this is the first call with this ``key`` for ``about``, a model or a function; the call is remembered."""
     with _lock.now:
         said = _said.setdefault(about, set())
         if key in said:
@@ -30,25 +30,32 @@ def is_new(about: object, key: str) -> bool:
 
 
 def warn(about: object, key: str, message: str, stacklevel: int = 3) -> None:
-    """Warn, unless ``about`` had a warning with this ``key`` before."""
+    """Warn, unless ``about``, a model or a function, had a warning with this ``key`` before."""
     if is_new(about, key):
         warnings.warn(message, stacklevel=stacklevel)
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line: the first of its message, behind its type unless it is one of roamc's."""
     text = str(error) if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"
     return text.splitlines()[0]
 
 
 def lost_budget(options: Options) -> str:
-    """For a warning about a fallback: that the budget goes with the plan; empty without a budget."""
+    """Return the part of a warning about a fallback that says the budget is not kept; empty without a budget."""
     budget = options.memory_budget
     return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT for this graph"
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:
-    """Warn that a program failed while it ran, and what runs from there on."""
+    """Warn that a program failed while it ran, and say what runs from there on.
+
+    Args:
+        about: the model or function; it gets the warning once for each reason.
+        name: name of the graph.
+        options: what the user set.
+        error: the failure.
+    """
     reason = reason_of(error)
     more = " and takes more memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else ""
     warn(

@@ -70,7 +70,7 @@ class Options:
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Check names, types and ranges of user options.
+    """Check names, types and ranges of user options and return them; None gives the defaults.
 
     Raises:
         OptionError: names the nearest valid option, or the range that was left.

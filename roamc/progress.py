@@ -1,4 +1,4 @@
-"""What planning is at, for whoever waits for it. Nobody listens unless asked to, and nothing depends on it."""
+"""Tell a listener what planning is at. By default there is none, and no result depends on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("roamc_news", default=None)
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within this context ``listener`` is told a few words whenever there is news."""
+    """Within this context, call ``listener`` with the text of each :func:`say`."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -22,7 +22,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Tell the listener, if there is one."""
+    """Call the listener of this context with ``text``; do nothing if there is none."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(text)

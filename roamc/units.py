@@ -1,4 +1,4 @@
-"""Bytes and how people write them."""
+"""Units of bytes and seconds, and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.
 def parse_bytes(text: str | int, advice: str = "write for example 6GiB, 500MB or a number of bytes") -> Bytes:
     """Read a size such as ``"6GiB"``, ``"500 MB"`` or ``1048576``.
 
+    Units are decimal (kB, MB, GB, TB) or binary (KiB, …), in any case, the B optional; fractions are rounded down.
+
     Args:
         text: the size.
-        advice: what may be given, for the error.
+        advice: what may be given, for the error message.
 
     Raises:
         OptionError: the text is not a non-negative size.

@@ -5,11 +5,11 @@ import warnings
 __version__ = "0.1.0"
 
 TESTED_TORCH = ((2, 11), (2, 14))
-"""Oldest and newest torch whose releases run the tests."""
+"""Oldest and newest release of torch, as (major, minor), that the tests run with."""
 
 
 def warn_of_untested_torch(installed: str) -> None:
-    """One warning if ``installed``, such as ``"2.15.0+cpu"``, is newer than what roamc is tested with.
+    """Warn if ``installed``, a version of torch such as ``"2.15.0+cpu"``, is newer than what roamc is tested with.
 
     Graphs, operators and private interfaces of a newer torch may differ; what roamc cannot plan falls back as ever.
     """

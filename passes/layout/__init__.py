@@ -45,7 +45,8 @@ __all__ = [
 NAME = "layout"
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}
-"""Bytes; what torch's own allocator aligns to, so that kernels take the paths that they take in eager."""
+"""Alignment of the arena by device type, in bytes: that of torch's own allocator, so that kernels take the paths that
+they take in eager."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,20 @@ class Decision:
 
     Attributes:
         arena_bytes: size of the arena.
-        alignment: bytes.
-        offset: storage name to offset, in bytes.
-        with_allocator: storages left with torch's allocator.
-        live_bytes: most live bytes of the arena's storages at one step; the arena's lower bound.
-        outside_bytes: most bytes outside the arena at one step: outputs, tangents, results left with the
-            allocator, results before their copy.
-        copied_bytes: bytes copied into the arena per step for want of an ``out=`` form.
-        allocator_bytes: most bytes of results left with the allocator at one step.
-        peak_bytes: most bytes at one step, of the arena without what is trimmed and of what lies outside it.
-        needed_bytes: the same with what operators take for themselves, and tensors' own objects, as estimated.
+        alignment: every offset is a multiple of it, in bytes.
+        offset: storage name to offset in the arena, in bytes.
+        with_allocator: names of the temporaries left with torch's allocator.
+        live_bytes: most live bytes of the arena's storages at one operator; the arena's lower bound.
+        outside_bytes: most bytes outside the arena at one operator: outputs, tangents, results left with the
+            allocator, results before their copy into the arena.
+        copied_bytes: bytes that one run copies into the arena because an operator has no ``out=`` form.
+        allocator_bytes: most bytes of results left with the allocator at one operator.
+        peak_bytes: most bytes at one operator: of the arena without trimmed ranges, and of what lies outside it.
+        needed_bytes: the same with the operators' estimated workspace and the estimated size of tensor objects; with
+            trims at least what the arena takes before parts of it are trimmed.
         trims: (low, high, after, before) of every :class:`roamc.graph.layout.Trim`.
-        trimmed_bytes: bytes of the arena that are trimmed and come again, per step.
-        status: ``"optimal"`` if the arena is its lower bound, else ``"gap"`` or ``"limit"``.
+        trimmed_bytes: bytes of the arena that are trimmed and come again in one run.
+        status: ``"optimal"`` if the arena has the size of its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: the member of the portfolio that found it.
     """
 
@@ -87,12 +89,16 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims."""
+    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims.
+
+    Raises:
+        VerifyError: the solver gave a layout that is not legal.
+    """
     return lay_out(build_memory(graph), graph, options)
 
 
 def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decision:
-    """As :func:`decide`, for the storages of ``memory``, which may be those of ``graph`` in another order."""
+    """Choose a layout as :func:`decide` does, for the lives in ``memory``: those of ``graph``, or of another order."""
     device = main_device(graph).type
     alignment = _alignment(graph, options)
     table = _table(memory, graph, options)
@@ -120,7 +126,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
 
 
 def _alignment(graph: TrainGraph, options: Options) -> Bytes:
-    """What every tensor of the arena starts at a multiple of."""
+    """The alignment of the arena: what the user set or the device's own, and at least the largest element."""
     return max(options.alignment or ALIGNMENT[main_device(graph).type], _largest_element(graph))
 
 
@@ -130,7 +136,10 @@ def _largest_element(graph: TrainGraph) -> Bytes:
 
 
 def above_eager(graph: TrainGraph, options: Options) -> Bytes:
-    """Bytes by which the laid out ``graph`` may take more than eager does, operators' own memory included; else 0."""
+    """Return an upper bound on the bytes by which ``graph`` may exceed eager's peak, workspace included.
+
+    0 if it cannot exceed it, and where eager is no limit: without a layout, with a budget, or in a large graph.
+    """
     memory, layout = build_memory(graph), graph.layout
     if layout is None or not graph.eager_floor or options.limit_bytes is not None:
         return 0
@@ -139,17 +148,17 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
 
 
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
-    """What is known of the storages; with what eager holds, if no budget says what is to be kept."""
+    """The storages as arrays; with what eager holds as a limit if there is no budget."""
     device, alignment = main_device(graph).type, _alignment(graph, options)
     floor = graph.eager_floor if options.limit_bytes is None else None
     return make_table(memory, device, alignment, boundary=graph.boundary, floor=floor, idle=options.keeps_arena)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Attach the layout; emission reads it.
+    """Attach the decided layout to the graph, for emission to read; the FX graph stays as it is.
 
     Raises:
-        PlanError: the decision names other storages than the graph has.
+        PlanError: the decision's storages are not the graph's temporaries, or its alignment is no power of two.
     """
     temporaries = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
     if set(decision.offset) | set(decision.with_allocator) != temporaries:
@@ -170,7 +179,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 def _trims(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
-    """The trim of ``gap``; two trims, to the end of the step and from its start, where the gap lasts into the next."""
+    """The trim of ``gap``; two trims, one up to the end of the step and one from its start, if it lasts into the next.
+
+    ``names`` are those of all operators, first to last; ``""`` stands for the start or the end of the step.
+    """
     end = gap.first + gap.length
     after = names[gap.first - 1] if gap.first else ""
     if end <= len(names):

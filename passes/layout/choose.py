@@ -1,10 +1,9 @@
-"""Lay some placements between arena and allocator out, trim what that is worth, and take the cheapest.
+"""Lay out several placements between arena and allocator, trim where that is worth its price, and take the cheapest.
 
-What decides is the peak, and beside it what the step pays for it: bytes that pass through the allocator, and bytes of
-the arena that are trimmed and come again. A budget comes first, and then that no peak is above eager's: where the
-arena loses so much to its alignment or to fragmentation that all others are, the allocator gets everything. So it does
-in small graphs where operators, or what the caller runs, may take so much beside the arena, see
-:mod:`roamc.passes.layout.eager`.
+The cost of a placement is its peak plus prices for what the step pays: bytes that pass through the allocator, and bytes
+of the arena that are trimmed and come again. Before the cost come the budget, and then that no peak is above eager's.
+Where every arena is above it, through alignment or fragmentation, or in a small graph through workspace and the
+caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets everything.
 """
 
 from __future__ import annotations
@@ -37,22 +36,24 @@ from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
 from roamc.units import Bytes
 
 PRICE, SMALL_PRICE = 256, 32
-"""Bytes that may be trimmed and come again at every step, in large and in small pages, for each byte of a lower peak.
+"""Bytes that one step may trim and take again for each byte of a lower peak: in large pages, and in small pages.
 Small pages cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
 
 LAYOUTS = 4
-"""How many placements are laid out at most, beside the one to take without trims and the lowest."""
+"""At most this many of the cheapest placements are laid out, and of those within the budget, beside three others: the
+one to take without trims, the one with the lowest peak, and that without an arena."""
 
 WORTH = 64
-"""Trims that lower the peak by less than this part are left out: a few cost a hundredth of a small step's time."""
+"""Trims have a fixed price of this fraction of the peak, 1 / WORTH: a few cost a hundredth of a small step's time."""
 
 WORSE = 256
-"""A choice with less effort may be above the one without trims by this part."""
+"""A peak counts as no higher than that of the placement to take without trims up to this fraction, 1 / WORSE, above."""
 
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
-"""Above the budget; within it but above eager's peak; bytes by which operators' own memory may bring it above that;
-higher than without trims; price, or bytes above the budget."""
+"""How good a layout is, less is better: it is above the budget; it is within, but above eager's peak; bytes by which
+workspace may bring it above eager's peak; its peak is higher than without trims; its cost, or the bytes that it needs
+if it is above the budget."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class Laid:
     """One placement with its layout and its trims.
 
     Attributes:
-        placement: what lies with the allocator.
-        solution: offsets of the rest.
-        trimming: what is trimmed of the arena.
-        peak_bytes: most bytes of tensors at one step, inside and outside.
-        needed_bytes: the same with what operators take for themselves, and tensors' own objects.
-        cost: what decides, in bytes.
+        placement: which storages lie with the allocator.
+        solution: offsets of the others in the arena.
+        trimming: ranges of the arena that are trimmed.
+        peak_bytes: most bytes at one operator, of the arena without trimmed ranges and of tensors outside of it.
+        needed_bytes: the same with workspace and tensor objects, as estimated.
+        cost: the peak plus the prices of trims and of bytes that pass through the allocator, in bytes of peak.
     """
 
     placement: Placement
@@ -77,14 +78,19 @@ class Laid:
 
 
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
-    """The cheapest that fits the budget, and is no higher than without trims; the lowest where none fits.
+    """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
+
+    Within the budget that is the cheapest; where nothing fits the budget, the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.
-        eager_bytes: what eager holds at its worst step, which none is to be above; None if that is no limit.
-        alignment: bytes.
-        options: what the user set.
-        shrinks: the arena can be trimmed during a step.
+        eager_bytes: what eager holds at its worst step, which the peak should not exceed; None if that is no limit.
+        alignment: every offset is a multiple of it, in bytes.
+        options: the budget, the node limit of the layout search, and whether idle arenas keep their memory.
+        shrinks: whether the arena can be trimmed during a step.
+
+    Raises:
+        VerifyError: the solver gave a layout that is not legal.
     """
     limit = options.limit_bytes
     plain = placements(table, eager_bytes)
@@ -110,7 +116,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
 
 
 def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> Iterator[tuple[Bytes, Placement]]:
-    """A lower bound on the cost of every placement: no fragmentation, and all that is idle is trimmed."""
+    """Pairs of a lower bound on the cost, without fragmentation and with all idle ranges trimmed, and the placement."""
     for placement in ranked:
         arena = arena_live(table, placement.with_allocator)
         if not shrinks or peak(arena) < LEAST:
@@ -123,10 +129,11 @@ def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> I
 
 
 def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
-    """Bytes outside the arena at every step, and between this step and the next.
+    """Bytes outside the arena at each of the n operators, and between this step and the next: int64[n + 1].
 
-    With ``torch.compile`` the optimizer runs there; it is taken to need as much again as the caller's gradients, but
-    not more than the step does anyway. Arenas below the size that is trimmed have no use for the guess.
+    One array for each way in which the caller may behave, see :func:`outsides`. With ``torch.compile`` the optimizer
+    runs between steps; it is taken to need as much again as the caller's gradients, but not more than the step does
+    anyway. For arenas too small to be trimmed this guess is left out.
     """
     arena = arena_live(table, placement.with_allocator)
     if peak(arena) < LEAST:
@@ -142,7 +149,7 @@ def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
 def _laid_out(
     table: Table, placement: Placement, alignment: Bytes, options: Options, *, shrinks: bool
 ) -> Iterator[Laid]:
-    """The layout of ``placement`` without and with trims."""
+    """The layout of ``placement`` without trims, and then with each choice of trims."""
     inside = ~table.foreign & ~placement.with_allocator
     solution = _solve(table, placement, alignment, options)
     room = Room(
@@ -166,9 +173,9 @@ def _laid_out(
 
 
 def _taken(table: Table, placement: Placement, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
-    """Bytes while an arena with trims is taken: as a whole, from a large page on, before parts of it are trimmed.
+    """Bytes while an arena with trims is taken: all of it, aligned to a large page, before parts are trimmed.
 
-    One that lies idle between forward and backward, nothing saved in it, is taken again if idle arenas are freed.
+    An arena without saved storages, idle between forward and backward, is taken anew there if idle arenas are freed.
     """
     waits = bool((table.saved & ~placement.with_allocator).any())
     beside = int(outside[table.boundary]) if table.boundary and not waits and not options.keeps_arena else 0
@@ -176,7 +183,7 @@ def _taken(table: Table, placement: Placement, arena_bytes: Bytes, outside: Int6
 
 
 def _effort(trimming: Trimming) -> Bytes:
-    """What trims cost, in bytes of a lower peak."""
+    """The price of trims, in bytes of peak."""
     if not trimming.gaps:
         return 0
     small = trimming.trimmed_bytes - trimming.large

@@ -1,9 +1,9 @@
-"""Whether a plan may take more than eager does, what operators take for themselves and what runs outside included.
+"""Whether a plan may take more than eager does, with workspace and with what runs outside of the graph.
 
-What an operator takes for itself is only estimated, and what the caller runs between forward and backward, or behind
-backward, is not known. So the peaks are not compared, but every moment: with less there than eager holds, whatever is
-taken on top of it leads to no higher peak than eager's. With more, the most that can come on top must stay below what
-eager's tensors alone are at their worst step.
+Workspace is only estimated, and what the caller runs between forward and backward, or behind backward, is not known.
+So every moment is compared, not the peaks. Where a plan holds no more than eager at that moment, whatever comes on top
+leads to no higher peak than eager's. Where it holds more, the most that can come on top must keep it below what eager's
+tensors alone take at their worst step.
 
             eager    ours
     conv    4 kB     5 kB  + at most 40 kB  above what eager surely holds, 30 kB: refused
@@ -27,34 +27,38 @@ from roamc.units import Bytes
 Bools = npt.NDArray[np.bool_]
 
 SMALL: Bytes = 8 << 20
-"""Graphs of which eager holds less are compared moment by moment: their arenas are not trimmed."""
+"""Graphs of which eager holds fewer bytes are compared moment by moment: their arenas are not trimmed."""
 
 NUMBERS: Bytes = 32
-"""What any operator may take for the Python numbers among its arguments: tensors of one element."""
+"""Bytes that any operator may take for the Python numbers among its arguments: tensors of one element."""
 
 LOSS = 4
-"""What the caller's loss takes, in gradients of the model's output: ``square().mean()`` makes four such tensors."""
+"""Bytes that the caller's loss takes, as a multiple of the tangents': ``square().mean()`` makes four such tensors."""
 
 UPDATE = 2
-"""What the optimizer takes beside the gradients, in their bytes."""
+"""Bytes that the optimizer takes beside the gradients, as a multiple of theirs."""
 
 BETWEEN, AFTER = "between forward and backward", "after backward"
-"""Names of the two moments at which the caller's own code runs; no operator is called so."""
+"""Names, in a :data:`Floor`, of the two moments at which the caller's own code runs; no operator has these names."""
 
 Floor = Mapping[str, tuple[Bytes, Bytes]]
-"""Moment to the least that eager holds there, if the caller keeps what forward hands out and if not."""
+"""Maps a moment (name of an operator, BETWEEN or AFTER) to the fewest bytes that eager holds there: if the caller keeps
+the outputs of forward, and if the caller drops them."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What eager holds and what may come on top, at the n steps of a graph, and at the two moments of the caller's.
+    """What eager holds and what may come on top, at the n operators of a graph and at two moments of the caller's code.
+
+    The two moments are the last two columns: between forward and backward, and after backward.
 
     Attributes:
-        floor: int64[2, n + 2] bytes that eager holds at least, if the caller keeps what forward hands out and if not.
-        most: int64[2, 1], the highest of them over eager's own steps.
-        slack: int64[n + 2], at most so many bytes come on top.
-        output: bool[k], the storages that are handed out.
-        idle: the arena keeps its memory after backward.
+        floor: int64[2, n + 2] bytes that eager holds at least: row 0 if the caller keeps the outputs of forward, row 1
+            if the caller drops them.
+        most: int64[2, 1], the highest of them over eager's own operators and the two moments.
+        slack: int64[n + 2], upper bound on the bytes that come on top: workspace, the caller's loss, the optimizer.
+        output: bool[k], which storages are outputs, in the order of ``memory.counted``.
+        idle: whether the arena keeps its memory after backward.
     """
 
     floor: Int64s
@@ -65,12 +69,11 @@ class Moments:
 
 
 def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
-    """The least that eager holds at every operator, and at the moments at which the caller's own code runs.
+    """Return the fewest bytes that eager holds at every operator, and at the moments at which the caller's code runs.
 
     Args:
-        memory: of the captured graph in program order, every result that can be written over an argument being so:
-            eager may do that, too.
-        boundary: forward and backward are run apart.
+        memory: the captured graph in program order, with every in-place reuse that is possible: eager may do that, too.
+        boundary: whether forward and backward run apart, with the caller's code between them.
     """
     born, dead = eager_lifetimes(memory)
     output, size = _outputs(memory), sizes(memory.counted)
@@ -83,9 +86,18 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
 
 
 def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: Bools, boundary: int) -> Int64s:
-    """Live bytes of n steps, and behind them those of the caller's two moments; 0 where there is no ``boundary``.
+    """Append to live bytes, int64[n], those between forward and backward and those after backward: int64[n + 2].
 
-    Between forward and backward the output is there, whoever drops it then: the loss is made of it.
+    Both are 0 if ``boundary`` is 0. Outputs are live between forward and backward, even if the caller drops them then:
+    the loss is made of them.
+
+    Args:
+        live: live bytes at each operator.
+        size: bytes of each of k storages.
+        born: first step of each storage.
+        dead: step behind the last of each storage.
+        output: which storages are outputs.
+        boundary: step at which backward begins; 0 if all runs in one go.
     """
     if not boundary:
         return np.append(live, [0, 0])
@@ -95,7 +107,14 @@ def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: B
 
 
 def moments(memory: MemoryModel, workspace: Int64s, floor: Floor, *, idle: bool) -> Moments:
-    """The moments of a graph in its present order; operators that eager does not have count as if it held nothing."""
+    """Return what eager holds at the moments of a graph in its present order, and what may come on top.
+
+    Args:
+        memory: the planned graph.
+        workspace: int64[n] estimated bytes that each operator takes for itself.
+        floor: what eager holds, from :func:`eager_floor`; 0 is taken for operators that it does not have.
+        idle: whether the arena keeps its memory after backward.
+    """
     names = [operator.node.name for operator in memory.operators]
     known = np.array([floor.get(name, (0, 0)) for name in (*names, BETWEEN, AFTER)], dtype=np.int64).T
     most = np.array(list(floor.values()), dtype=np.int64).max(axis=0)
@@ -106,7 +125,7 @@ def moments(memory: MemoryModel, workspace: Int64s, floor: Floor, *, idle: bool)
 
 
 def _late(memory: MemoryModel) -> Bools:
-    """Which storages are handed out by backward."""
+    """bool[k]: which storages are outputs of backward, such as gradients."""
     storages, first = memory.counted, memory.boundary
     return np.array([s.place is Place.OUTPUT and s.producer >= first for s in storages], dtype=bool)
 

@@ -39,44 +39,45 @@ from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.units import Bytes
 
 ALLOCATOR_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
-"""In one trial each, results without an ``out=`` form that live at most this many steps stay with the allocator."""
+"""Trials leave results without an ``out=`` form with the allocator that live at most this many steps."""
 
 ALLOCATOR_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
-"""And of these, in one trial each, only results of at least this share of the largest one."""
+"""For each entry, and each of ALLOCATOR_STEPS, a trial takes only results of at least this share of the largest one."""
 
 MOVES, CANDIDATES = 512, 12
-"""How many storages may be moved across, and of how many on each side the best is taken each time."""
+"""At most MOVES storages are moved between arena and allocator; each time the best is taken of the CANDIDATES largest
+on each side."""
 
 CROWDED = 0.995
-"""A step counts as crowded from this share of the fullest one on."""
+"""A step counts as crowded if it has more than this share of the bytes of the fullest one."""
 
 PRICE = 32
-"""Bytes that may pass through the allocator at every step for each byte of a lower peak: fresh memory costs time.
+"""Bytes that one step may pass through the allocator for each byte of a lower peak: fresh memory costs time.
 (AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
 
 LITTLE: Bytes = 64 << 10
-"""Price, in bytes of peak, of any result with the allocator, and again of having no arena: calls of the allocator take
-time, however few bytes they ask for. A peak above eager's has no price: a placement with one comes last."""
+"""Price, in bytes of peak, of having any result with the allocator, and once more of having no arena: calls of the
+allocator take time, however few bytes they ask for."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """All storages that live and die with the step, as arrays in the order of ``memory.counted``.
+    """All storages that live and die with the step: int64[k] and bool[k] arrays in the order of ``memory.counted``.
 
     Attributes:
-        steps: of the graph's order.
+        steps: number n of operators, each one step.
         boundary: the step at which backward begins; 0 if all runs in one go.
-        size: bytes.
-        padded: bytes, up to the arena's alignment.
+        size: bytes of each storage.
+        padded: the same, rounded up to the arena's alignment.
         born: first step.
         dead: step behind the last; outputs live to the end.
-        dropped: the same if the caller drops what forward hands out as soon as forward has ended.
-        foreign: of the caller: outputs and tangents.
-        saved: made in forward and waiting for backward, in a graph with a boundary.
+        dropped: the same if the caller drops the outputs of forward as soon as forward has ended.
+        foreign: the caller's storages: outputs and tangents.
+        saved: temporaries made in forward and read in backward, in a graph with a boundary; else none.
         allocated: temporaries made by an operator without an ``out=`` form.
-        elsewhere: temporaries on another device than the arena's, or written when their operator, which has no ``out=``
-            form, has returned.
-        workspace: per step, what its operator takes for itself, as estimated.
+        elsewhere: temporaries that cannot lie in the arena: on another device, or still being written when their
+            operator, which has no ``out=`` form, has returned.
+        workspace: int64[n], estimated bytes that each operator takes for itself.
         eager: what eager holds at every moment; None if that is no limit.
     """
 
@@ -100,13 +101,13 @@ class Placement:
     """One choice between arena and allocator for every temporary, before layout.
 
     Attributes:
-        with_allocator: bool[storages], which lie with the allocator; ``foreign`` storages are in neither part.
-        peak_bytes: arena and outside together, if the arena is as large as what lives in it.
-        total: what is to be low: the same peak, every size up to the alignment, and once more for a caller who drops
-            what forward hands out as soon as forward has ended. Callers differ in what they drop.
-        crowded: at how many steps the arena or the outside is nearly at its fullest.
-        passed: bytes per step that pass through the allocator; twice for those that are then copied.
-        no_arena: there is no arena, though there are results that can be written into one.
+        with_allocator: bool[k], which lie with the allocator; never ``foreign`` storages, which are in neither part.
+        peak_bytes: the arena, if it is as large as the most that lives in it, plus the most bytes outside of it.
+        total: what is to be low: that peak with padded sizes, if the caller keeps the outputs of forward, plus the same
+            if the caller drops them as soon as forward has ended; so about twice the peak.
+        crowded: number of steps at which the arena or the outside is nearly at its fullest.
+        passed: bytes that pass through the allocator in one run; those that are then copied into the arena count twice.
+        no_arena: whether all lies with the allocator, though some results could be written into an arena.
     """
 
     with_allocator: Bools
@@ -120,9 +121,15 @@ class Placement:
 def make_table(
     memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool, floor: Floor | None = None, idle: bool = True
 ) -> Table:
-    """The graph's storages in its present order, for an arena on ``device``.
+    """Describe the graph's storages in its present order.
 
-    ``floor`` is what eager holds, if no moment is to be above that; ``idle`` that the arena is kept after backward.
+    Args:
+        memory: the graph's memory model.
+        device: type of the arena's device, such as ``"cpu"``.
+        alignment: the arena's alignment, in bytes.
+        boundary: whether forward and backward run apart.
+        floor: what eager holds, if no moment is to be above that; None or empty if that is no limit.
+        idle: whether the arena keeps its memory after backward.
     """
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
@@ -158,7 +165,7 @@ def _allocates(operator: Operator) -> bool:
 
 
 def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement]:
-    """Different placements, the one to take first: the cheapest that is not above ``eager_bytes``.
+    """Return different placements, best first: those not above ``eager_bytes`` (None: no limit), the cheapest of them.
 
     The placement of all temporaries with the allocator is always among them.
     """
@@ -183,12 +190,20 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
 
 
 def is_above(peak_bytes: Bytes, eager_bytes: Bytes | None) -> bool:
-    """Whether a peak is above eager's; never where that is None."""
+    """Whether a peak is above eager's; False if that is None."""
     return eager_bytes is not None and peak_bytes > eager_bytes
 
 
 def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
-    """Bytes by which a moment may be above eager's peak; 0 if none can be, or where eager's is no limit."""
+    """Return an upper bound on the bytes by which any moment may be above eager's peak.
+
+    0 if no moment can be above it, or if ``table.eager`` is None.
+
+    Args:
+        table: the graph's storages.
+        with_allocator: bool[k], which of them lie with the allocator.
+        arena_bytes: size of the arena for the others.
+    """
     eager = table.eager
     if eager is None:
         return 0
@@ -202,12 +217,12 @@ def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
 
 
 def cost(peak_bytes: Bytes, placement: Placement) -> Bytes:
-    """What decides between placements: the peak, and what passes through the allocator at every step."""
+    """Return a peak plus the price, in bytes of peak, of what ``placement`` passes through the allocator."""
     return peak_bytes + placement.passed // PRICE + LITTLE * ((placement.passed > 0) + placement.no_arena)
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:
-    """``start`` and, in turn, more or fewer of the results without an ``out=`` form."""
+    """For each trial, ``start`` and a part of the results without an ``out=`` form, by life and size."""
     life = table.dead - table.born
     largest = int(table.size[table.allocated].max(initial=0))
     for steps, share in itertools.product(ALLOCATOR_STEPS, ALLOCATOR_SHARES):
@@ -236,12 +251,12 @@ def _preference(placement: Placement) -> tuple[Bytes, Bytes]:
 
 
 def _progress(placement: Placement) -> tuple[Bytes, int]:
-    """What a move across has to lower: the total, or else the number of steps that keep it up."""
+    """What a move has to lower: the total, or else the number of crowded steps."""
     return placement.total, placement.crowded
 
 
 def _relieve(table: Table, placement: Placement) -> Placement:
-    """Move storages across, one at a time, while that lowers the peak or the number of steps that have it."""
+    """Move storages between arena and allocator, one at a time, while that lowers the total or the crowded steps."""
     start = placement
     for _ in range(MOVES if table.steps else 0):
         tried = [_placement(table, with_allocator) for with_allocator in _moves(table, placement.with_allocator)]
@@ -253,7 +268,7 @@ def _relieve(table: Table, placement: Placement) -> Placement:
 
 
 def _moves(table: Table, with_allocator: Bools) -> Iterator[Bools]:
-    """``with_allocator`` with one storage more or less: large ones alive at the fullest step of their side only."""
+    """``with_allocator`` with one storage moved: a large one, alive at the fullest step of its side only."""
     arena = int(np.argmax(arena_live(table, with_allocator)))
     fullest = {int(np.argmax(live)) for live in outsides(table, with_allocator)}
     inside, movable = ~with_allocator & ~table.foreign, with_allocator & ~table.elsewhere
@@ -267,7 +282,7 @@ def _moves(table: Table, with_allocator: Bools) -> Iterator[Bools]:
 
 
 def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
-    """Of the chosen storages that are alive at ``step`` and not at ``other``, the largest."""
+    """Rows of the CANDIDATES largest chosen storages that are alive at ``step`` and not at ``other``."""
     alive, elsewhere = ((table.born <= at) & (at < table.dead) for at in (step, other))
     rows = np.flatnonzero(chosen & alive & ~elsewhere)
     ordered = rows[np.argsort(-table.size[rows], kind="stable")][:CANDIDATES]
@@ -275,12 +290,15 @@ def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
 
 
 def arena_live(table: Table, with_allocator: Bools) -> Int64s:
-    """Bytes in the arena at every step, sizes up to the alignment."""
+    """Return the live bytes of the arena at every step, int64[n], with padded sizes."""
     return timeline(table.padded * ~(with_allocator | table.foreign), table.born, table.dead, table.steps)
 
 
 def outside_live(table: Table, with_allocator: Bools) -> Int64s:
-    """Bytes outside the arena at every step: the caller's, the allocator's, and results before their copy."""
+    """Return the bytes outside the arena at every step, int64[n], not padded.
+
+    These are the caller's storages, those with the allocator, and results before their copy into the arena.
+    """
     return _outside(table, with_allocator, table.size, table.dead)
 
 
@@ -292,11 +310,14 @@ def _outside(table: Table, with_allocator: Bools, size: Int64s, dead: Int64s) ->
 
 
 def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
-    """With the caller keeping and dropping what forward hands out. Padded as the arena is: the allocator pads too."""
+    """Return the padded bytes outside the arena at every step: if the caller keeps forward's outputs, and if not.
+
+    Sizes are padded to the arena's alignment: the allocator pads too.
+    """
     kept, dropped = (_outside(table, with_allocator, table.padded, dead) for dead in (table.dead, table.dropped))
     return kept, dropped
 
 
 def peak(live: Int64s) -> Bytes:
-    """The most bytes at one step; 0 if there is none."""
+    """Return the most bytes at one step; 0 if there are no steps."""
     return int(live.max(initial=0))

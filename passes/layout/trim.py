@@ -30,27 +30,27 @@ PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
 """Sizes of the pieces that the arena is cut into; a piece is trimmed as a whole. Each size is tried."""
 
 MOST = 1024
-"""Maximum number of pieces of an arena; an arena that would have more has larger ones."""
+"""Maximum number of pieces of an arena; a larger arena has larger pieces."""
 
 LEAST: Bytes = SMALL
-"""Bytes; smaller arenas are not trimmed."""
+"""Size in bytes below which an arena is not trimmed."""
 
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
-"""The peaks that are tried: above the lowest that trims can reach, by these shares of what they can lower."""
+"""The peaks that are tried: the lowest that trims can reach, plus these shares of the most that they can save."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What lies in the arena when, and what lies outside it.
+    """A laid out arena with the lives of its k storages, and the bytes outside of it.
 
     Attributes:
-        arena_bytes: its size.
-        offset: int64[k], of the storages in it.
-        size: int64[k] bytes, up to the alignment.
+        arena_bytes: size of the arena.
+        offset: int64[k], offsets of the storages, in bytes.
+        size: int64[k] bytes of the storages, rounded up to the alignment.
         born: int64[k], first step.
         dead: int64[k], step behind the last.
-        outsides: bytes outside the arena at each of n + 1 moments, the n steps and the time until the next step;
-            once for each way in which the caller may behave.
+        outsides: int64[n + 1] bytes outside the arena at each moment: the n steps (operators), and the time until
+            the first of them runs again; one array for each way in which the caller may behave.
     """
 
     arena_bytes: Bytes
@@ -63,7 +63,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Gap:
-    """Bytes ``[low, high)`` in which nothing lies from the step ``first`` on for ``length`` of the n + 1 moments."""
+    """A range of the arena, bytes ``[low, high)``, in which nothing lies for ``length`` moments from ``first`` on.
+
+    The n + 1 moments are those of :class:`Room`; a gap may go on from the last to the first.
+    """
 
     low: Bytes
     high: Bytes
@@ -76,8 +79,8 @@ class Trimming:
     """One choice of trims.
 
     Attributes:
-        gaps: which are trimmed.
-        total: sum of the peaks over ``Room.outsides``.
+        gaps: the gaps that are trimmed.
+        total: the peak of arena and outside with these trims, in bytes, summed over ``Room.outsides``.
     """
 
     gaps: tuple[Gap, ...]
@@ -85,18 +88,21 @@ class Trimming:
 
     @property
     def trimmed_bytes(self) -> Bytes:
-        """Bytes that are trimmed and come again in every step."""
+        """Bytes that are trimmed and come again in one run of the graph."""
         return sum(gap.high - gap.low for gap in self.gaps)
 
     @property
     def large(self) -> Bytes:
-        """The part of ``trimmed_bytes`` that lies in whole large pages."""
+        """Bytes of ``trimmed_bytes`` that lie in whole large pages."""
         pages = ((gap.high // LARGE) - -(-gap.low // LARGE) for gap in self.gaps)
         return LARGE * sum(max(0, count) for count in pages)
 
 
 def trimmings(room: Room) -> Iterator[Trimming]:
-    """No trims, and then, if the arena is large enough for them, choices with lower and lower peaks."""
+    """Yield choices of trims: first none, then, if the arena is large enough, several, each aiming at a lower peak.
+
+    The sequence of falling peaks begins anew for each size of :data:`PIECES`.
+    """
     yield Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
     if room.arena_bytes >= LEAST:
         for piece in PIECES:
@@ -117,7 +123,7 @@ def _trimmings(room: Room, piece: Bytes) -> Iterator[Trimming]:
 
 
 def trimmed(gaps: Sequence[Gap], steps: int) -> Int64s:
-    """Bytes that are trimmed at each of the n + 1 moments."""
+    """Return the trimmed bytes at each moment, int64[n + 1], for n = ``steps``."""
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
         _add(gone[None], gap.first, gap.length, gap.high - gap.low)
@@ -147,10 +153,13 @@ class _Gaps:
         self.low = np.concatenate(([0], np.cumsum(size)))[self.page]
 
     def cover(self, over: Int64s) -> list[int] | None:
-        """Gaps that together bring ``over``, bytes above the aim int64[ways, n + 1], to 0; it is changed in place.
+        """Choose gaps that together bring ``over`` to 0 or below, by number; None if the aim is out of reach.
 
-        Step by step for the moment that is highest above: of the gaps that it is in, those that help at most
-        moments. At last those that others have made needless are filled. None if the aim is out of reach.
+        In turn for the moment that is highest above the aim: of the gaps that include it, those that help at the most
+        moments. In the end, gaps that others have made needless are left out.
+
+        Args:
+            over: int64[ways, n + 1] bytes above the aim, one row for each array of ``Room.outsides``; changed in place.
         """
         chosen: list[int] = []
         unused = np.ones(len(self.first), dtype=bool)
@@ -190,7 +199,7 @@ class _Gaps:
         _add(over, int(self.first[gap]), int(self.length[gap]), sign * int(self.size[gap]))
 
     def _needless(self, over: Int64s, gap: int) -> bool:
-        """Fill a chosen gap again, if all stays at the aim."""
+        """Whether all stays within the aim without a chosen gap; its bytes are then added to ``over`` again."""
         self._take(over, gap, 1)
         if (over <= 0).all():
             return True
@@ -199,14 +208,14 @@ class _Gaps:
 
 
 def _add(rows: Int64s, first: Step, length: int, nbytes: Bytes) -> None:
-    """Add to ``length`` moments from ``first`` on, round the end."""
+    """Add ``nbytes`` to ``length`` moments from ``first`` on, in place, going on with the first behind the last."""
     moments = rows.shape[1]
     rows[:, first : first + length] += nbytes
     rows[:, : max(0, first + length - moments)] += nbytes
 
 
 def _free_runs(busy: Bools, page: int) -> Iterator[tuple[int, int, int]]:
-    """(page, first moment, length) of every run of moments without anything, round the end; none for an empty page."""
+    """(page, first moment, length) of every run of moments in which the page is free; none if it is never used."""
     if not busy.any():
         return
     start = int(np.argmax(busy))

@@ -1,4 +1,4 @@
-"""Do what was decided: codecs first, then the order, then the reruns."""
+"""Apply a decision of pass retain: codecs first, then the order, then the reruns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from roamc.rewriting.rerun import Rerun, rerun
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Write the codecs, bring the operators into the decided order and write the reruns between them.
 
+    The FX graph is changed in place.
+
     Raises:
-        PlanError: the decision names operators, storages or codecs that there are not.
+        PlanError: the decision names unknown operators, storages or codecs, or some that cannot be used so.
     """
     if decision.codes:
         graph = compress(graph, [Code(*code[:2]) for code in decision.codes])

@@ -8,8 +8,8 @@
     dx = native_dropout_backward(       dx = native_dropout_backward(
         dy, mask, scale)                    dy, mask_1, scale)
 
-All readers behind forward read what was decoded, and views of it are made anew. What they make again after all is
-then for the solver to say: ``encode`` and ``decode`` are operators like others.
+All readers behind forward read the decoded value, and views of it are made anew. ``encode`` and ``decode`` are
+operators like others, so the solver may drop their results and run them again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from roamc.passes.retain.codecs.codec import Read
 from roamc.rewriting.versions import Versions
 
 MARK = "code"
-"""Key of ``node.meta``: the :class:`Mark` of nodes that belong to a codec."""
+"""Key in ``node.meta`` of the nodes that belong to a codec; the value is a :class:`Mark`."""
 
 
 class Code(NamedTuple):
-    """One storage that is kept smaller: its name, and that of the codec."""
+    """The name of a storage to be kept smaller, and the name of its codec."""
 
     storage: str
     codec: str
@@ -48,9 +48,9 @@ class Mark(NamedTuple):
     """What a node does for a storage that is kept smaller.
 
     Attributes:
-        storage: its name.
-        role: "encode", "decode" or "shape" (a stand-in).
-        operator: what makes the storage, such as ``aten.native_dropout.default``.
+        storage: name of the storage.
+        role: "encode", "decode", or "shape" for a stand-in that has the shape and no elements.
+        operator: name of the operator that makes the storage, such as ``aten.native_dropout.default``.
     """
 
     storage: str
@@ -59,12 +59,12 @@ class Mark(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A storage that is read behind forward.
+    """A storage of forward that is read behind forward and may be kept smaller.
 
     Attributes:
-        storage: itself.
-        saved: as codecs see it.
-        shapes: readers behind forward that look at no element.
+        storage: the storage in the memory model.
+        saved: its node, its readers in forward, and its readers behind forward that look at elements.
+        shapes: its readers behind forward that need only the shape.
     """
 
     storage: Storage
@@ -73,7 +73,11 @@ class Value(NamedTuple):
 
 
 def values(memory: MemoryModel) -> Iterator[Value]:
-    """The storages that may be kept smaller: temporaries of forward read later, written by nobody, not pinned."""
+    """Yield the saved storages that may be kept smaller, in the graph's order.
+
+    Left out: outputs of the graph, storages that an operator writes to or no tensor fills, and what the user keeps
+    (``roamc.keep``, or a checkpoint policy that must save).
+    """
     written = {storage for op in memory.operators for storage in op.writes}
     whole = _whole_nodes(memory)
     reads = _reads(memory)
@@ -120,10 +124,10 @@ def _unaliased(node: fx.Node) -> fx.Node:
 
 
 def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
-    """The codec of this name, and how it keeps ``value``; None for :data:`shapes.NAME`, which keeps nothing.
+    """Return the codec called ``name`` and its coding of ``value``; None for :data:`shapes.NAME`, which keeps nothing.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: there is no such codec, it does not fit, or the name is :data:`shapes.NAME` and elements are read.
     """
     if name == shapes.NAME:
         if not value.saved.late:
@@ -137,9 +141,15 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
 
 
 def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding | None] | None:
-    """The codec with the fewest bytes, the first of equals, and its coding; None where none makes ``value`` smaller.
+    """Return the name of the codec with the fewest bytes, the first of equals, and its coding of ``value``.
 
-    Codecs with an error count only if their names are in ``lossy``.
+    Args:
+        value: the storage, with its readers.
+        lossy: names of the codecs with an error that may be used.
+
+    Returns:
+        None if no codec makes ``value`` smaller. The coding is None, and the name :data:`shapes.NAME`, if no reader
+        behind forward looks at an element: nothing is kept.
     """
     if not value.saved.late:
         return shapes.NAME, None
@@ -149,7 +159,12 @@ def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding |
 
 
 def written(value: Value, coding: Coding | None) -> list[fx.Node]:
-    """The operators that :func:`compress` writes to keep ``value`` as ``coding``, in graphs of their own."""
+    """Return the nodes that :func:`compress` would write for ``value``, in graphs of their own, to be priced.
+
+    Args:
+        value: the storage, with its readers.
+        coding: how it is encoded; None for stand-ins alone.
+    """
     tensor = value.saved.tensor
     shape = tuple(map(int, tensor.shape)), tensor.dtype, tensor.device
     graphs = [_recorded_stand_in(*shape)] * len(value.shapes)
@@ -160,7 +175,9 @@ def written(value: Value, coding: Coding | None) -> list[fx.Node]:
 
 
 def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
-    """Write ``codes`` into the graph.
+    """Write ``codes`` into the graph: encode each storage, and decode it for its readers behind forward.
+
+    The FX graph is changed in place. The result lists the new encodings in ``TrainGraph.encodings``.
 
     Raises:
         PlanError: the graph has no such storages, there are no such codecs, or they do not fit.
@@ -176,13 +193,13 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
 
 
 class _Writer(Versions):
-    """Walks the graph once and writes what was added.
+    """Collects values to keep smaller (``add``), then writes them in one walk through the graph (``write``).
 
     Attributes:
         encodings: one for every value that has a code.
-        decodings: first reader behind forward to the values that are decoded in front of it.
-        shapes: reader to positions of arguments that it is given a stand-in for, and the value.
-        codes: value's node to the node of its code.
+        decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators.
+        shapes: maps a reader to (position of an argument that becomes a stand-in, value).
+        codes: maps the node of a value to the node of its code.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -209,7 +226,7 @@ class _Writer(Versions):
         self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode))
 
     def write(self) -> None:
-        """Decode where due, and let everybody read what is theirs."""
+        """Decode in front of each first reader, and let all later readers read the decoded value or a stand-in."""
         for node in list(self.makers.values()):
             for value, decode in self.decodings.get(node, ()):
                 self._decode(value, decode, node)
@@ -238,7 +255,7 @@ class _Writer(Versions):
     def _insert(
         self, recorded: fx.Graph, given: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
     ) -> fx.Node:
-        """Write recorded operators, which read ``given``, in front of ``before``, with the notes of ``like``."""
+        """Copy ``recorded`` in front of ``before``, reading ``given``, with the name and stack trace of ``like``."""
         made: dict[fx.Node, fx.Node] = {}
         for node in recorded.nodes:
             if node.op == "placeholder":

@@ -11,10 +11,10 @@ from roamc.passes.retain.search import Choice
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Keep everything without a budget; under one the least added time within as many live bytes, for operators
-    in the order in which they are.
+    """Choose what to recompute or encode so that live bytes keep the budget, at the least added time.
 
-    What a plan needs beside live bytes, such as gaps in the arena, is not known here:
+    Operators stay in the graph's present order. Without a budget the decision is ``NOTHING``; a budget of 0 asks for
+    the lowest peak. What a plan needs beside live bytes, such as gaps in the arena, is not known here:
     :mod:`roamc.planning.search` asks a :class:`Choice` for one peak after another until a whole plan keeps the budget.
 
     Raises:

@@ -24,12 +24,13 @@ from roamc.units import Seconds
 
 @dataclass(frozen=True)
 class Question:
-    """A graph as numbers, and the names behind them.
+    """A graph as a problem for the retention solver, and the names behind its numbers.
 
     Attributes:
-        problem: for the solver.
-        operators: per operator its name; empty for the moment at which the caller hands in the tangents.
-        storages: per buffer its storage.
+        problem: the problem: which buffers may be dropped and made again, in one reference order.
+        operators: name of each operator of ``problem``, by number; ``""`` for the handover, the moment between forward
+            and backward at which the caller hands in the tangents.
+        storages: storage of each buffer of ``problem``, by number.
         allowed: what may run again, ``"all"`` or ``"light"``.
     """
 
@@ -40,16 +41,21 @@ class Question:
 
     @functools.cached_property
     def ground(self) -> Ground:
-        """What the solver keeps of the problem for further peaks."""
+        """What the solver's searches for different peaks have in common; made once."""
         return Ground(self.problem)
 
 
 def question(
     graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds], allowed: str = "all"
 ) -> Question:
-    """The graph as a problem of reruns, for operators in ``order``; ``prices`` says how long each takes.
+    """Make the solver's problem of a graph: which operators to run again, in one order of the operators.
 
-    With ``"light"`` for ``allowed`` only operators run again that are light on any device.
+    Args:
+        graph: the graph, with the operators of codecs if there are any.
+        options: whether in-place reuse may lower the peak.
+        order: names of all operators, in a legal order.
+        prices: predicted seconds of every operator, by name.
+        allowed: ``"all"``, or ``"light"`` to let only operators run again that are light on any device.
     """
     able = ALLOWED[allowed]
     memory = build_memory(graph)
@@ -73,7 +79,8 @@ def _may_run_lightly(node: fx.Node) -> bool:
 
 
 ALLOWED: dict[str, Able] = {"all": may_run_again, "light": _may_run_lightly}
-"""Which operators may run again, by what :attr:`roamc.passes.retain.decision.Decision.allowed` says."""
+"""Maps a value of :attr:`roamc.passes.retain.decision.Decision.allowed` to the test that says of a node whether it may
+run again."""
 
 
 def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Which codecs of an answer are not needed: there is room for the whole value while its code waits.
+"""Find the codecs of an answer that are not needed, because the whole value has room while its code waits.
 
-All storages whose codec costs the same for a byte are taken or left together by a price. Where the budget needs only
-some of them, this says which may stay whole; the solver is then asked again, and the better answer taken.
+A price per byte takes or leaves all codecs of one rate together. Where the budget needs only some of them, this module
+says which storages may stay whole; the solver is then asked again, and the better answer is taken.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from roamc.passes.retain.compress import Mark
 from roamc.units import Bytes
 
 Spare = tuple[str, Bytes]
-"""A storage that is kept smaller, and by how many bytes."""
+"""Name of a storage with a codec, and the bytes that the codec saves."""
 
 
 def not_needed(
     runs: Sequence[tuple[str, Bytes]], marks: Mapping[str, Mark], coded: Iterable[Spare], target: Bytes
 ) -> set[str]:
-    """The storages, of those in ``coded`` as many as possible from the first on, that fit as they are.
+    """Return the names of storages that can stay whole without a run above ``target``.
+
+    Each storage is tried in turn, with the bytes of those already taken added.
 
     Args:
-        runs: of the schedule with codecs and reruns, operator and live bytes, operators' own memory included.
-        marks: of the operators that belong to a codec, by name.
-        coded: those that may be taken back, the dearest first.
+        runs: (operator, live bytes with workspace) of every run in the schedule with codecs and reruns.
+        marks: marks of the operators that belong to a codec, by operator name.
+        coded: storages to try, first those whose codec takes the most time.
         target: live bytes that no run may exceed.
     """
     live = np.array([nbytes for _, nbytes in runs], dtype=np.int64)

@@ -2,13 +2,13 @@
 
 The solver of :mod:`roamc.solvers.retain` decides on reruns in a graph whose codecs are given: ``encode`` and ``decode``
 are operators like others to it, and their results may be dropped and made again. Which storages get a codec is
-decided here, by a few sets of them; each is one question to the solver, until an answer is close to the bound, and the
-least added time wins:
+decided here. A few sets of codecs are tried, each as one question to the solver, until an answer is close to the
+bound; the answer with the least added time wins:
 
-    none                            the reruns alone; first where the bound is no lower with codecs
-    those worth the price           seconds for a byte less below what a byte is worth at the worst step of the bound
-    twice that price, all of them   where the peak is what is missing, whatever the time
-    of each, those needed           without what fits as it is
+    none                            reruns alone; tried first where codecs do not lower the bound
+    those worth the price           a codec whose seconds per saved byte are below what the bound pays for a byte
+    twice that price, all of them   larger sets, for peaks that the set before does not reach
+    of each, those needed           a set again, without codecs of storages that have room to stay whole
 
 The bound is that of :class:`roamc.solvers.retain.Bounds` over all choices, codecs included.
 """
@@ -37,39 +37,40 @@ from roamc.solvers.retain import SIMULATIONS, Bounds, Codes, Frontier, RetainSol
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
-"""A storage of less than one part in so many of all that is saved is kept as it is: too little to be worth planning."""
+"""A storage gets a codec only if it is larger than this fraction, 1 / WORTH, of all saved bytes."""
 
 GENEROUS = 2.0
-"""The second set takes what costs up to so many times the price."""
+"""The second set takes every codec that costs, per saved byte, less than this many times the price."""
 
 NEAR = 0.02
-"""What was best for a peak that differs by no more than this share is tried first and alone."""
+"""Where a target differs from the last by at most this share, only the codecs that won there, and none, are tried."""
 
 DESCENTS = 6
-"""For the lowest peak, one lower than the lowest so far is asked for at most so often,"""
+"""The search for the lowest peak asks at most this many times for a peak below the lowest so far."""
 
 LOWER = 0.02
-"""by this share, and twice that after each time that it was found."""
+"""The first of these questions asks for a peak lower by this share; each later one doubles the share."""
 
 LITTLE = 0.001
-"""A peak that is lower by no more than this share is not worth another question,"""
+"""The search for the lowest peak ends when a question lowers the peak by no more than this share."""
 
 ENOUGH = 0.002
-"""nor is this share of the step's time: prices are rougher."""
+"""An answer is good enough if it adds at most this share of the step's time above the bound: prices are rougher."""
 
 _CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A storage that can be kept smaller.
+    """A saved storage that a codec can keep smaller, and what that saves and costs.
 
     Attributes:
         code: the storage and its codec.
         before: bytes of the storage.
-        after: bytes of the smaller form.
-        decoded: the fewest bytes that a late reader is given instead.
-        seconds: predicted time of writing and reading it.
+        after: bytes of the smaller form; 0 if readers behind forward need only the shape.
+        decoded: the fewest bytes that a reader behind forward reads in its place: ``before``, or 0 if some of them need
+            only the shape.
+        seconds: predicted time of the operators that encode and decode it, or that make a stand-in of its shape.
     """
 
     code: Code
@@ -80,16 +81,24 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Seconds for every byte less."""
+        """Added seconds for each byte that the codec saves."""
         return self.seconds / (self.before - self.after)
 
 
 Known = dict[tuple[Candidate, ...], Frontier]
-"""What was found for each set of codecs."""
+"""Maps a set of codecs to the solutions found for the graph with these codecs."""
 
 
 class Choice:
-    """All that can be chosen for one graph, and the least added time for any peak."""
+    """A choice decides which values of one graph are recomputed or encoded, for one peak of live bytes after another.
+
+    It stores what calls have in common (the graph as a problem, codecs, bounds, earlier solutions) and remembers which
+    codecs won last: see :meth:`forget`. It does not change the graph.
+
+    Attributes:
+        graph, options, order, profile, prices, allowed: as given to the constructor.
+        memory: the memory model of ``graph``.
+    """
 
     def __init__(
         self,
@@ -100,9 +109,15 @@ class Choice:
         prices: Mapping[str, Seconds],
         allowed: str = "all",
     ) -> None:
-        """Ask about ``graph`` with its operators in ``order``, priced by ``profile``: its own at ``prices``.
+        """Prepare questions about ``graph``.
 
-        With ``"light"`` for ``allowed`` only operators run again that are light on any device.
+        Args:
+            graph: the graph without codecs and reruns.
+            options: ``codecs`` names codecs with an error that may be used; ``disable`` may turn in-place reuse off.
+            order: names of all operators, in the order in which they are to run.
+            profile: the device profile that predicts the time of codecs.
+            prices: predicted seconds of every operator of ``graph``, by name.
+            allowed: ``"all"``, or ``"light"`` to recompute only operators that are light on any device.
         """
         self.allowed = allowed
         self.graph = graph
@@ -118,12 +133,16 @@ class Choice:
         self.forget()
 
     def decide(self, target: Bytes, *, together: bool = False, simulations: int = SIMULATIONS) -> Decision:
-        """Choose so that no step has more than ``target`` live bytes, at the least added time.
+        """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
         Args:
             target: live bytes.
-            together: begin with what was found for other targets. The decision then depends on those.
-            simulations: limit of the solver's work for each question, as of :data:`roamc.solvers.retain.SIMULATIONS`.
+            together: begin with solutions of earlier calls with ``together``. The decision then depends on those;
+                without, it depends on earlier calls only by what :meth:`forget` forgets.
+            simulations: work limit for each set of codecs, in simulations of the whole schedule.
+
+        Returns:
+            The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
@@ -157,15 +176,24 @@ class Choice:
         return _bounded(best, target, bound)
 
     def forget(self) -> None:
-        """Begin anew: what won for another peak says nothing about the next."""
+        """Forget which codecs won last, so that the next decision tries all sets even if its peak is nearly the same.
+
+        Solutions that calls with ``together`` have found stay.
+        """
         self._won = 0, ()
 
     def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
-        """The lowest peak that is found, and the same or less again, mostly at less added time.
+        """Search for the lowest peak of live bytes, then for less added time at that peak.
 
-        The solver's searches need a peak to aim at: first that of the operator that needs most, then a little less than
-        the lowest so far, to begin with that. Which of the answers needs fewer bytes in the end is for order and layout
-        to say.
+        The first target is a little above what the operator that needs most takes alone; each further one is below the
+        lowest peak so far. Order and layout decide later which of the decisions needs fewer bytes.
+
+        Args:
+            together: as in :meth:`decide`.
+
+        Returns:
+            (cheap, low), or (cheap,) if both have the same reruns and codecs. low: the lowest peak that the search
+            reached. cheap: found when asked for that peak; no higher, and mostly with less added time.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
@@ -189,19 +217,19 @@ class Choice:
         return tuple(self._least(one) for one in ((again,) if same else (again, found)))
 
     def _least(self, decision: Decision) -> Decision:
-        """The decision, for as few bytes as it takes."""
+        """The decision with status and bound as if its own peak had been asked for."""
         if decision.status == "infeasible":  # for less than this
             decision = dataclasses.replace(decision, status="gap")
         return _bounded(decision, decision.peak_bytes, self.bounds.seconds(decision.peak_bytes))
 
     @functools.cached_property
     def plain(self) -> Question:
-        """The question without codecs."""
+        """The graph without codecs as a problem for the solver."""
         return question(self.graph, self.options, self.order, self.prices, self.allowed)
 
     @functools.cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """What can be kept smaller, in the graph's order."""
+        """The saved storages that a codec makes smaller, without those below :data:`WORTH`, in the graph's order."""
         least = sum(storage.nbytes for storage in self.memory.saved) // WORTH
         lossy = self.options.codecs
         fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value, lossy)) is not None]
@@ -219,7 +247,7 @@ class Choice:
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """The bound on the seconds of all choices, codecs included."""
+        """The solver's lower bound on the added seconds within a budget, over all reruns and codecs together."""
         storages = self.plain.storages
         size = np.array([storage.nbytes for storage in storages], dtype=np.int64)
         late = {op.node.name for op in self.memory.operators if op.phase is not Phase.FORWARD}
@@ -235,7 +263,7 @@ class Choice:
         return bounds
 
     def _sets(self, target: Bytes, bound: Seconds, known: Known) -> list[tuple[Candidate, ...]]:
-        """The sets of storages to try, each once, the most likely first: that which won for nearly the same peak."""
+        """The sets of codecs to try, each once, the most likely first; () stands for no codecs."""
         asked, won = self._won
         if won and abs(asked - target) <= NEAR * target:
             return [won, ()]
@@ -251,7 +279,7 @@ class Choice:
         return decision.peak_bytes <= target and decision.added_seconds <= bound + ENOUGH * step
 
     def _fewer(self, codes: tuple[Candidate, ...], solution: RetainSolution, target: Bytes) -> tuple[Candidate, ...]:
-        """Those that the solution needs, if these are not all."""
+        """Those of ``codes`` that the solution needs; () if it needs all of them or misses ``target``."""
         if not codes or solution.peak_bytes > target:
             return ()
         asked, marks = self._coded(codes)
@@ -261,7 +289,7 @@ class Choice:
         return tuple(c for c in codes if c.code.storage not in idle) if idle else ()
 
     def _coded(self, codes: tuple[Candidate, ...]) -> tuple[Question, Mapping[str, Mark]]:
-        """The question with these codecs in the graph, and which operators are theirs."""
+        """The graph with these codecs as a problem, and the marks of the codecs' operators by name."""
         if not codes:
             return self.plain, {}
         if codes not in self._asked:
@@ -274,7 +302,7 @@ class Choice:
         return self._asked[codes]
 
     def _ask(self, codes: tuple[Candidate, ...], target: Bytes, known: Known, simulations: int) -> RetainSolution:
-        """The solver's reruns where these are kept smaller."""
+        """The solver's reruns for the graph with these codecs."""
         return choose(self._coded(codes)[0], target, self._frontier(codes, known), simulations)
 
     def _frontier(self, codes: tuple[Candidate, ...], known: Known) -> Frontier:
@@ -283,7 +311,7 @@ class Choice:
         return known[codes]
 
     def _decision(self, codes: tuple[Candidate, ...], solution: RetainSolution) -> Decision:
-        """The reruns by names, and the codecs with them."""
+        """The solver's answer as a decision, with the codecs and their seconds added."""
         made = decision(self._coded(codes)[0], solution)
         if not codes:
             return made
@@ -297,12 +325,12 @@ def _rank(decision: Decision, target: Bytes) -> tuple[bool, float, float]:
 
 
 def _closed(decision: Decision, target: Bytes, bound: Seconds) -> bool:
-    """Whether nothing adds less."""
+    """Whether the decision is within ``target`` and meets the bound: nothing adds less."""
     return decision.peak_bytes <= target and decision.added_seconds <= bound * (1 + _CLOSE)
 
 
 def _bounded(decision: Decision, target: Bytes, bound: Seconds) -> Decision:
-    """The decision with the bound over all choices; the solver knew only those with the same codecs."""
+    """The decision with the bound over all codecs, and the status that follows; the solver knew one set of codecs."""
     if decision.peak_bytes > target:
         return dataclasses.replace(decision, bound_seconds=0.0)
     status = "gap" if decision.status == "optimal" else decision.status
@@ -312,15 +340,18 @@ def _bounded(decision: Decision, target: Bytes, bound: Seconds) -> Decision:
 
 
 def coded_order(plain: MemoryModel, coded: MemoryModel, order: Sequence[str]) -> tuple[str, ...]:
-    """``order``, with the operators of codecs where they take the fewest bytes.
+    """Insert the codecs' operators into ``order`` where live bytes are fewest.
 
-    A value is written in its smaller form behind its last reader in front of the first that reads it decoded, and
-    decoded in front of that one.
+    ``encode`` runs behind the last reader in forward that runs before the first decoded read; ``decode`` runs right in
+    front of that first read, a stand-in for the shape right in front of the first reader of the shape.
 
     Args:
-        plain: of the graph without codecs.
-        coded: of the graph with them.
+        plain: the memory model of the graph without codecs.
+        coded: that of the same graph with codecs.
         order: names of all operators of ``plain``, first to last.
+
+    Returns:
+        Names of all operators of ``coded``, first to last.
     """
     position = {name: step for step, name in enumerate(order)}
     behind: dict[int, list[str]] = {}
@@ -339,7 +370,7 @@ def coded_order(plain: MemoryModel, coded: MemoryModel, order: Sequence[str]) ->
 
 
 def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[str]) -> dict[str, tuple[int, int, int]]:
-    """Per storage three steps: behind which it can be written smaller, of its first late reader, and of a shape's."""
+    """Per storage three steps: of its last reader before it is decoded, its first decoded read, and of its shape."""
     wanted, found = set(names), {}
     for value in values(memory):
         if value.storage.name in wanted:
@@ -354,13 +385,16 @@ def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[st
 def choose(
     asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = SIMULATIONS
 ) -> RetainSolution:
-    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time; judged.
+    """Choose reruns so that no step has more than ``target`` live bytes, at the least added time, and verify them.
 
     Args:
         asked: the graph as a problem.
         target: live bytes.
-        known: what was found for other targets, to begin with; this answer goes there too. None to begin anew.
-        simulations: limit of the solver's work, as of :data:`roamc.solvers.retain.SIMULATIONS`.
+        known: solutions for other targets, to begin with; this solution is added to it. None to begin anew.
+        simulations: the solver's work limit, in simulations of the whole schedule.
+
+    Returns:
+        The solution; with status INFEASIBLE and the lowest peak seen if none within ``target`` was found.
 
     Raises:
         VerifyError: the solver broke a rule of its problem.
@@ -374,7 +408,7 @@ def choose(
 
 
 def decision(asked: Question, solution: RetainSolution) -> Decision:
-    """What the solver chose, by names."""
+    """Return the solver's answer with names for its numbers; ``codes`` is empty, and an infinite bound becomes 0."""
     names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
     return Decision(
         order=tuple(name for name in names if name),

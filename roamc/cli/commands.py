@@ -50,11 +50,11 @@ _FILE_ERRORS: dict[type[OSError], str] = {
 
 
 class _DoesNotFit(SystemExit):
-    """The plan is above the limit."""
+    """Ends the process with code 2: a plan is above its budget, or a layout above its capacity."""
 
 
 class _Commands(TyperGroup):
-    """Ends with 1 where typer ends with 2, at a command or an option that does not exist: 2 has its own meaning."""
+    """Ends the process with code 1 where typer ends with 2, at an unknown command or option: 2 has its own meaning."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command line."""
@@ -319,12 +319,12 @@ def demo(
 
 
 def main() -> None:
-    """The console entry point."""
+    """Run the command line on ``sys.argv`` and end the process with its exit code."""
     app(prog_name="roamc")
 
 
 def _several(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
-    """One row for each budget; ends with 2 if one cannot be kept."""
+    """Print one row for each budget; end with code 2 if one cannot be kept."""
     if save is not None:
         raise OptionError("--save writes one plan: give one --memory-budget")
     with Stages(f"building {request.target}") as stages:
@@ -349,7 +349,7 @@ def _answer(request: Request, source: bool = False, curve: bool = False) -> Expl
 
 
 def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:
-    """As :func:`_answer`, and the page is written."""
+    """As :func:`_answer`, and write the HTML page to ``path``."""
     _check_writable(path)
     with Stages(f"building {request.target}") as stages:
         drawn = picture(request, source=source, curve=curve, say=stages.now)
@@ -359,7 +359,7 @@ def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanati
 
 
 def _check_writable(path: Path) -> None:
-    """Say no before the planning and not after it; leaves no file behind."""
+    """Refuse a path that cannot be written, before planning and not after it; leaves no file behind."""
     if not path.parent.is_dir():
         raise OptionError(f"{path.parent}: no such folder")
     new = not path.exists()

@@ -16,7 +16,18 @@ _NO_LIMIT = 1 << 60
 
 
 def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output: Path | None) -> dict[str, Any]:
-    """Solve the problem in a file and write the offsets to another, if one is named; what ``--json`` prints.
+    """Solve the layout problem in a CSV file, and write it with its offsets to another, if one is named.
+
+    Args:
+        path: file of minimalloc's form.
+        capacity: bytes of the arena at which the search may stop; None for no such limit.
+        seconds: stop after about this time; None for the usual node limit.
+        output: file for the rows with their offsets; None for none.
+
+    Returns:
+        What ``--json`` prints: ``storages`` (number), ``arena_bytes``, ``bound_bytes`` (lower bound of the arena),
+        ``fragmentation`` (share by which the arena is above the bound), ``capacity``, ``fits``, ``status``,
+        ``algorithm`` and ``seconds``.
 
     Raises:
         PlanError: the file is not of minimalloc's form; the message names the line.
@@ -50,7 +61,7 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same as lines of a table."""
+    """Return what :func:`lay_out` found as (label, text) rows of a table."""
     shown = {
         "storages": f"{found['storages']}",
         "arena": f"{found['arena_bytes']} ({format_bytes(found['arena_bytes'])})",
@@ -64,7 +75,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shortfall(found: dict[str, Any]) -> str:
-    """Why the capacity is not met, in a sentence."""
+    """Return a sentence that says why the capacity is not met; ``found`` is of :func:`lay_out`, and does not fit."""
     arena, bound, capacity = found["arena_bytes"], found["bound_bytes"], found["capacity"]
     if bound > capacity:
         return f"{bound} bytes are live at once, the capacity is {capacity}"

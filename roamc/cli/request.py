@@ -1,4 +1,4 @@
-"""From the words of the command line to a plan and its explanation."""
+"""Turn the words of the command line into a plan and its explanation."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 
 Say = Callable[[str], None]
-"""Told what is being done."""
+"""A function that is called with a few words on what is being done."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to look at.
+    """What the command line asks to plan.
 
     Attributes:
         target: name of a built-in model, or ``FILE.py:function``.
         sizes: sizes of the model by name; None where the default is meant.
-        sets: ``key=value`` of further settings.
+        sets: further settings of the model or arguments of the function, each as ``key=value``.
         optimizer: name of the optimizer where the target brings none.
         forward_backward: leave the update out.
         meta: call the function of a file with the meta device as torch's default.
-        clip_grad_norm: as for :func:`roamc.train_step`.
-        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device".
-        options: ``key=value`` of roamc's options.
+        clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device";
+            None for none.
+        options: roamc's options, each as ``key=value``.
     """
 
     target: str
@@ -59,18 +60,18 @@ class Request:
 def answer(
     request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None
 ) -> Explanation:
-    """Build, capture and plan what was asked for.
+    """Build, capture, plan and explain what was asked for.
 
     Args:
-        request: what.
-        source: also emit the program.
-        curve: also plan for other peaks; takes as long as half a dozen plans.
-        say: told what is being done.
+        request: the model and the options.
+        source: also emit the program, for ``Explanation.source``.
+        curve: also plan for other peaks, for ``Explanation.curve``; takes as long as half a dozen plans.
+        say: called with a few words on what is being done.
 
     Raises:
         OptionError: an unknown model, setting, optimizer or option; names the nearest.
         CaptureError: the step cannot be captured.
-        BudgetError: the plan does not fit.
+        BudgetError: the plan does not fit the budget.
     """
     options = options_of(request)
     graph, seconds = _captured(request, say)
@@ -80,7 +81,20 @@ def answer(
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
-    """One plan for each budget; the errors of :func:`answer`, but for budgets that nothing keeps."""
+    """Plan what was asked for under each of several budgets; ``request.memory_budget`` should be None.
+
+    Args:
+        request: the model and the options.
+        budgets: budgets as users write them.
+        say: called with a few words on what is being done.
+
+    Returns:
+        One point for each budget, in their sequence; ``fits`` is False where no plan keeps the budget.
+
+    Raises:
+        OptionError: as for :func:`answer`, or something is no budget.
+        CaptureError: the step cannot be captured.
+    """
     options = options_of(request)
     asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
     graph, _ = _captured(request, say)
@@ -91,7 +105,7 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
-    """As :func:`answer`, with live bytes at every step and the place of every storage beside the explanation."""
+    """Do as :func:`answer`, and add live bytes at every step and the place of every storage to the explanation."""
     options = options_of(request)
     graph, seconds = _captured(request, say)
     lives = lives_of(graph, eager=True)
@@ -113,7 +127,7 @@ def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
 def _planned(
     graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
 ) -> tuple[Planned, Curve | None]:
-    """The plan, with the ``seconds`` of capture among its times, and the curve that it lies on if that is wanted."""
+    """The plan, with the ``seconds`` of capture among its times, and its curve; None for that if it is not wanted."""
     if curve:
         say("getting the solvers ready, for which a new installation compiles them")
         warm_up()
@@ -127,7 +141,7 @@ def _planned(
 
 
 def options_of(request: Request) -> Options:
-    """roamc's options.
+    """Return roamc's options for a request.
 
     Raises:
         OptionError: an option, or the limit of clipping, is unknown or out of range.
@@ -142,10 +156,11 @@ def options_of(request: Request) -> Options:
 
 
 def workload_of(request: Request) -> Workload:
-    """The model, built in or from a file, with its optimizer.
+    """Build the model of a request, built in or from a file, with its batch, loss and optimizer.
 
     Raises:
         OptionError: an unknown model, setting or optimizer; names the nearest.
+        CaptureError: the function of a file does not return what it should.
     """
     if request.optimizer not in OPTIMIZERS:
         known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"

@@ -29,10 +29,10 @@ class Recipe:
 
     Attributes:
         about: one line for the list of models.
-        settings: every size that a user may set, with its default.
-        build: settings to model, on whatever device torch makes tensors at the moment.
-        batch: settings to the arguments of ``loss`` behind the model.
-        loss: ``loss(model, *batch)``.
+        settings: every setting that a user may change, with its default.
+        build: makes the model from settings, on torch's default device.
+        batch: makes the arguments of ``loss`` behind the model from settings.
+        loss: ``loss(model, *batch)`` returns the loss.
     """
 
     about: str
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, width) to the same shape."""
+        """Map (batch, seq, width) to the same shape."""
         x = x + self.drop(self.proj(self._attend(self.norm1(x))))
         result: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return result
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.apply(_init)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Token numbers (batch, seq) to logits (batch, seq, vocab)."""
+        """Map token numbers (batch, seq) to logits (batch, seq, vocab)."""
         x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -99,12 +99,12 @@ class GPT(nn.Module):
 
 
 def make(name: str, settings: Settings | None = None, device: str = "meta") -> Workload:
-    """Build one model of :data:`MODELS` with its batch.
+    """Build one model of :data:`MODELS` in training mode, with its batch and loss, and no optimizer.
 
     Args:
         name: key of :data:`MODELS`.
-        settings: replaces defaults of the recipe.
-        device: "meta" to plan only; weights then take no memory.
+        settings: settings that replace defaults of the recipe.
+        device: "meta" to plan only; weights and batch then take no memory.
 
     Raises:
         OptionError: unknown model or setting (names the nearest), a value out of range, or transformers is missing.
@@ -123,7 +123,7 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits against the token at every place."""
+    """Return the cross entropy of ``model(tokens)``, logits (batch, seq, vocab), against ``targets`` (batch, seq)."""
     logits: Tensor = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -176,7 +176,11 @@ def _image_batch(settings: Settings) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Pretrained:
-    """A model of transformers: its two classes, our setting to the field of its configuration, and fixed fields."""
+    """Builds a model of transformers from settings.
+
+    config, model: names of its two classes. fields: maps a setting to the field of the configuration. fixed: fields
+    with fixed values.
+    """
 
     config: str
     model: str

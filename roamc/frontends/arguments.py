@@ -1,4 +1,4 @@
-"""What the ways in are handed: checked once, before anything is made of it, and refused in one line."""
+"""Checks of the arguments of roamc's functions, before anything is made of them; each error is one line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from roamc.errors import CaptureError, OptionError
 
 
 def check_module(model: object, way: str) -> None:
-    """Refuse what is no module, by the name of the way in.
+    """Refuse a model that is no ``nn.Module``.
+
+    Args:
+        model: what the user gave as the model.
+        way: name of the function that was called, such as "optimize", for the message.
 
     Raises:
-        CaptureError: says what would do.
+        CaptureError: ``model`` is no module, or its class; says what to pass.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise CaptureError(f"roamc.{way} takes a module, not its class; write {model.__name__}(...)")
@@ -30,8 +34,12 @@ def check_module(model: object, way: str) -> None:
 def check_not_compiled(model: nn.Module, way: str) -> None:
     """Refuse a model that torch.compile has wrapped: another backend has it already.
 
+    Args:
+        model: the user's model.
+        way: name of the function that was called, such as "optimize", for the message.
+
     Raises:
-        CaptureError: says what would do.
+        CaptureError: says what to call instead.
     """
     if compat.original(model) is not model:
         raise CaptureError(
@@ -55,10 +63,10 @@ def check_not_meta(model: nn.Module) -> None:
 
 
 def check_loss_function(loss_fn: object) -> None:
-    """Refuse what cannot be called, and an optimizer in its place.
+    """Refuse a loss function that cannot be called, or an optimizer in its place.
 
     Raises:
-        CaptureError: says what it is called with.
+        CaptureError: says what a loss function is called with.
     """
     if isinstance(loss_fn, torch.optim.Optimizer) or not callable(loss_fn):
         raise CaptureError(
@@ -67,10 +75,10 @@ def check_loss_function(loss_fn: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer; an optimizer's class by name.
+    """Refuse an optimizer that is no ``torch.optim.Optimizer``.
 
     Raises:
-        CaptureError: says what would do.
+        CaptureError: says what to pass; of an optimizer's class, how to make one.
     """
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         raise CaptureError(
@@ -83,10 +91,10 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def check_clip(limit: object) -> None:
-    """Refuse a clipping limit that is no positive number.
+    """Refuse a limit of the gradients' norm that is neither a positive number nor None (no clipping).
 
     Raises:
-        OptionError: shows it.
+        OptionError: ``limit`` is NaN, a bool, not above 0, or no number; shows it.
     """
     if limit is None:
         return
@@ -95,10 +103,15 @@ def check_clip(limit: object) -> None:
 
 
 def check_call(loss_fn: Callable[..., object], batch: tuple[object, ...], named: dict[str, object]) -> None:
-    """Refuse a batch that a loss function cannot be called with; one whose signature nobody knows passes.
+    """Refuse a batch that does not fit the signature of a loss function; without a signature nothing is refused.
+
+    Args:
+        loss_fn: called as ``loss_fn(model, *batch, **named)``.
+        batch: positional arguments behind the model.
+        named: keyword arguments.
 
     Raises:
-        CaptureError: says how it is called, and for a criterion how to write it.
+        CaptureError: says how ``loss_fn`` is called, and for a module such as ``nn.MSELoss()`` how to wrap it.
     """
     criterion = isinstance(loss_fn, nn.Module)
     try:

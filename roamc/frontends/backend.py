@@ -43,16 +43,19 @@ log = logging.getLogger(__name__)
 def roamc(
     gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one dynamo graph.
+    """Compile one dynamo graph; dynamo calls this as its backend.
 
     Args:
         gm: the graph as dynamo captured it.
         example_inputs: its inputs, fake.
         options: see :class:`roamc.options.Options`.
-        mode: not used by roamc; torch refuses ``mode`` together with ``options``.
+        mode: must be None; torch refuses ``mode`` together with ``options``.
+
+    Returns:
+        A function that takes the graph's inputs and returns its outputs.
 
     Raises:
-        OptionError: an option is unknown or out of range.
+        OptionError: an option is unknown or out of range, or a mode was given.
         BudgetError: no plan fits ``memory_budget``.
     """
     if mode is not None:
@@ -61,7 +64,13 @@ def roamc(
 
 
 class Record:
-    """Plans and programs behind one compiled object, oldest first; bounded."""
+    """The programs that roamc has made for one compiled object.
+
+    Attributes:
+        name: name of the model's class, or ``""`` if it is not known.
+        programs: the last programs, oldest first, as many as ``limit`` says at most.
+        fallbacks: one line for each time that planning or a program failed and something else ran in its place.
+    """
 
     def __init__(self, name: str = "", limit: int = 64) -> None:
         self.name = name
@@ -71,7 +80,7 @@ class Record:
         self.fallbacks: list[str] = []
 
     def add(self, program: Pair | Whole) -> None:
-        """Remember a program; the oldest is forgotten past the limit (its code keeps running)."""
+        """Remember a program. Beyond the limit the oldest is forgotten, but what was compiled of it keeps running."""
         with self._lock.now:
             self.programs = [*self.programs, program][-self._limit :]
 
@@ -93,7 +102,24 @@ LATEST: deque[Plan] = deque(maxlen=64)
 def compile_graph(
     gm: fx.GraphModule, example_inputs: list[Any], options: Options, record: Record
 ) -> Callable[..., Any]:
-    """One dynamo graph through AOTAutograd with roamc's partition and compilers: a program per combination of sizes."""
+    """Compile one dynamo graph by AOTAutograd, with roamc's partition and compilers.
+
+    If a size of the inputs is symbolic, each combination of sizes gets a program when it first comes.
+
+    Args:
+        gm: the graph as dynamo captured it.
+        example_inputs: its inputs, fake.
+        options: what the user set.
+        record: gets the programs and the reasons of failures; its name, if any, becomes that of the plans.
+
+    Returns:
+        A function that takes the graph's inputs and returns its outputs; torch's own if roamc cannot plan the graph.
+        With option ``strict`` that error is raised instead.
+
+    Raises:
+        OptionError: planning refuses the value of an option.
+        BudgetError: no plan fits ``memory_budget``.
+    """
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
     split = compat_dynamo.graph_break(gm)
     piece = split is not None or compat_dynamo.behind_a_break()
@@ -131,7 +157,7 @@ class _Job:
         record: gets the programs.
         about: the model or function that warnings are about; each is given once.
         split: where dynamo ended the graph before the model's end; None if it did not.
-        piece: dynamo has split the model, before this graph or behind it.
+        piece: whether dynamo has split the model, before this graph or behind it.
     """
 
     name: str
@@ -142,7 +168,7 @@ class _Job:
     piece: bool
 
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """Compile the graph with its sizes known; a function that forgets its plans comes with it."""
+        """Compile the graph, with known sizes; return the compiled function, and one that forgets its plans."""
         unit = _Unit(self)
         return unit.compile(gm, inputs), unit.forget
 
@@ -158,7 +184,7 @@ class _Job:
             )
 
     def say_dropped(self) -> None:
-        """Warn that sizes come back after their plans were dropped, or never come back at all."""
+        """Warn that more combinations of sizes were used than keep a plan, so that one was dropped."""
         limit = self.options.max_plans
         notices.warn(
             self.about,
@@ -176,7 +202,7 @@ class _Job:
         return functools.partial(_failed, weakref.ref(self.record), weakref.ref(self.about), self.name, self.options)
 
     def explained(self, error: Exception) -> Exception:
-        """A budget error of one piece of a split model under a share, with advice to ask for bytes; else ``error``."""
+        """``error``; under a share as budget, a budget error of a piece of a split model gets advice to use bytes."""
         if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
             return error
         why = str(error).removesuffix(RAISE)
@@ -206,7 +232,7 @@ class _Job:
 def _failed(
     record: weakref.ref[Record], about: weakref.ref[Any], name: str, options: Options, error: Exception
 ) -> None:
-    """A program has failed while it ran; by weak references, as the record holds the programs."""
+    """Note and warn that a program has failed while it ran; weak references, as the record holds the programs."""
     held = record()
     if held is not None:
         held.fallbacks.append(reason_of(error))
@@ -214,7 +240,10 @@ def _failed(
 
 
 class _Unit:
-    """One graph on its way: AOTAutograd calls partition, then forward, then (at the first backward) backward."""
+    """Compiles one graph: AOTAutograd calls ``partition``, ``forward`` and, at the first backward, ``backward``.
+
+    For a graph without backward it calls ``inference`` alone.
+    """
 
     def __init__(self, job: _Job) -> None:
         self.job = job
@@ -225,13 +254,13 @@ class _Unit:
         self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
 
     def forget(self) -> None:
-        """Drop the plan from the record, and its free arenas; those in flight go when the last backward has run."""
+        """Drop the plan from the record, and its free arenas; arenas in use go when their backward has run."""
         if self.program is not None:
             self.job.record.remove(self.program)
             self.program.executable.pool.free.clear()
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """The compiled function of a graph whose sizes are known."""
+        """Return the compiled function of a graph whose sizes are known; the graph's own if AOTAutograd refuses it."""
         backend = compat_aot.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
@@ -248,7 +277,10 @@ class _Unit:
     def partition(
         self, graph: fx.GraphModule, inputs: Sequence[Any], **how: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """torch's split at full save, planned as one graph; then split again, as what is saved may have changed."""
+        """Split a joint graph as torch does at full save, plan both halves as one graph, and split the planned graph.
+
+        The planned halves may save other tensors. Where planning fails, the halves are torch's.
+        """
         halves = compat_aot.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()
         outputs = how["num_fwd_outputs"]
@@ -260,15 +292,15 @@ class _Unit:
         return forward, backward
 
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
-        """The forward half of the pair, or the graph itself."""
+        """Return the program's forward half; an interpreter of ``gm`` if there is no program."""
         return boxed(self.pair.forward) if self.pair is not None else interpreter(gm)
 
     def backward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
-        """The backward half of the pair, or the graph itself."""
+        """Return the program's backward half; an interpreter of ``gm`` if there is no program."""
         return boxed(self.pair.backward) if self.pair is not None else interpreter(gm)
 
     def inference(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
-        """A graph without backward."""
+        """Plan a graph without backward; return its program, or an interpreter of ``gm`` if that fails."""
         static = compat_aot.static_inputs()
         whole = self._guarded(lambda: self._plan_whole(joint.inference(gm, static, self.name)))
         return boxed(whole) if whole is not None else interpreter(gm)
@@ -304,7 +336,7 @@ class _Unit:
 
 
 def boxed(function: Callable[[list[Any]], Sequence[Any]]) -> Boxed:
-    """A callable that AOTAutograd hands its argument list to, to be emptied."""
+    """Return ``function`` in AOTAutograd's boxed calling convention: it gets a list of arguments and may empty it."""
 
     def run(args: list[Any]) -> Sequence[Any]:
         return function(args)

@@ -29,13 +29,13 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class Compiled:
-    """One combination of sizes.
+    """What was compiled of a graph for one combination of sizes.
 
     Attributes:
-        call: takes the tensor arguments; returns what the graph returns, but for ``numbers``.
+        call: takes the tensor arguments; returns the graph's results without those in ``numbers``.
         drop: forgets the plans behind ``call``.
         numbers: results of the graph that are numbers, by position among the results.
-        total: how many results the graph has.
+        total: number of results of the graph.
     """
 
     call: Callable[..., Any]
@@ -45,16 +45,16 @@ class Compiled:
 
 
 class Compiler(Protocol):
-    """Who compiles a graph once its sizes are known."""
+    """Compiles a graph once its sizes are known."""
 
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """The compiled function of a graph and its fake inputs, and a function that forgets its plans."""
+        """Compile a graph for its fake inputs; return the compiled function, and a function that forgets its plans."""
 
     def say_dropped(self) -> None:
-        """Called when a combination of sizes is dropped to keep the limit."""
+        """Note that the plan of a combination of sizes was dropped to keep the limit."""
 
     def fall_back(self, error: Exception, who: str) -> None:
-        """Called when the graph cannot be compiled and ``who`` runs it; raises ``error`` if that is not wanted."""
+        """Note that the graph cannot be compiled and ``who`` runs it; raise ``error`` if that is not wanted."""
 
 
 def has_open_sizes(example_inputs: Sequence[Any]) -> bool:
@@ -67,13 +67,13 @@ UNPLANNED = Compiled(lambda *_: (), lambda: None, {}, 0)
 
 
 class BySize:
-    """A compiled function for open sizes: looks at the sizes of a call and runs the program for them.
+    """A compiled function for symbolic sizes: it looks at the sizes of a call and runs the program for them.
 
     Args:
         gm: the graph as dynamo captured it.
         example_inputs: its inputs, fake, some with symbolic sizes.
         compiler: compiles the graph for known sizes.
-        limit: how many combinations are kept, those used last.
+        limit: number of combinations of sizes that keep a program; the one used longest ago is dropped.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class BySize:
 
 
 def fixed(gm: fx.GraphModule, known: dict[int, Any]) -> tuple[fx.GraphModule, dict[int, Any]]:
-    """A copy of ``gm`` with some inputs replaced by numbers.
+    """Copy ``gm`` with some inputs replaced by numbers, and compute what follows from numbers alone.
 
     Args:
         gm: a graph of dynamo's.
-        known: position among its inputs to the number.
+        known: maps the position of an input to its number.
 
     Returns:
-        The copy without these inputs and without results that are numbers, and those by position.
+        The copy, without these inputs and without results that are numbers; and these results, by position among all.
     """
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
@@ -215,7 +215,7 @@ def _may_alias(value: Any) -> bool:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor that dynamo may have left open."""
+    """Everything about a tensor's geometry that dynamo may have left symbolic."""
     if tensor.layout is not torch.strided:
         return tuple(tensor.shape)
     return (*tensor.shape, *tensor.stride(), tensor.storage_offset())

@@ -20,12 +20,12 @@ from roamc.planning.planned import SMALLER
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest size that fits.
+    """The largest size whose plan keeps the budget.
 
     Attributes:
-        size: what the function was called with.
-        plan: the plan for it.
-        too_large: the smallest size that was tried and does not fit; None if none was.
+        size: the size.
+        plan: the plan of the step of this size.
+        too_large: the smallest size that was tried and does not fit; None if all fit that were tried.
     """
 
     size: int
@@ -44,7 +44,8 @@ def max_batch(
 ) -> Fit:
     """Find the largest ``size`` for which a plan of ``make(size)`` keeps ``memory_budget``. Nothing runs.
 
-    Sizes are doubled while they fit, then halved in between; a size fits if all smaller ones do.
+    Sizes are doubled while they fit, then bisected; this takes for granted that every size below one that fits also
+    fits.
 
     Args:
         make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
@@ -99,7 +100,7 @@ def _check_size(name: str, given: object, least: int) -> None:
 
 
 def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
-    """The graph of what the function has returned, under the model's name."""
+    """The captured graph of what the user's function has returned, named after the model's class."""
     found = workload.made("", returned)
     leaves, _ = compat.flatten(found.batch)
     fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -114,7 +115,7 @@ def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
 
 
 def _search(plan_of: Callable[[int], Plan], fit: Fit, largest: int) -> Fit:
-    """From a size that fits to the largest that does."""
+    """Search from ``fit``, which fits, the largest size up to ``largest`` that does."""
 
     def tried(size: int) -> Fit:
         try:

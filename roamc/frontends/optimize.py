@@ -1,4 +1,4 @@
-"""The ways in for Python: ``optimize``, ``train_step``, ``plan`` and ``plans``."""
+"""roamc's functions for Python programs: ``optimize``, ``train_step``, ``plan`` and ``plans``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictiona
 def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """Compile ``model`` in place with roamc and return it; names in its ``state_dict`` stay as they are.
 
-    Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works. A deep copy or a pickle of the
-    model is a plain module: call ``optimize`` on it again.
+    Nothing is planned before the first call. Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works.
+    A deep copy or a pickle of the model is a plain module: call ``optimize`` on it again.
+
+    Args:
+        model: the module.
+        options: see :class:`roamc.options.Options`.
 
     Raises:
         CaptureError: ``model`` is no module, or torch.compile has given it to a backend already.
@@ -57,7 +61,7 @@ def train_step(
     clip_grad_norm: float | None = None,
     **options: Any,
 ) -> TrainStep:
-    """A whole training step as one planned program: forward, loss, backward and update.
+    """Make a function that runs a whole training step as one planned program: forward, loss, backward and update.
 
     Args:
         model: called by ``loss_fn``. Parameters may be on the meta device, for planning only.
@@ -86,7 +90,7 @@ def train_step(
     ``torch.amp.GradScaler`` scales between backward and update, where a planned step lets nobody in: use bfloat16.
 
     Raises:
-        CaptureError: the optimizer is not supported.
+        CaptureError: the optimizer is not supported, or an argument is not what it should be.
         OptionError: an option is unknown or out of range.
     """
     return TrainStep(model, loss_fn, optimizer, parse_options(options), clip_grad_norm)
@@ -100,7 +104,7 @@ def plan(
     clip_grad_norm: float | None = None,
     **keywords: Any,
 ) -> Plan:
-    """The plan without running anything: no weight is read or allocated.
+    """Plan a step without running anything: no weight is read or allocated.
 
     With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it; without,
     forward and backward of ``model(*batch)``, as ``torch.compile`` would run them. Model and batch may be on the
@@ -112,6 +116,7 @@ def plan(
 
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
+        CaptureError: an argument is not what it should be, or the step cannot be captured.
         OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
         BudgetError: the plan does not fit ``memory_budget``.
     """
@@ -129,7 +134,7 @@ def plan(
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of ``plan`` that belong to the batch, and options: see its docstring."""
+    """Split the keywords of :func:`plan` into those of the batch and options, as its docstring says."""
     options = {field.name for field in dataclasses.fields(Options)}
     called = _keywords_of(function)
     named = {
@@ -142,7 +147,7 @@ def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dic
 
 
 def _keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names by which a function takes keyword arguments; none where nobody can tell."""
+    """Names of a function's parameters; none if it has no signature."""
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -150,10 +155,10 @@ def _keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
-    """The plans behind an optimized module or a train step, oldest first.
+    """Return the plans behind an optimized module, oldest first, or a train step, least recently used first.
 
-    With no argument: the latest plans of this process, which is the way to see those of
-    ``torch.compile(model, backend="roamc")``.
+    With no argument: the latest plans that ``optimize`` and ``torch.compile(model, backend="roamc")`` have made in this
+    process, oldest first.
 
     Raises:
         RoamcError: the object was not made by :func:`optimize` or :func:`train_step`.

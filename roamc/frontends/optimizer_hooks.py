@@ -45,16 +45,18 @@ def check_step_method(optimizer: torch.optim.Optimizer) -> None:
 def run_before(
     hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, held: Parameters, parameters: Parameters
 ) -> None:
-    """Run the pre-hooks of a step.
+    """Run the pre-hooks of an optimizer's step, with gradients that cannot be read.
 
     Args:
-        hooks: in their order.
-        optimizer: handed to them.
-        held: parameters and buffers, by name, that they must not write.
-        parameters: those of ``held`` that may have a gradient.
+        hooks: the hooks, in their order.
+        optimizer: the optimizer that they are called with.
+        held: parameters and buffers, by name, that hooks must not write.
+        parameters: those of ``held`` that the step updates.
 
     Raises:
-        CaptureError: a hook writes to a parameter or buffer, reads a gradient, or gives the step other arguments.
+        CaptureError: a hook writes to a tensor of ``held``, reads or sets a gradient, or gives the step other
+            arguments.
+        RuntimeError: a hook returns neither None nor ``(args, kwargs)``.
     """
     before = _marks(held)
     with _gradients_absent(parameters), _DataCounted():
@@ -95,7 +97,12 @@ def _run_each(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_after(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    """Run the post-hooks of a step.
+    """Run the post-hooks of an optimizer's step, with gradients that cannot be read.
+
+    Args:
+        hooks: the hooks, in their order.
+        optimizer: the optimizer that they are called with.
+        parameters: parameters that the step updates, by name.
 
     Raises:
         CaptureError: a hook reads a gradient.
@@ -130,5 +137,5 @@ class _DataCounted(TorchFunctionMode):
 
 
 def _marks(held: Parameters) -> dict[str, tuple[int, int]]:
-    """Of every tensor what changes when it is written or gets other memory."""
+    """For every tensor a pair that changes when the tensor is written or gets other memory."""
     return {name: (tensor._version, tensor.data_ptr()) for name, tensor in held.items()}

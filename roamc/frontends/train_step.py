@@ -59,11 +59,11 @@ log = logging.getLogger(__name__)
 
 
 class _Captures:
-    """While a step is captured its model holds other tensors, and functions of torch are exchanged: one at a time.
+    """Lets one capture run at a time: meanwhile the model holds other tensors, and functions of torch are exchanged.
 
     Attributes:
-        lock: is held meanwhile.
-        thread: which captures; None if none does.
+        lock: held during a capture.
+        thread: identity of the thread that captures; None if none does.
     """
 
     def __init__(self) -> None:
@@ -87,21 +87,21 @@ def _capturing() -> Iterator[None]:
 
 
 def _lock_of(model: nn.Module) -> Lock:
-    """One for all steps of a model: two of them at the same time would train, or capture, the same parameters."""
+    """One lock for all steps of a model: two at the same time would train, or capture, the same parameters."""
     with _locks_lock.now:
         return _locks.setdefault(model, Lock())
 
 
 LOSS = 2
-"""Place of the loss function in a key."""
+"""Index of what is known of the loss function in ``_Key.asked``."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Key:
-    """What a program was captured for.
+    """What a program was captured for: it serves steps for which all of this still holds.
 
     Attributes:
-        asked: all that is known before capture.
+        asked: all that is known before capture: of batch, loss function, model, optimizer and torch's settings.
         reads: what tracing has read of modules beside that.
     """
 
@@ -110,12 +110,12 @@ class _Key:
 
     @property
     def batch(self) -> object:
-        """What of it the batch gives."""
+        """The part of ``asked`` that describes the batch."""
         return self.asked[:2]
 
 
 class TrainStep:
-    """``step(*batch) -> loss``; updates parameters, buffers and optimizer state in place.
+    """A function ``step(*batch) -> loss`` that updates parameters, buffers and optimizer state in place.
 
     Made by :func:`roamc.train_step`. A new batch shape, dtype, training mode or autocast state gets a plan
     of its own; the ``max_plans`` used last are kept. Copies and pickles carry model, loss function and
@@ -147,7 +147,7 @@ class TrainStep:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
-        """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
+        """Run one training step on ``loss_fn(model, *batch, **named)`` and return the loss, detached.
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
@@ -168,9 +168,13 @@ class TrainStep:
             return loss
 
     def plan(self, /, *batch: Any, **named: Any) -> Plan:
-        """The plan for a batch of this shape, without running it. Tensors may be on the meta device.
+        """Plan the step for a batch of this shape, without running it. Tensors may be on the meta device.
 
         Keyword arguments are the batch's, as they are for the step itself.
+
+        Raises:
+            CaptureError: this batch or model cannot be captured; says what to do.
+            BudgetError: the plan does not fit ``memory_budget``.
         """
         leaves, nest = take_apart((batch, named))
         self._key(leaves, nest)  # refuses what no plan is made for
@@ -186,7 +190,7 @@ class TrainStep:
 
     @property
     def latest(self) -> Whole:
-        """The program used last.
+        """The program of the last step.
 
         Raises:
             RoamcError: no step has run yet.
@@ -268,7 +272,7 @@ class TrainStep:
         return python_state.of_function(self.loss_fn, inside=inside), self.clip_grad_norm
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
-        """The program for this batch, planned now if need be, and the optimizer's cohorts as they are."""
+        """The program for this batch, planned now if need be, and the optimizer's cohorts by number."""
         asked = self._key(leaves, nest)
         key = next((known for known in reversed(self._steps) if known.asked == asked and known.reads.hold()), None)
         bound = self._steps[key] if key is not None else None
@@ -291,7 +295,7 @@ class TrainStep:
         return bound, cohorts
 
     def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, python_state.Reads]:
-        """The program of a step that is captured now, and what it depends on beside its key."""
+        """Capture and plan a step now; return its program, and what tracing has read of modules."""
         self._warn_of_gradients()
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
@@ -346,7 +350,7 @@ class TrainStep:
         return functools.partial(_failed, weakref.ref(self.model), name, self.options)
 
     def _known(self, captured: CapturedStep) -> _BoundStep | None:
-        """The program that a step captured anew has already."""
+        """The program, if there is one, that serves a step captured anew."""
         if not self._steps:
             return None
         mark = fingerprint(captured.graph)
@@ -354,7 +358,7 @@ class TrainStep:
 
 
 def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, Seconds]:
-    """The step as a graph, what tracing has read of modules, and what capturing it has taken."""
+    """Capture a step; return it, what tracing has read of modules, and the seconds that this took."""
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
@@ -371,7 +375,7 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
 
 @contextlib.contextmanager
 def _refused(name: str) -> Iterator[None]:
-    """A fault of roamc's own in planning ``name``, before anything has run, as one line that says what to do."""
+    """Turn a fault of roamc's own in planning ``name`` into one line that says what to do; nothing has run then."""
     try:
         yield
     except (RoamcError, MemoryError, torch.OutOfMemoryError) as error:
@@ -385,7 +389,7 @@ def _refused(name: str) -> Iterator[None]:
 
 
 def _failed(model: weakref.ref[nn.Module], name: str, options: Options, error: Exception) -> None:
-    """A program has failed in the middle of a step."""
+    """Warn that a program has failed in the middle of a step."""
     notices.warn_of_failure(model(), name, options, error)
 
 
@@ -431,7 +435,7 @@ class _BoundStep:
         return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
 
     def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
-        """Feed one step."""
+        """Run one step on the batch's leaves and return the loss; ``cohorts`` is from :meth:`cohorts_now`."""
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
         with torch.no_grad(), _no_autocast(), _uninterrupted():
@@ -444,7 +448,7 @@ class _BoundStep:
         return result
 
     def cohorts_now(self) -> dict[int, Cohort] | None:
-        """Cohort number to its state; None if its members no longer share it, as after loading a checkpoint."""
+        """Each cohort as it is now, by number; None if its members no longer share one state, as after a checkpoint."""
         found: dict[int, Cohort] = {}
         for name, number in self.cohort.items():
             slot, key = self.parameters[name]
@@ -488,7 +492,7 @@ class _BoundStep:
 
 
 def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Under which names parameters and buffers hang, and which of them are one and the same."""
+    """The names of the modules' parameters and buffers, each with a number that tied ones share."""
     numbers: dict[int, int] = {}
     return tuple(
         (name, None if tensor is None else numbers.setdefault(id(tensor), len(numbers)))
@@ -498,7 +502,7 @@ def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
 
 
 def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
-    """The tensors that a graph holds, and of each whether the step has made it while it was traced."""
+    """The constant tensors of a graph, each with whether tracing the step has made it anew."""
     fresh = torch.ops.aten.lift_fresh_copy.default
     return [
         (attribute(graph.module, str(node.target)), all(user.target is fresh for user in node.users))
@@ -508,7 +512,7 @@ def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
 
 
 def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
-    """Whether two graphs hold the same tensors, or equal ones of their own."""
+    """Whether two lists of :func:`_constants` hold the same tensors, or equal ones made by tracing."""
     return len(before) == len(now) and all(
         one is other or (fresh and also and torch.equal(one, other))
         for (one, fresh), (other, also) in zip(before, now, strict=True)
@@ -516,13 +520,16 @@ def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor
 
 
 def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
-    """Parameter name to the number of its cohort, in the sequence in which they come."""
+    """Maps each parameter's name to the number of its cohort; cohorts are numbered as they first come."""
     numbers: dict[Cohort, int] = {}
     return {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in cohorts.items()}
 
 
 def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where the live parameter (or buffer) of each name is found: the module's own dictionary and its key there."""
+    """Maps each name to the place of its parameter or buffer: the module's own dictionary, and the key there.
+
+    ``kind`` is ``"_parameters"`` or ``"_buffers"``.
+    """
     found = {}
     for prefix, module in model.named_modules():
         own = getattr(module, kind)
@@ -533,7 +540,7 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
 
 
 def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -> dict[Source, torch.Tensor]:
-    """The tensors of parameters, buffers and the batch."""
+    """Maps sources of a captured step to the tensors of the model and the batch."""
     held: dict[str, dict[str, torch.Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),
@@ -544,7 +551,7 @@ def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """The program holds the casts already; autocast must not add its own."""
+    """Turn autocast off inside: the program holds the casts already."""
     active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     with contextlib.ExitStack() as stack:
         for kind in active:

@@ -1,4 +1,4 @@
-"""What the command line plans: a model with its batch, loss and optimizer, built in or from a user's file."""
+"""Workloads of the command line and of ``max_batch``: a model with its batch, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to plan.
+    """A model to plan, with all that a step of it takes.
 
     Attributes:
-        name: shown in reports.
-        model: its parameters may be on the meta device.
+        name: the name in reports.
+        model: the model; its parameters may be on the meta device.
         batch: arguments of ``loss_fn`` behind the model, or of the model where there is no ``loss_fn``.
-        loss_fn: ``loss_fn(model, *batch)`` gives the loss; None plans forward and backward of ``model(*batch)``.
-        optimizer: makes the optimizer; None takes the one that the command line names.
+        loss_fn: ``loss_fn(model, *batch)`` returns the loss; None plans forward and backward of ``model(*batch)``.
+        optimizer: makes the optimizer of the model's parameters; None takes AdamW.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Workload:
 
 
 def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_norm: float | None = None) -> TrainGraph:
-    """The graph that :func:`roamc.plan` would plan: the whole step, or forward and backward alone.
+    """Capture the graph that :func:`roamc.plan` would plan: the whole step, or forward and backward alone.
 
     Args:
-        workload: with a loss function and an optimizer for a whole step.
+        workload: what to capture; without a loss function only forward and backward.
         forward_backward: leave the update out, as ``torch.compile`` does; the gradients are handed to the caller.
-        clip_grad_norm: as for :func:`roamc.train_step`.
+        clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; for whole steps only.
 
     Raises:
         CaptureError: the step cannot be captured; says what to do.
@@ -77,16 +77,16 @@ def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_nor
 
 
 def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = False) -> Workload:
-    """Call the function of ``FILE.py:function`` and take the workload that it returns.
+    """Run a user's Python file, call one function of it, and return the workload that it makes.
 
     Args:
-        target: path and function name.
-        settings: handed to the function as keyword arguments.
-        meta: make the model on the meta device, where weights take no memory.
+        target: ``FILE.py:function``, path and name of the function.
+        settings: keyword arguments of the function.
+        meta: call the function with the meta device as torch's default, so that weights take no memory.
 
     Raises:
-        OptionError: no such file or function, or the function does not take such settings.
-        CaptureError: it returns something else than ``(model, inputs[, loss_fn[, optimizer]])``.
+        OptionError: there is no such file or function, or the function does not take such settings.
+        CaptureError: the function returns something else than ``(model, inputs[, loss_fn[, optimizer]])``.
     """
     path, _, name = target.rpartition(":")
     if Path(target.rstrip(":")).is_file():
@@ -104,10 +104,10 @@ def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = Fals
 
 
 def parse_setting(text: str) -> tuple[str, Setting]:
-    """Read ``key=value``; a value is a whole number, a number, true or false, or text.
+    """Read ``key=value`` as a key, with ``_`` for ``-``, and a value: int, float, bool (``true``, ``false``) or text.
 
     Raises:
-        OptionError: there is no ``=``.
+        OptionError: there is no ``=``, or no key.
     """
     key, found, value = text.partition("=")
     if not found or not key.strip():
@@ -116,13 +116,13 @@ def parse_setting(text: str) -> tuple[str, Setting]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or a full stop."""
+    """Return the end of an error's sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or ``"."``."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
 class _Loss(nn.Module):
-    """The loss as a module, so that forward and backward of a workload with a loss end in it."""
+    """A module whose forward returns the loss, to capture forward and backward of a workload with a loss."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Loss(nn.Module):
 
 
 def _of_mapping(found: Workload, inputs: Mapping[str, Any]) -> Workload:
-    """The workload whose inputs are a dictionary, handed over as the model or the loss function takes them."""
+    """``found`` with inputs in a dictionary, passed as keywords or as one argument, whichever the function takes."""
     loss_fn = found.loss_fn
     if loss_fn is None:
         forward = found.model.forward
@@ -147,7 +147,7 @@ def _of_mapping(found: Workload, inputs: Mapping[str, Any]) -> Workload:
 
 
 def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
-    """Whether a function can be called with such arguments; False if nothing is known of it."""
+    """Whether a function's signature takes such arguments; False if it has none."""
     try:
         inspect.signature(function).bind(*args, **named)
     except (TypeError, ValueError):
@@ -156,7 +156,7 @@ def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
 
 
 class _Keywords(nn.Module):
-    """A model whose inputs come as a dictionary."""
+    """A model that takes one dictionary and calls another model with its items as keywords."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _capture_module(workload: Workload) -> TrainGraph:
 
 
 def _module(path: Path) -> ModuleType:
-    """Run a user's file as a module of its own name; its folder is searched for what it imports."""
+    """Run a user's file as a module named after it, with the file's folder first on the import path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise OptionError(f"{path}: not a Python file")
@@ -202,17 +202,19 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
 
 
 def made(name: str, returned: Any, target: str = "the function") -> Workload:
-    """The workload that a user's function has returned.
+    """Make a workload of what a user's function has returned.
 
     Args:
-        name: for reports.
-        returned: ``(model, inputs)``, ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)``. Inputs
-            in a dictionary are keyword arguments of the model or the loss function, or one argument: whichever of the
-            two the function takes. A model that takes both gets keywords, a loss function does if it names one of them.
-        target: what the function is called in errors.
+        name: name of the workload in reports.
+        returned: ``(model, inputs)``, ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)``. A list
+            or tuple of inputs has the positional arguments; another value is the only one. A dictionary has keyword
+            arguments, or is the only argument: whichever the loss function takes, or the model if there is none. A
+            model that takes both gets keywords; a loss function does if a parameter of it has the name of an input.
+            The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
+        target: name of the function in error messages.
 
     Raises:
-        CaptureError: it returned something else.
+        CaptureError: ``returned`` has another form.
     """
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 4 or not isinstance(returned[0], nn.Module):
         raise CaptureError(

@@ -1,1 +1,1 @@
-"""What a plan and its graph say to a reader: the analysis as data, and its text."""
+"""Reports on a plan and its graph: the analysis as data, as text, and as an HTML page."""

@@ -1,4 +1,4 @@
-"""From a picture's numbers to shapes: areas, boxes, ticks and labels in the coordinates of an SVG plot.
+"""Turn a picture's numbers into shapes: areas, boxes, ticks and labels in the coordinates of an SVG plot.
 
 A plot is a window of its own, ``steps`` wide and ``height`` high, that the page stretches to its width: x is a step
 and y a pixel, counted downwards. Shapes are SVG paths, one per kind and not one element per storage: a page with
@@ -22,27 +22,27 @@ from roamc.report.picture import Box, Course, Trimmed
 from roamc.units import Bytes, format_bytes
 
 COLUMNS = 1600
-"""Most columns of a timeline: neighbouring steps beyond that share one, about two to a pixel."""
+"""Maximum number of columns of a timeline, about two to a pixel; with more steps, neighbouring ones share a column."""
 
 LABEL = 14.0
-"""Pixels between two labels at the side."""
+"""Least distance in pixels between two labels at the side."""
 
 WIDTH = 784
 """Pixels to which the page stretches a plot."""
 
 NAMED = 60
-"""Most rectangles whose storage is named in the drawing, largest first."""
+"""Maximum number of rectangles whose storage is named in the drawing, largest first."""
 
 LINE, LETTER = 11.0, 6.2
 """Pixels of height and of width that a letter of such a name takes."""
 
 SHORTEST = 5
-"""Letters of a name; a rectangle with room for fewer has none."""
+"""A rectangle with room for fewer letters than this has no name."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One path, and the kind or phase that colours it."""
+    """One SVG path, and the name of the kind or phase that colours it."""
 
     name: str
     path: str
@@ -53,10 +53,10 @@ class Mark:
     """A tick of an axis or a line across a plot.
 
     Attributes:
-        name: what it is, for its style; empty for a tick.
-        at: where, in the plot's coordinates.
+        name: name of its style, such as "peak"; empty for a tick.
+        at: x of a tick below the plot, y of a tick at the side or of a line; in the plot's coordinates.
         text: its label.
-        label_at: where the label is, so that no two lie over each other.
+        label_at: the same coordinate of the label, moved so that no two lie over each other.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Name:
-    """A storage's name inside its rectangle: its left end and the middle of its height, in pixels of the plot."""
+    """A storage's name inside its rectangle; x is the left end and y the middle of the text, in pixels of the plot."""
 
     x: float
     y: float
@@ -79,19 +79,19 @@ class Chart:
     """One plot with its axes.
 
     Attributes:
-        name: of the plot, unique in the page.
+        name: name of the plot, unique in the page.
         group: plots of one group share their steps and are magnified together.
         steps: width in steps.
-        height: in pixels.
+        height: height in pixels.
         top: bytes at the upper edge.
-        shapes: first is painted first.
-        x_ticks: steps.
-        y_ticks: bytes.
-        lines: across the plot.
-        phases: in which columns each phase runs; one row each, below the plot.
-        peak: the step to mark, in the middle of its column.
-        peak_at: y of its live bytes; None where they are not what the plot shows.
-        names: of the rectangles that have room for one.
+        shapes: areas or rectangles; the first is painted first.
+        x_ticks: ticks at steps.
+        y_ticks: ticks at bytes.
+        lines: horizontal lines across the plot.
+        phases: the steps in which each phase runs, as a row of height 1 for each, to be drawn below the plot.
+        peak: x of the step to mark, the middle of that step.
+        peak_at: y of its live bytes; None in a plot of rectangles.
+        names: names of the storages whose rectangles have room for one.
     """
 
     name: str
@@ -114,8 +114,8 @@ class Columns:
     """Neighbouring steps merged: column i stands for the steps ``[edges[i], edges[i + 1])``.
 
     Attributes:
-        edges: int64[m + 1].
-        fullest: int64[m], of each column the first step with the most live bytes; it stands for the others.
+        edges: int64[m + 1] steps.
+        fullest: int64[m], the first step with the most live bytes of each column; it stands for the others.
     """
 
     edges: Int64s
@@ -123,7 +123,10 @@ class Columns:
 
 
 def merge(live: Int64s, most: int = COLUMNS) -> Columns:
-    """At most ``most`` columns of nearly the same width; the fullest step of each is kept, and so is the peak."""
+    """Merge steps, with ``live`` bytes int64[n], into at most ``most`` columns of nearly the same width.
+
+    The fullest step of each column is kept, and so is the peak.
+    """
     count = min(len(live), most)
     edges = np.arange(count + 1, dtype=np.int64) * len(live) // max(count, 1)
     fullest = [a + int(np.argmax(live[a:b])) for a, b in pairwise(edges.tolist())]
@@ -131,14 +134,14 @@ def merge(live: Int64s, most: int = COLUMNS) -> Columns:
 
 
 def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Mapping[str, tuple[str, Bytes]]) -> Chart:
-    """Live bytes over the steps, stacked by kind.
+    """Draw live bytes over the steps, stacked by kind.
 
     Args:
-        name: of the plot.
-        course: what to draw.
+        name: name of the plot, and of its group.
+        course: live bytes by kind.
         top: bytes at the upper edge.
-        height: pixels.
-        lines: style to label and bytes of what is drawn across.
+        height: height in pixels.
+        lines: maps the style of each line across the plot to (label, bytes).
     """
     columns = merge(course.live)
     return Chart(
@@ -160,7 +163,17 @@ def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Ma
 def box_chart(
     name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, trims: Sequence[Trimmed] = ()
 ) -> Chart:
-    """Storages as rectangles, and ``trims`` among them; ``course`` is the order that they live in."""
+    """Draw storages as rectangles over steps and bytes.
+
+    Args:
+        name: name of the plot.
+        group: plots of one group are magnified together.
+        boxes: the storages.
+        course: the order in which they live.
+        top: bytes at the upper edge.
+        height: height in pixels.
+        trims: trimmed ranges, drawn below the storages.
+    """
     kinds = {box.storage.kind for box in boxes}
     return Chart(
         name=name,
@@ -182,23 +195,24 @@ def box_chart(
 
 
 def step_ticks(steps: int) -> tuple[Mark, ...]:
-    """Round numbers of steps, counted from 1, each in the middle of its step."""
+    """Return ticks at round step numbers, counted from 1, each in the middle of its step."""
     apart = max(1, round_up(steps / 8))
     numbers = range(apart, steps + 1, apart)
     return tuple(Mark("", number - 0.5, f"{number:,}", number - 0.5) for number in numbers)
 
 
 def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
-    """Round sizes from 0 on, at least 40 pixels apart."""
+    """Return ticks at round sizes from 0 to ``top`` bytes, at least 40 pixels apart."""
     apart = max(1, round_up(top * 40 / height))
     marks = [(round(_y(size, top, height), 1), format_bytes(size)) for size in range(0, top + 1, apart)]
     return tuple(Mark("", at, text, at) for at, text in marks)
 
 
 def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """Places in ``[low, high]`` near the wanted ones, in the same order, at least ``apart`` from each other.
+    """Return places in ``[low, high]`` near the wanted ones, at least ``apart`` from each other, as far as they fit.
 
-    First each is moved down from the one before, then back up from the lower edge.
+    First each is raised to ``apart`` above the one before, then all are lowered from ``high`` on where need be.
+    Result i belongs to ``wanted[i]``.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
     found = list(wanted)
@@ -214,7 +228,7 @@ def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> li
 
 
 def round_up(value: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50, …"""
+    """Return the first of 1, 2, 5, 10, 20, 50, … that is not below ``value``."""
     power = 10 ** max(0, math.floor(math.log10(value))) if value > 1 else 1
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= value)
 
@@ -246,7 +260,7 @@ def _stack(course: Course, columns: Columns, top: Bytes, height: int) -> Iterato
 
 
 def _area(edges: Int64s, heights: Sequence[float], height: int) -> str:
-    """From the base up to one y per column; columns of the same y are one piece."""
+    """SVG path of the area between the base and one y per column; columns of the same y are one piece."""
     parts, before = [f"M0 {height}"], ""
     for end, place in zip(edges[1:].tolist(), heights, strict=True):
         level = _number(place)
@@ -291,7 +305,7 @@ def _rectangle(low: Bytes, high: Bytes, first: Step, end: Step, top: Bytes, heig
 
 
 def _phases(course: Course, columns: Columns) -> tuple[Shape, ...]:
-    """Of each phase the columns in which one of its steps runs."""
+    """For each phase the columns in which one of its steps runs; none for a phase that does not run."""
     phase = np.array([work.phase for work in course.work])
     found = []
     for name in Phase.__members__:

@@ -18,14 +18,14 @@ from roamc.planning.search import PlanSearch
 from roamc.units import Bytes, Seconds
 
 BETWEEN = 6
-"""So many peaks are asked for between the plan without reruns and the lowest, each lower by the same share."""
+"""Number of peaks that are asked for between the plan without reruns and the lowest, each lower by the same share."""
 
 SIMULATIONS = 2000
-"""Work limit of the solver for each of these peaks, in simulations of the schedule; the lowest peak has the limit of a
-plan of its own. The others begin with a plan for another peak."""
+"""Work limit of the solver for each of these peaks, in simulations of the schedule. It may be low, as each search
+begins with a plan for another peak; the lowest peak has the usual limit."""
 
 BOUNDS = 32
-"""Peaks for which the bound is drawn."""
+"""The bound is drawn for this many peaks and one more, at equal distances, beside those of the plans."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Spot:
     """One plan on the curve.
 
     Attributes:
-        needed_bytes: what a budget is compared with: its peak, workspace included.
-        added_seconds: predicted time of its reruns.
-        bound_seconds: no choice of reruns with such a peak adds less.
+        needed_bytes: what a budget is compared with: the plan's peak, workspace included.
+        added_seconds: predicted time of its reruns and codecs in a step.
+        bound_seconds: lower bound on the added time of any plan with such a peak.
     """
 
     needed_bytes: Bytes
@@ -45,12 +45,12 @@ class Spot:
 
 @dataclass(frozen=True)
 class Curve:
-    """What lower peaks cost.
+    """How much time lower peaks cost.
 
     Attributes:
-        spots: plans, highest peak first; each next one has a lower peak and adds more.
-        now: the plan that the curve was drawn for; another may have a lower peak at the same time, or less time.
-        bounds: (peak, least added seconds) for more peaks, highest first.
+        spots: plans, highest peak first; each next one has a lower peak and adds more time.
+        now: the plan that the curve was made for; a spot may have a lower peak at the same time, or add less time.
+        bounds: (peak in bytes, lower bound on the added seconds) for more peaks, highest first.
         step_seconds: predicted time of a step in which nothing runs again.
     """
 
@@ -61,12 +61,12 @@ class Curve:
 
 
 def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
-    """Plan for more peaks; None where nothing can be dropped.
+    """Plan for the lowest peak and :data:`BETWEEN` others, and return the curve; None if pass ``retain`` is left out.
 
     Args:
-        trials: of the graph that ``now`` is a plan of; what they have found is on the curve too.
-        now: the choice that was made.
-        say: told what is being done.
+        trials: the search that ``now`` came from; plans that it has made before are on the curve too.
+        now: the plan that the curve is made for.
+        say: called with a few words on what is being done.
     """
     if not trials.has_reruns:
         return None
@@ -86,7 +86,7 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
 
 
 def targets(lowest: Bytes, highest: Bytes) -> tuple[Bytes, ...]:
-    """Peaks between the two, highest first; none where they are the same."""
+    """Return :data:`BETWEEN` peaks between two, in bytes, highest first; none if ``lowest`` is no less."""
     if lowest >= highest:
         return ()
     share = (lowest / highest) ** (1 / (BETWEEN + 1))
@@ -94,7 +94,7 @@ def targets(lowest: Bytes, highest: Bytes) -> tuple[Bytes, ...]:
 
 
 def staircase(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Those than which no other has both a lower peak and less added time, highest peak first."""
+    """Return the plans that no other plan beats in bytes needed and added time together, most bytes first."""
     found: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.needed_bytes, plan.added_seconds)):
         if not found or plan.added_seconds < found[-1].added_seconds:
@@ -103,7 +103,10 @@ def staircase(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
-    """For these peaks and others between them; what holds for a higher peak holds for a lower one."""
+    """The bound on the added seconds for ``peaks`` and others between them.
+
+    A bound for one peak holds for lower ones, too.
+    """
     low, high = min(peaks), max(peaks)
     between = {low + (high - low) * number // BOUNDS for number in range(BOUNDS + 1)}
     found, least = {}, 0.0

@@ -10,17 +10,24 @@ from roamc.report.curve import Curve, Spot
 from roamc.units import Bytes, Seconds, format_bytes
 
 HEIGHT = 240
-"""Pixels."""
+"""Height of the plot in pixels."""
 
 EDGE = 0.04
-"""Air around the dots, as a share of the plot."""
+"""Margin around the dots, as a share of the range that they span."""
 
 TICKS = 7
 
 
 @dataclass(frozen=True)
 class Dot:
-    """One plan: where its dot is, what is said of it (one line each), and whether it is the plan of the page."""
+    """The dot of one plan.
+
+    Attributes:
+        x: pixels from the left edge.
+        y: pixels from the upper edge.
+        text: what is shown of the plan, in several lines.
+        now: whether it is the plan that the page is about.
+    """
 
     x: float
     y: float
@@ -30,16 +37,16 @@ class Dot:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """The plot.
+    """The curve of peak against added time as shapes, in pixels from the upper left corner.
 
     Attributes:
-        width: in pixels.
-        height: in pixels.
-        line: path of what the plans reach: between two of them the one with the lower peak.
-        bound: path of the area in which there is no plan.
-        dots: the plans.
-        x_ticks: peaks.
-        y_ticks: added time, as a share of the step's.
+        width: width of the plot in pixels.
+        height: height of the plot in pixels.
+        line: SVG path of what the plans reach: for a budget between two of them, the added time of that which fits.
+        bound: SVG path of the area in which there is no plan.
+        dots: one for each plan.
+        x_ticks: bytes of the peak.
+        y_ticks: added time, in percent of the step's.
     """
 
     width: int
@@ -53,7 +60,10 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From bytes and seconds to pixels. low, high: bytes at the edges. most: seconds at the upper one."""
+    """Maps bytes and seconds to pixels.
+
+    low, high: bytes at the left and the right edge. most: seconds at the upper edge.
+    """
 
     low: float
     high: float
@@ -67,7 +77,7 @@ class _Scale:
 
 
 def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
-    """Draw the curve; ``eager`` is the peak that shares are of."""
+    """Turn ``curve`` into shapes; texts show peaks as shares of ``eager``, the bytes of eager's peak."""
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.needed_bytes)
     low, high = spots[-1].needed_bytes, spots[0].needed_bytes
     air = EDGE * ((high - low) or high)
@@ -90,7 +100,7 @@ def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
 
 
 def _stairs(steps: Iterable[tuple[Bytes, Seconds]], scale: _Scale, early: bool = True) -> str:
-    """From the right edge to the lowest peak; ``early`` goes up at the higher peak of two, else at the lower one.
+    """The path from the right edge to the lowest peak; ``early`` goes up at the higher peak of two, else at the lower.
 
     ```
     early:  __            else:  __
@@ -125,7 +135,7 @@ def _peak_ticks(scale: _Scale) -> tuple[Mark, ...]:
 
 
 def _time_ticks(scale: _Scale, step: Seconds) -> tuple[Mark, ...]:
-    """Counted in hundredths of a percent, so that they are whole."""
+    """Ticks at round shares of the step, counted in hundredths of a percent, so that they are whole."""
     whole = 10_000 / step
     apart = round_up(scale.most * whole / TICKS)
     places = [(scale.y(number / whole), number) for number in range(0, int(scale.most * whole) + 1, apart)]

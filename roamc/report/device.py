@@ -12,7 +12,7 @@ Row = tuple[str, str, str]
 
 
 def rows(profile: DeviceProfile) -> tuple[Row, ...]:
-    """(what, speed, remark) of everything that was measured."""
+    """Return (what, speed, remark) rows, as text, for all that ``profile`` says of its device."""
     return tuple(_rows(profile))
 
 

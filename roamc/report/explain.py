@@ -44,16 +44,17 @@ class Live:
     """One storage that lives at a peak.
 
     Attributes:
-        name: of the storage.
+        name: name of the storage.
         nbytes: its bytes.
         kind: "saved" (made in forward, read in backward), "gradient", "output", "tangent" (the gradient of an
             output, handed in) or "temporary".
         place: "arena", "allocator" (also where no layout was made), or "caller" (handed out or in).
-        operator: what makes it, such as ``aten.mm.default``; empty for a tangent.
-        phase: of its operator.
-        source: the line of the user's model, or the parameter that an update belongs to.
-        born: step that makes it.
-        dead: step behind its last use.
+        operator: name of the operator that makes it, such as ``aten.mm.default``; empty for a tangent.
+        phase: name of that operator's phase; ``"BACKWARD"`` for a tangent.
+        source: the line of the user's model, or the parameter that an update belongs to; see
+            :func:`roamc.report.origin.origin`.
+        born: the step that makes it, from 0.
+        dead: the step behind its last use.
     """
 
     name: str
@@ -69,7 +70,10 @@ class Live:
 
 @dataclass(frozen=True)
 class Group:
-    """Storages of a peak that one line of the model makes with one operator, such as one per layer."""
+    """All storages of a peak of one kind that one line of the model makes with one operator, such as one per layer.
+
+    ``source``, ``operator`` and ``kind`` are as in :class:`Live`; ``count`` storages have ``nbytes`` together.
+    """
 
     source: str
     operator: str
@@ -80,20 +84,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Peak:
-    """The worst step of one order.
+    """The step of one order at which the most bytes live.
 
     Attributes:
         step: its number, from 0.
-        steps: how many there are.
-        name: node that runs there.
-        operator: what it is.
-        phase: of that node.
-        source: as of :class:`Live`.
-        live_bytes: sum of ``storages``.
-        storages: all that live there, largest first.
+        steps: number of steps (operators) of the order.
+        name: name of the node that runs there.
+        operator: name of its operator, such as ``aten.mm.default``.
+        phase: name of its phase.
+        source: where it comes from, as in :class:`Live`.
+        live_bytes: bytes of ``storages`` together.
+        storages: all storages that live at that step, largest first.
         by_kind: bytes by :attr:`Live.kind`.
         by_phase: bytes by :attr:`Live.phase`.
-        phase_peaks: phase to the most live bytes at any step of it.
+        phase_peaks: maps each phase to the most live bytes at any step of it.
     """
 
     step: int
@@ -114,10 +118,10 @@ class Allocating:
     """An operator that has no ``out=`` form, all its calls together.
 
     Attributes:
-        operator: what it is.
-        calls: how many make a temporary.
-        copied_bytes: of results copied into the arena, per step.
-        allocator_bytes: of results left with the allocator, per step; not all at the same time.
+        operator: name of the operator.
+        calls: number of its calls that make a temporary.
+        copied_bytes: bytes of results that one run copies into the arena.
+        allocator_bytes: bytes of results that one run leaves with the allocator; not all live at the same time.
     """
 
     operator: str
@@ -137,11 +141,11 @@ class Explanation:
         allocating: operators without an ``out=`` form, most bytes first.
         dropped: what is made again to keep the budget, most bytes first.
         smaller: what is kept in fewer bytes to keep the budget, those first that save most.
-        candidates: every order that was tried and its peak, lowest first.
-        order: the candidate that was taken.
+        candidates: (algorithm, peak in bytes) of every order that was tried, lowest first.
+        order: name of the candidate that was taken; empty without pass ``reorder``.
         graph: the planned graph.
-        source: the emitted program, if it was asked for.
-        curve: what lower peaks cost, if it was asked for.
+        source: the emitted program; empty if it was not asked for.
+        curve: what lower peaks cost; None if it was not asked for.
     """
 
     plan: Plan
@@ -157,7 +161,11 @@ class Explanation:
     curve: Curve | None = None
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        """Plain data, ready for JSON; ``top`` cuts the lists of storages and groups."""
+        """Return all but the graph as plain data, ready for JSON.
+
+        Args:
+            top: keep the first ``top`` storages and groups of each peak; None keeps all.
+        """
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
         data["plan"] = self.plan.to_dict(seconds=True)
         for key in ("eager", "planned"):
@@ -175,7 +183,15 @@ class Explanation:
 def explain(
     eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None, curve: Curve | None = None
 ) -> Explanation:
-    """Put together what was found before planning (``eager``, from :func:`find_peak`) and after it (``lives``)."""
+    """Explain a planned graph.
+
+    Args:
+        eager: the peak of the captured graph, which :func:`find_peak` found with ``eager=True`` before planning.
+        planned: the planned graph and its plan.
+        source: the emitted program; empty to leave it out.
+        lives: what :func:`lives_of` found of the planned graph; None to find it now.
+        curve: what lower peaks cost; None to leave it out.
+    """
     order = planned.plan.decisions.get("reorder", {})
     candidates = tuple((str(name), int(peak)) for name, peak in order.get("candidates", ()))
     return Explanation(
@@ -195,7 +211,14 @@ def explain(
 
 @dataclass(frozen=True, eq=False)
 class Lives:
-    """A graph's memory in its present order: when every storage lives, and how much does at every step."""
+    """When every storage of a graph lives in its present order, and how many bytes live at every step.
+
+    Attributes:
+        memory: the memory model of the graph, with k counted storages and n operators.
+        born: int64[k], first step of each storage of ``memory.counted``.
+        dead: int64[k], step behind the last.
+        live: int64[n] live bytes at every step.
+    """
 
     memory: MemoryModel
     born: Int64s
@@ -204,7 +227,7 @@ class Lives:
 
 
 def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
-    """The lives of the storages of ``graph``.
+    """Find when the storages of ``graph`` live.
 
     Args:
         graph: captured or planned, with at least one operator.
@@ -216,9 +239,12 @@ def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
 
 
 def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Peak:
-    """The worst step of ``graph`` in its present order; the first one where several are equal.
+    """Describe the step of ``graph`` with the most live bytes in its present order, the first of equals.
 
-    ``lives`` is what :func:`lives_of` found with the same arguments, if that is known already.
+    Args:
+        graph: captured or planned, with at least one operator.
+        lives: what :func:`lives_of` found of ``graph``, if that is known; ``eager`` then has no effect.
+        eager: keep gradients to the end of the step, as eager PyTorch does.
     """
     lives = lives or lives_of(graph, eager=eager)
     memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
@@ -242,7 +268,7 @@ def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = Fa
 
 
 def groups(peak: Peak) -> tuple[Group, ...]:
-    """The storages of ``peak`` by line, operator and kind, most bytes first."""
+    """Sum the storages of ``peak`` by line, operator and kind, most bytes first."""
     found: dict[tuple[str, str, str], Group] = {}
     for storage in peak.storages:
         key = (storage.source, storage.operator, storage.kind)
@@ -252,7 +278,11 @@ def groups(peak: Peak) -> tuple[Group, ...]:
 
 
 def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
-    """Operators whose temporaries are allocated outside the arena first; needs the layout."""
+    """List the operators without an ``out=`` form: torch's allocator gives their temporaries; most bytes first.
+
+    Args:
+        graph: the planned graph; without a layout all bytes count as copied.
+    """
     memory = build_memory(graph)
     found: dict[str, Allocating] = {}
     apart = graph.layout.with_allocator if graph.layout is not None else frozenset()
@@ -270,7 +300,15 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
 
 
 def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:
-    """The storages of ``memory.counted`` whose numbers are ``rows``, living as ``born`` and ``dead`` say."""
+    """Describe the storages of ``memory.counted`` whose numbers are ``rows``.
+
+    Args:
+        graph: the graph.
+        memory: its memory model, with k counted storages.
+        born: int64[k], first step of each.
+        dead: int64[k], step behind the last.
+        rows: indices into ``memory.counted``.
+    """
     saved = {storage.index for storage in memory.saved}
     names = parameter_names(graph)
     for row in rows:

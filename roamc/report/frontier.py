@@ -18,7 +18,7 @@ class Point:
     """The plan for one budget.
 
     Attributes:
-        budget: as it was asked for.
+        budget: the budget, as it was asked for.
         plan: the plan; the lowest one found where none keeps the budget.
         fits: whether it keeps the budget.
     """
@@ -28,12 +28,15 @@ class Point:
     fits: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return budget, ``fits`` and the fields of the plan as plain data, ready for JSON."""
         return {"budget": self.budget, "fits": self.fits, **self.plan.to_dict(seconds=True)}
 
 
 def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> tuple[Point, ...]:
-    """One point for each budget, in their sequence: the plan that it has alone. The graph stays as it is."""
+    """Plan a copy of ``graph`` for each budget; return one point for each, in their sequence.
+
+    Each plan is the one that is made if its budget is the only one.
+    """
     trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}
     plans = {asked: trials.fit(asked).plan for asked in dict.fromkeys(terms.values())}

@@ -22,7 +22,7 @@ from roamc.report.picture import Box, Course, Picture
 from roamc.units import Bytes, format_bytes
 
 TIMELINE, ARENA, OUTSIDE = 240, 440, 110
-"""Pixels of height."""
+"""Heights of the plots in pixels."""
 
 MEANING = {
     "saved": "made in forward, read in backward",
@@ -31,7 +31,7 @@ MEANING = {
     "tangent": "gradient of an output, handed in",
     "temporary": "everything else that the step makes",
 }
-"""What each kind is."""
+"""Explains each kind of storage to readers of the page."""
 
 
 def write(path: Path, picture: Picture) -> None:
@@ -45,7 +45,7 @@ def write(path: Path, picture: Picture) -> None:
 
 
 def render(picture: Picture) -> str:
-    """The page as text; the same for the same plan, but for the line ``planned in``."""
+    """Return the page as HTML; the same for the same plan, but for the line ``planned in``."""
     # Escaped whatever the template is called: names and lines come from the user's code.
     pages = Environment(
         loader=PackageLoader("roamc.report", "page"),
@@ -75,7 +75,11 @@ def render(picture: Picture) -> str:
 
 
 def charts(picture: Picture) -> dict[str, Chart]:
-    """Every plot by its name; both timelines to one scale, the two plots of the planned order's storages too."""
+    """Return every plot by its name.
+
+    ``before`` and ``after`` are timelines of eager's and of the planned order, to one scale. ``arena`` and ``outside``
+    show the storages of the planned order; each is left out if it has none.
+    """
     found, plan = picture.found, picture.found.plan
     top = _room(max(found.eager.live_bytes, found.planned.live_bytes, plan.arena_bytes))
     bound = {"bound": ("lower bound", plan.bound_bytes)} if plan.bound_bytes else {}
@@ -95,10 +99,14 @@ def charts(picture: Picture) -> dict[str, Chart]:
 
 
 def table(picture: Picture) -> dict[str, Any]:
-    """What the script shows under the pointer: numbers, and numbers of texts.
+    """Return what the page's script shows under the pointer, ready for JSON.
 
-    ``texts[i]``; of every order ``work`` = (node, operator, phase, line) per step and ``live`` bytes per step; of
-    every plot of storages (name, kind, place, operator, line, bytes, born, dead, low, tensors) per storage.
+    Every text is a number there: its index in ``texts``. The keys:
+
+    - ``before``, ``after``: of each order, ``work`` has (node, operator, phase, line) per step, and ``live`` bytes.
+    - ``boxes``: for ``arena`` and ``outside``, one row per storage: name, kind, place, operator, line, bytes, born,
+      dead, low, list of tensors.
+    - ``texts``: all texts, each once.
     """
     texts: dict[str, int] = {}
     data: dict[str, Any] = {
@@ -110,7 +118,7 @@ def table(picture: Picture) -> dict[str, Any]:
 
 
 def _room(size: Bytes) -> Bytes:
-    """Some air above the highest line."""
+    """``size`` and a margin above the highest line."""
     return size + size // 25
 
 

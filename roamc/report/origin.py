@@ -11,10 +11,15 @@ from roamc.graph import Phase, Role, TrainGraph, placeholders, source_line
 
 
 def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> str:
-    """Where ``node`` comes from in the user's terms.
+    """Return where ``node`` comes from in the user's terms.
 
-    Its own line of the model; for an update the parameter; else, with a leading "<", the line of the
-    nearest operator in front of it that has one.
+    That is its own line of the model. Without one, in the update it is the name of the parameter, and else, with a
+    leading ``"< "``, the line of the nearest operator in front of it that has one; ``""`` if none is found.
+
+    Args:
+        node: the node of an operator.
+        phase: its phase.
+        parameter_names: from :func:`parameter_names`.
     """
     line = source_line(node)
     if line:
@@ -33,7 +38,7 @@ def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> s
 
 
 def parameter_names(graph: TrainGraph) -> dict[str, str]:
-    """Placeholder of a parameter, or of its state, to the parameter's name."""
+    """Map the name of each placeholder of a parameter, or of its optimizer state, to the parameter's name."""
     roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
     pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
     return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}

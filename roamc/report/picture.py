@@ -26,7 +26,14 @@ from roamc.units import Bytes
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does: the node that runs, what it is, its phase, and where it comes from."""
+    """What one step does.
+
+    Attributes:
+        name: name of the node that runs.
+        operator: name of its operator, such as ``aten.mm.default``.
+        phase: name of its phase.
+        source: where it comes from, see :func:`roamc.report.origin.origin`.
+    """
 
     name: str
     operator: str
@@ -39,9 +46,9 @@ class Course:
     """Live bytes over the n steps of one order.
 
     Attributes:
-        work: what every step does.
-        storages: all that live and die with the step, in the order of ``MemoryModel.counted``.
-        by_kind: :attr:`Live.kind` to live bytes, int64[n].
+        work: what each step does.
+        storages: all storages that live and die with the step, in the order of ``MemoryModel.counted``.
+        by_kind: maps every :attr:`Live.kind` to its live bytes, int64[n].
         live: their sum, int64[n].
     """
 
@@ -61,8 +68,8 @@ class Box:
     """One storage as a rectangle: steps ``[born, dead)`` and bytes ``[low, low + nbytes)``.
 
     Attributes:
-        storage: which.
-        low: its address in the arena; outside the arena a place where it can be drawn.
+        storage: the storage, with its steps and bytes.
+        low: its offset in the arena; outside the arena an offset at which it can be drawn, over no other.
         tensors: names of the results that lie in it one after another, each written over the one before.
     """
 
@@ -72,7 +79,7 @@ class Box:
 
     @property
     def high(self) -> Bytes:
-        """Behind its last byte."""
+        """The offset behind its last byte."""
         return self.low + self.storage.nbytes
 
 
@@ -91,12 +98,12 @@ class Picture:
     """Everything that is drawn of one plan.
 
     Attributes:
-        found: the numbers and the two peaks.
-        before: program order, gradients kept to the end, as eager PyTorch runs it.
-        after: the planned order.
-        arena: the storages of the arena, at their addresses.
-        outside: those that live with the allocator or the caller; their addresses are not known beforehand.
-        trims: what is trimmed of the arena.
+        found: the explanation, with the plan and the peaks of both orders.
+        before: live bytes in program order, gradients kept to the end, as eager PyTorch runs it.
+        after: live bytes in the planned order.
+        arena: the storages of the arena, at their offsets.
+        outside: storages with the allocator or the caller; their addresses are not known beforehand.
+        trims: ranges of the arena that are trimmed.
     """
 
     found: Explanation
@@ -108,7 +115,10 @@ class Picture:
 
 
 def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
-    """Live bytes of ``graph`` in its present order. Arguments as for :func:`roamc.report.explain.find_peak`."""
+    """Return live bytes and storages over the steps of ``graph``'s present order.
+
+    Arguments are as for :func:`roamc.report.explain.find_peak`.
+    """
     lives = lives or lives_of(graph, eager=eager)
     memory, born, dead = lives.memory, lives.born, lives.dead
     storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
@@ -119,7 +129,14 @@ def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False
 
 
 def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
-    """Put the picture together from what was followed before planning and the planned graph, layout included."""
+    """Put a picture together.
+
+    Args:
+        found: the explanation of the planned graph.
+        before: what :func:`follow` gave with ``eager=True`` for the captured graph, before planning.
+        graph: the planned graph; without a layout all storages are outside the arena.
+        lives: what :func:`roamc.report.explain.lives_of` found of ``graph``; None to find it now.
+    """
     after = follow(graph, lives)
     tensors = _tensors(graph)
     offset = graph.layout.offset if graph.layout is not None else {}
@@ -153,7 +170,7 @@ def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
 
 
 def _tensors(graph: TrainGraph) -> Callable[[str], tuple[str, ...]]:
-    """Storage name to the tensors that lie in it one after another: more than one with in-place reuse."""
+    """A function from a storage's name to the tensors that lie in it one after another, several with in-place reuse."""
     memory = build_memory(graph)
     results: dict[str, list[str]] = {}
     for operator in memory.operators:
@@ -163,7 +180,7 @@ def _tensors(graph: TrainGraph) -> Callable[[str], tuple[str, ...]]:
 
 
 def _stacked(storages: Sequence[Live]) -> list[Bytes]:
-    """Places for storages that have no address, so that no two lie over each other."""
+    """Offsets at which storages without an address can be drawn, so that no two lie over each other."""
     size, born, dead = ([getattr(storage, name) for storage in storages] for name in ("nbytes", "born", "dead"))
     problem = make_problem(size, born, dead, alignment=1)
     lows: list[Bytes] = solve(problem, node_limit=0).offset.tolist()

@@ -13,7 +13,11 @@ DELAY = 2.0
 
 
 class Stages:
-    """A line that says what is being done and for how long; a context manager.
+    """A context manager that shows on stderr what is being done and for how long.
+
+    Args:
+        text: what is being done at first.
+        steps: number of steps, shown with a bar; None for no bar.
 
     >>> with Stages("capturing gpt2") as stages:
     ...     ...
@@ -46,7 +50,7 @@ class Stages:
             self._progress.stop()
 
     def now(self, text: str, done: int | None = None) -> None:
-        """Say what is being done now, and how many steps are done."""
+        """Show ``text`` as what is being done now, and ``done`` as the number of steps that are done; None keeps it."""
         self._progress.update(self._task, description=text, completed=done)
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""What a plan under a budget drops and makes again or keeps smaller: by line of the model, with bytes and time."""
+"""What a plan under a budget recomputes or encodes: by line of the model, with bytes and time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Dropped:
     """The storages that one line of the model makes with one operator and that are made again, such as one per layer.
 
     Attributes:
-        source: line of the model.
-        operator: what makes them, such as ``aten.gelu.default``.
-        count: how many storages.
+        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        operator: name of the operator, such as ``aten.gelu.default``.
+        count: number of storages that are made again; one that is made twice counts twice.
         nbytes: bytes of all of them; not all are dropped at the same time.
-        runs: how often the operator runs again.
+        runs: how often such operators run again.
         seconds: predicted time of these runs.
     """
 
@@ -38,13 +38,13 @@ class Smaller:
     """The storages that one line of the model makes with one operator and that wait for backward in a smaller form.
 
     Attributes:
-        source: line of the model.
-        operator: what makes them, such as ``aten.native_dropout.default``.
-        codec: how they are kept.
-        count: how many storages.
+        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        operator: name of the operator, such as ``aten.native_dropout.default``.
+        codec: name of the codec.
+        count: number of storages.
         before: bytes of all of them.
-        after: bytes of the smaller forms.
-        seconds: predicted time of writing and reading these.
+        after: bytes of their codes.
+        seconds: predicted time of encoding and decoding them.
     """
 
     source: str
@@ -57,7 +57,12 @@ class Smaller:
 
 
 def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
-    """Of the planned graph, those first that save most bytes."""
+    """Return what codecs keep smaller, by line of the model, operator and codec; first what saves the most bytes.
+
+    Args:
+        graph: the planned graph, with the codecs' operators.
+        plan: its plan; without codecs in the decision of pass ``retain`` the result is empty.
+    """
     names = parameter_names(graph)
     marks: dict[str, tuple[str, str]] = {}
     for node in operators(graph.graph):
@@ -74,7 +79,12 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
 
 
 def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
-    """Of the planned graph, most bytes first."""
+    """Return what pass ``retain`` makes again, by line of the model and operator; most bytes first.
+
+    Args:
+        graph: the planned graph, with the reruns.
+        plan: its plan; without reruns in the decision of pass ``retain`` the result is empty.
+    """
     reruns = plan.decisions.get("retain", {}).get("reruns", ())
     price = {str(operator): float(seconds) for _, operator, _, seconds in reruns}
     names = parameter_names(graph)

@@ -38,7 +38,10 @@ STAGES = (
 
 
 def console() -> Console:
-    """Standard output; plain where it is not a terminal. rich heeds NO_COLOR and COLUMNS."""
+    """Return a rich console that writes to standard output.
+
+    Where that is no terminal, it writes plain text, :data:`PIPE_WIDTH` columns wide unless COLUMNS is set.
+    """
     found = Console(highlight=False)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found = Console(highlight=False, width=PIPE_WIDTH)
@@ -46,7 +49,7 @@ def console() -> Console:
 
 
 def show_plan(out: Console, plan: Plan) -> None:
-    """The plan's own table and what planning cost."""
+    """Print the plan's table, and the seconds that planning took."""
     out.print(str(plan), markup=False, soft_wrap=True)
     out.print(
         f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}  {stage_times(plan.seconds)}", markup=False
@@ -54,7 +57,7 @@ def show_plan(out: Console, plan: Plan) -> None:
 
 
 def show_explanation(out: Console, found: Explanation, top: int) -> None:
-    """Why the peak is this big: one section each."""
+    """Print all sections of an explanation; ``top`` is the number of rows of each list."""
     show_plan(out, found.plan)
     _show_curve(out, found)
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
@@ -70,7 +73,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
 
 
 def show_source(out: Console, source: str) -> None:
-    """An emitted program, in colours on a terminal and else as it is."""
+    """Print an emitted program: in colours on a terminal, else as it is."""
     if out.is_terminal:
         out.print(Syntax(source, "python", word_wrap=True))
     else:
@@ -78,7 +81,13 @@ def show_source(out: Console, source: str) -> None:
 
 
 def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
-    """Several budgets, one row each."""
+    """Print one row for each budget.
+
+    Args:
+        out: where to print.
+        name: name of the graph.
+        points: plans of one graph, at least one, made with a budget.
+    """
     eager = points[0].plan.baseline_bytes
     out.print(f"plans of {name}, where eager holds {format_bytes(eager)}", markup=False, soft_wrap=True)
     rows = [
@@ -98,7 +107,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
 
 
 def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
-    """One table; columns whose numbers are in ``right`` are aligned to the right."""
+    """Print one table; ``right`` has the numbers, from 0, of the columns that are aligned to the right."""
     edge = box.SIMPLE_HEAD if out.is_terminal else None
     table = Table(box=edge, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     aligned = set(right)
@@ -110,14 +119,14 @@ def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
-    """``capture 1.8 s, reorder 0.2 s, …``."""
+    """Return the seconds by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
     known = [name for name in STAGES if name in seconds]
     names = [*known, *(name for name in seconds if name not in known)]
     return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
 
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """What lies in the arena and what does not: (label, size, remark)."""
+    """Return (label, size, remark) rows, as text, on what lies in the arena, outside of it, and is written in place."""
     layout, reuse = plan.decisions.get("layout", {}), plan.decisions.get("reuse", {})
     tried = plan.decisions.get("reorder", {}).get("laid_out", ())
     again = (
@@ -178,7 +187,11 @@ def _show_curve(out: Console, found: Explanation) -> None:
 
 
 def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
-    """Bytes needed, share of eager's peak, added time, its bound, both as a bar, and what it is; most bytes first."""
+    """Return one row for each plan of ``curve``, those that need the most bytes first.
+
+    A row has six texts: bytes needed, their share of ``eager`` (bytes of eager's peak), added time and its lower bound
+    as shares of the step, a bar of both, and ``"this plan"``, ``"the lowest"`` or ``""``.
+    """
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: (-spot.needed_bytes, spot.added_seconds))
     most = max(spot.added_seconds for spot in spots)
 

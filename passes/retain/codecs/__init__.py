@@ -20,7 +20,7 @@ CODECS: tuple[Codec, ...] = (
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
 )
-"""All of them. An exact one gives back what it was given, as far as its readers look; one with an error is used only
+"""All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only
 where ``options.codecs`` names it."""
 
 

@@ -32,18 +32,18 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class Bits:
-    """The coding of a mask of one geometry."""
+    """A coding of bool tensors of one shape and stride, with one bit for each element."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
     def nbytes(self) -> Bytes:
-        """One bit an element, whole bytes."""
+        """Bytes of the code: one bit for each element, rounded up to whole bytes."""
         return -(-math.prod(self.shape) // PARTS)
 
     def encode(self, value: Tensor) -> Tensor:
-        """uint8[ceil(n / 8)] for a bool tensor of n elements that lie side by side."""
+        """Return the code, uint8[ceil(n / 8)], of a bool tensor whose n elements lie side by side in memory."""
         row = aten.view.dtype(flat(value), torch.uint8)
         missing = self.nbytes * PARTS - row.numel()
         if missing:
@@ -55,7 +55,7 @@ class Bits:
         return code
 
     def decode(self, code: Tensor) -> Tensor:
-        """The bool tensor: bit k of every byte of the code is brought to the front of part k."""
+        """Return the bool tensor, with ``shape`` and ``stride``: part k has bit k of every byte of the code."""
         number = aten.view.default(aten.arange.default(PARTS, dtype=torch.uint8, device=code.device), [PARTS, 1])
         shifted = aten.bitwise_right_shift.Tensor(aten.view.default(code, [1, self.nbytes]), number)
         parts = aten.bitwise_and.Tensor(shifted, number[1:2])  # number 1 is a one
@@ -65,11 +65,11 @@ class Bits:
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """The coding of masks that lie as ``tensor`` does."""
+    """Return the coding of bool tensors with the shape and the strides of ``tensor``."""
     return Bits(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
 
 def fit(saved: Saved) -> Bits | None:
-    """Masks that fill their storage."""
+    """Return the coding of a bool value that fills its storage; None for any other value."""
     tensor = saved.tensor
     return bits_of(tensor) if tensor.dtype == torch.bool and fills_storage(tensor) else None

@@ -18,9 +18,9 @@ class Read:
     """One reader of a value.
 
     Attributes:
-        reader: operator that reads it.
-        argument: node by which it does: the value's own, or a view of it; a mere other name counts as the value's own.
-        position: of that argument; -1 for a keyword or inside of a list.
+        reader: the operator that reads the value.
+        argument: the node that it reads: the value's own, or a view of it; a mere other name counts as the value's own.
+        position: index of that argument in ``reader.args``; -1 if it is a keyword, in a list, or there several times.
     """
 
     reader: fx.Node
@@ -33,9 +33,9 @@ class Saved:
     """A value that backward reads, as a codec sees it.
 
     Attributes:
-        node: stands for it; its tensor fills its storage.
-        early: who reads it in forward.
-        late: who reads it behind forward, first to last, and looks at its elements.
+        node: the node of the value; its tensor fills its storage.
+        early: reads in forward, first to last.
+        late: reads behind forward that look at elements, first to last.
     """
 
     node: fx.Node
@@ -55,37 +55,38 @@ class Saved:
 
 
 class Coding(Protocol):
-    """How one value is kept smaller. Equal for values of one geometry.
+    """How a codec keeps values of one geometry smaller; codings of values of one geometry are equal.
 
-    ``encode`` and ``decode`` are functions of tensors that call ATen operators and nothing else, without regard to
-    what is in the tensors: they are traced into the graph. What ``decode`` gives has the shape, the strides and the
-    dtype of the value, and leads everybody who reads it behind forward to the same results, or near them by the
-    codec's error.
+    ``encode`` and ``decode`` are traced into the graph: they call ATen operators only, and do the same whatever the
+    tensors hold. ``decode`` returns a tensor with the shape, strides and dtype of the value, from which every reader
+    behind forward computes the same result, or one that differs by no more than follows from the codec's error.
     """
 
     def __hash__(self) -> int:
-        """What was traced for a coding is found again by it."""
+        """Hash the coding: its traced graphs are cached by it."""
 
     @property
     def nbytes(self) -> Bytes:
         """Bytes of the code."""
 
     def encode(self, value: Tensor) -> Tensor:
-        """The code, in one storage of ``nbytes``."""
+        """Return the code of ``value``, a tensor whose storage has ``nbytes`` bytes."""
 
     def decode(self, code: Tensor) -> Tensor:
-        """What the readers behind forward read."""
+        """Return the tensor that readers behind forward read in the place of the value."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to keep values smaller.
+    """A codec keeps some saved values in fewer bytes between forward and their readers behind it.
 
     Attributes:
-        name: in plans and reports.
-        error: the most by which what is read off an element may change; 0 for exact.
-        fit: the coding of a value; None where this codec does not apply.
-        keeps: what of the value is the same after decoding; operators that need more must not read it.
+        name: the name in plans, reports and ``options.codecs``.
+        error: the most by which decoding may change what ``keeps`` names; 0 for an exact codec. All codecs so far are
+            exact, so how an error is measured is not settled.
+        fit: returns the coding of a value; None if this codec does not apply to it.
+        keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
+            more than that must not read the decoded tensor.
     """
 
     name: str
@@ -95,5 +96,5 @@ class Codec:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a row, in memory's sequence."""
+    """Return a view of a dense tensor with one dimension: its elements in memory's sequence."""
     return torch.ops.aten.as_strided.default(tensor, [tensor.numel()], [1])  # type: ignore[no-any-return]

@@ -24,17 +24,17 @@ from roamc.units import Bytes
 aten = torch.ops.aten
 
 NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
-"""Smallest first."""
+"""Integer dtypes that a code may have, smallest first."""
 
 
 @dataclass(frozen=True)
 class Integers:
-    """The coding of integers of one dtype as another, narrower one.
+    """A coding that casts integers to a narrower dtype.
 
     Attributes:
-        count: how many numbers.
-        wide: their dtype.
-        narrow: that of the code.
+        count: number of elements.
+        wide: dtype of the value.
+        narrow: dtype of the code.
     """
 
     count: int
@@ -43,22 +43,26 @@ class Integers:
 
     @property
     def nbytes(self) -> Bytes:
-        """Of the narrow numbers."""
+        """Bytes of the code."""
         return self.count * self.narrow.itemsize
 
     def encode(self, value: Tensor) -> Tensor:
-        """The numbers in the narrow dtype, laid out as before."""
+        """Return the numbers in the narrow dtype, laid out as before."""
         code: Tensor = aten._to_copy.default(value, dtype=self.narrow)
         return code
 
     def decode(self, code: Tensor) -> Tensor:
-        """The numbers in the wide dtype."""
+        """Return the numbers in the wide dtype."""
         value: Tensor = aten._to_copy.default(code, dtype=self.wide)
         return value
 
 
 def fit(saved: Saved) -> Integers | None:
-    """Integers that fill their storage and whose range is known."""
+    """Return the coding in the smallest integer dtype that holds all that the numbers can be.
+
+    None if the value is not int64, int32 or int16, does not fill its storage, or if its range is not known or fits in
+    no smaller dtype.
+    """
     tensor = saved.tensor
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16) or not fills_storage(tensor):
         return None
@@ -70,7 +74,7 @@ def fit(saved: Saved) -> Integers | None:
 
 
 def range_of(saved: Saved) -> Range | None:
-    """What the numbers can be: the narrowest that their maker or a reader in forward says; None if none does."""
+    """Return the narrowest range that the value's maker or a reader in forward guarantees; None if none does."""
     return min(_all_ranges(saved), key=lambda within: within.high - within.low, default=None)
 
 

@@ -1,6 +1,6 @@
-"""shapes: readers that look at the shape of a value alone, and not at what is in it.
+"""shapes: stand-ins for readers that look at the shape of a value alone, and not at its elements.
 
-They are given one element, expanded to that shape. The value need not be kept for them, in any form.
+Such a reader is given one element, expanded to that shape. The value need not be kept for it, in any form.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from roamc.passes.retain.codecs.codec import Read
 aten = torch.ops.aten
 
 NAME = "shapes"
-"""In the place of a codec, for a value that nobody behind forward needs the elements of."""
+"""Stands in the place of a codec's name for a value of which no reader behind forward needs the elements."""
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element, whatever it is, in the given shape."""
+    """Return one uninitialised element, expanded to ``shape``: a tensor of that shape in the bytes of one element."""
     one = aten.empty.memory_format([1] * len(shape), dtype=dtype, device=device)
     expanded: Tensor = aten.expand.default(one, shape)
     return expanded
 
 
 def reads_shape(read: Read, value: fx.Node) -> bool:
-    """Whether the reader needs no element of the value, and gives a result that lies as before.
+    """Whether the reader needs only the shape of ``value``, and makes the same strides and dtype of a stand-in.
 
-    On a GPU these operators make a contiguous copy of that argument first: a stand-in would be copied to full size.
+    Only contiguous values on a CPU, read directly and not through a view. On a GPU these operators make a contiguous
+    copy of that argument first: a stand-in would be copied to full size.
+
+    Args:
+        read: the reader and the argument.
+        value: the node of the value.
     """
     reader = read.reader
     target: Any = reader.target

@@ -1,4 +1,4 @@
-"""The sides of the demo in lockstep: whatever slows the machine down, it slows all of them down."""
+"""Run the sides of the demo in lockstep: whatever slows the machine down slows all of them down."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from roamc.errors import RoamcError
 from roamc.units import Bytes, Seconds
 
 WARM = 2
-"""Steps at the start that are not timed: planning, profiling, first use of memory."""
+"""Steps at the start that ratios of time leave out: planning, profiling, first use of memory."""
 
 ENVIRONMENT = {
     "KINETO_LOG_LEVEL": "5",  # the profiler talks on stderr otherwise
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_WAIT_POLICY": "passive",  # threads that spin take the cores from the side whose turn it is
 }
-"""Of all workers, unless the user has set them."""
+"""Environment variables of all workers, unless the user has set them."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo measured, by side of ``SIDES``. Lists have one element per step.
+    """What the demo measured. Mappings have the sides of ``SIDES`` as keys, lists one element per step.
 
     Attributes:
         task: sizes and budget, shared by all sides.
-        parameters: of the model.
-        threads: of each side.
-        losses: per side.
-        seconds: per side; the first step includes planning and the profiler.
-        peak_bytes: per side; measured, above parameters, optimizer state and batch.
-        plans: of roamc's sides, as :meth:`roamc.Plan.to_dict`, with times and fragmentation.
-        total_seconds: of the whole demo.
+        parameters: number of parameters of the model.
+        threads: number of torch's threads on each side.
+        losses: the loss of every step.
+        seconds: the time of every step; the first includes planning and the profiler.
+        peak_bytes: measured peak of the first step, above parameters, optimizer state and batch.
+        plans: plans of roamc's sides, as :meth:`roamc.Plan.to_dict` gives them, with times and fragmentation.
+        total_seconds: time of the whole demo.
     """
 
     task: Task
@@ -56,21 +56,21 @@ class Result:
 
     @property
     def equal_steps(self) -> int:
-        """Steps whose losses are the same number on all sides, bit for bit."""
+        """Number of steps whose losses are the same on all sides, bit for bit."""
         rows = zip(*(self.losses[side] for side in SIDES), strict=True)
         return sum(len({loss.hex() for loss in row}) == 1 for row in rows)
 
     def time_ratio(self, side: str) -> float | None:
-        """Median over steps of the side's time over eager's; None where too few steps were run."""
+        """Return the median over steps of the side's time over eager's; None if no more than WARM steps were run."""
         pairs = list(zip(self.seconds[EAGER][WARM:], self.seconds[side][WARM:], strict=True))
         return statistics.median(ours / eager for eager, ours in pairs) if pairs else None
 
     def memory_ratio(self, side: str) -> float:
-        """The side's measured peak over eager's."""
+        """Return the side's measured peak as a multiple of eager's."""
         return self.peak_bytes[side] / self.peak_bytes[EAGER]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return what ``roamc demo --json`` prints: the fields, and ratios and equal steps, as plain data."""
         task = asdict(self.task)
         del task["side"]
         return {
@@ -90,11 +90,13 @@ class Result:
 
 
 def race(task: Task, report: Callable[[int], None] = lambda done: None) -> Result:
-    """Run ``task.steps`` steps on all sides, one side at a time, taking turns at who goes first.
+    """Run ``task.steps`` steps on all sides, each in a process of its own, one step of one side at a time.
+
+    At each step another side goes first.
 
     Args:
-        task: its ``side`` is ignored.
-        report: called with the number of steps done.
+        task: what all sides do; its ``side`` is ignored.
+        report: called with the number of steps done after each.
 
     Raises:
         RoamcError: a side failed; says why.

@@ -1,4 +1,4 @@
-"""Bytes to train on: the source of Python's own standard library, which every machine has."""
+"""Read bytes to train on: the source of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from roamc.errors import RoamcError
 
 LIMIT = 4_000_000
-"""Bytes to read at most."""
+"""Number of bytes to read at most."""
 
 
 def read(limit: int = LIMIT) -> bytes:
-    """Modules at the top of the standard library, by name, one after the other.
+    """Return the source of the standard library's top-level modules, sorted by name, up to ``limit`` bytes.
 
     Raises:
-        RoamcError: this Python comes without source files.
+        RoamcError: there are less than 100 kB of them, as where Python comes without source files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
@@ -34,7 +34,10 @@ def read(limit: int = LIMIT) -> bytes:
 
 
 def batches(text: bytes, steps: int, batch: int, seq: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Random windows of ``text``: per step the bytes, and the byte behind each, both (batch, seq)."""
+    """Draw random windows of ``text``: for each step (inputs, targets), both int64 of shape (batch, seq).
+
+    ``targets`` has the byte behind each byte of ``inputs``. The same ``seed`` gives the same windows.
+    """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     found = []

@@ -38,7 +38,11 @@ class Task:
 
     Attributes:
         side: one of ``SIDES``.
-        memory_budget: of side ``BUDGET``.
+        steps: number of training steps.
+        batch, seq, layers, width, heads, dropout: settings of model ``gpt`` of :mod:`roamc.cli.zoo`.
+        memory_budget: the budget of side ``BUDGET``.
+        seed: seeds weights, batches and dropout.
+        lr: learning rate of AdamW.
     """
 
     side: str
@@ -54,18 +58,21 @@ class Task:
     lr: float = 1e-3
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @property
     def sizes(self) -> dict[str, int | float]:
-        """Settings of the model as :mod:`roamc.cli.zoo` names them."""
+        """Settings of model ``gpt`` that the task gives, by the names of :mod:`roamc.cli.zoo`."""
         kept = ("batch", "seq", "layers", "width", "heads", "dropout")
         return {key: value for key, value in asdict(self).items() if key in kept}
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What ``run`` returns, and the most bytes that torch's CPU allocator had handed out since it began."""
+    """Call ``run`` under torch's profiler; return its result, and its peak.
+
+    The peak is the most bytes that torch's CPU allocator had handed out, less those taken back, since ``run`` began.
+    """
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         result = run()
@@ -79,7 +86,15 @@ def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 class Side:
-    """A model, its optimizer and its batches, ready to step."""
+    """One side of the demo: a model with its optimizer and batches, ready to step.
+
+    Attributes:
+        parameters: number of parameters of the model.
+        batches: (inputs, targets) for every step.
+        optimizer: AdamW, with its state already made.
+        train: roamc's train step; None on the eager side.
+        run: the function that runs a step on a batch and returns the loss.
+    """
 
     def __init__(self, task: Task) -> None:
         torch.manual_seed(task.seed)
@@ -100,7 +115,7 @@ class Side:
         torch.manual_seed(task.seed)
 
     def step(self, index: int) -> dict[str, Any]:
-        """One step; the first one also reports the peak."""
+        """Run step ``index``; return ``loss``, ``seconds`` and ``peak_bytes``, which is None but for step 0."""
         batch = self.batches[index]
         start = time.perf_counter()
         if index == 0:
@@ -110,7 +125,10 @@ class Side:
         return {"loss": loss, "seconds": time.perf_counter() - start, "peak_bytes": peak}
 
     def plan(self) -> dict[str, Any]:
-        """The plan with its times, as plain data; nothing on the eager side."""
+        """Return the plan as plain data, ready for JSON, with times and fragmentation; ``{}`` on the eager side.
+
+        At least one step must have run.
+        """
         if self.train is None:
             return {}
         plan = self.train.plans[0]
@@ -134,7 +152,10 @@ class Side:
 
 
 def answers(task: Task, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Answer each request: the side's size first, then every step, then the plan."""
+    """Yield the number of parameters and threads, then one answer for each line.
+
+    A line is a request as JSON: ``{"step": index}`` runs a step, any other asks for the plan.
+    """
     side = Side(task)
     yield {"parameters": side.parameters, "threads": torch.get_num_threads()}
     for line in lines:
@@ -143,7 +164,13 @@ def answers(task: Task, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def main(argument: str, source: IO[str], sink: IO[str]) -> None:
-    """Serve one task until ``source`` ends; an error is the last answer."""
+    """Serve one task until ``source`` ends, with a line of JSON for each answer; an error is the last one.
+
+    Args:
+        argument: a :class:`Task` as JSON.
+        source: requests, a line each; see :func:`answers`.
+        sink: gets the answers.
+    """
     task = Task(**json.loads(argument))
     try:
         for answer in answers(task, iter(source)):
