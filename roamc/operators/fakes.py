@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload, suggested_format
+from roamc.operators.pointwise import laid_out
 
 aten = torch.ops.aten
 
@@ -87,6 +88,29 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
+def _pointwise(overload: OpOverload) -> Callable[..., Any]:
+    """Return a fake kernel whose result has the strides of the real one, see :mod:`roamc.operators.pointwise`."""
+
+    def fake(*arguments: Any, **keywords: Any) -> Any:
+        operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)]
+        devices = {operand.device.type for operand in operands}
+        if "meta" in devices or len(devices) > 1 or all(operand.is_contiguous() for operand in operands):
+            return NotImplemented
+        told = overload(*map(_on_meta, arguments), **{name: _on_meta(value) for name, value in keywords.items()})
+        noted = torch.empty_strided(told.shape, told.stride(), dtype=told.dtype, device=operands[0].device)
+        mended = laid_out(overload, operands, noted)
+        return noted if mended is None else mended
+
+    return fake
+
+
+ARITHMETIC: tuple[OpOverload, ...] = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default),
+    *(aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default),
+    *(aten.softplus_backward.default, aten.elu_backward.default, aten.leaky_relu_backward.default),
+)
+"""Pointwise operators that models are full of; what a model runs may depend on how a result of these lies."""
+
 BATCH_NORMS: tuple[OpOverload, ...] = (
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
@@ -98,6 +122,7 @@ BATCH_NORMS: tuple[OpOverload, ...] = (
 
 FAKES: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
+    **{overload: _pointwise(overload) for overload in ARITHMETIC},
     **{overload: _batch_norm(overload) for overload in BATCH_NORMS},
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

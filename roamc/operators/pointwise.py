@@ -9,12 +9,13 @@ follow a decomposition that reads its operands in another order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import FakeTensorMode, ordered_strides
+from roamc.compat import FakeTensorMode, OpOverload, ordered_strides
 from roamc.graph.rewrite import given
 from roamc.operators import ops
 from roamc.operators.table import Strides
@@ -31,24 +32,38 @@ def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
         A fake tensor; None if ``node.meta["val"]`` has these strides, or is not one tensor of floats.
     """
     noted = node.meta["val"]
+    if not isinstance(noted, Tensor) or not isinstance(node.target, OpOverload):
+        return None
     arguments, keywords = given(node)
-    operands = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]
-    if not isinstance(noted, Tensor) or len(operands) < 2:
+    with mode:
+        return laid_out(node.target, (*arguments, *keywords.values()), noted)
+
+
+def laid_out(target: OpOverload, arguments: Iterable[Any], noted: Tensor) -> Tensor | None:
+    """Return a tensor like ``noted``, the result of a pointwise operator, with the strides of the real kernel.
+
+    Args:
+        target: the operator; its rule has other ``strides`` than ``AS_NOTED``.
+        arguments: of the call; all but tensors of one dimension or more are passed over.
+        noted: what torch's fake kernel gives.
+
+    Returns:
+        A new tensor; None if ``noted`` has these strides, or there are fewer than two operands, or none of floats.
+    """
+    operands = [value for value in arguments if isinstance(value, Tensor) and value.dim()]
+    if len(operands) < 2 or all(tensor.is_contiguous() for tensor in (noted, *operands)):
         return None
     if torch.broadcast_shapes(*(operand.shape for operand in operands)) != noted.shape:  # a loss that was reduced
         return None
-    if all(tensor.is_contiguous() for tensor in (noted, *operands)):
-        return None
-    backwards = ops.rule(node.target).strides is Strides.OPERANDS_BACKWARDS
     common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     if not common.is_floating_point:
         return None
-    with mode:
-        promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
-        strides = ordered_strides(promoted[::-1] if backwards else promoted)
-        if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
-            return None
-        return torch.empty_strided(noted.shape, strides, dtype=noted.dtype, device=noted.device)
+    promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
+    backwards = ops.rule(target).strides is Strides.OPERANDS_BACKWARDS
+    strides = ordered_strides(promoted[::-1] if backwards else promoted)
+    if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
+        return None
+    return torch.empty_strided(noted.shape, strides, dtype=noted.dtype, device=noted.device)
 
 
 def _promoted(operand: Tensor, common: torch.dtype) -> Tensor:

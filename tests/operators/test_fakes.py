@@ -43,6 +43,25 @@ def test_rows_of_grouped_products_are_padded(columns: int, dtype: torch.dtype) -
     assert_same_geometry(noise(5, 8).to(dtype), noise(2, columns, 8).to(dtype).mT, ENDS)
 
 
+class Branching(nn.Module):
+    """A 16-bit product of an expanded operand: whether it lies in rows decides which kernels a linear layer calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second((y[:, :1].expand_as(y) * y.transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_step_runs_the_kernels_that_eager_chooses_by_strides(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batches = [(noise(9, 24, 24).to(dtype),)] * 2
+    assert_steps_equal(Branching().to(dtype), square, sgd, batches)
+
+
 class Experts(nn.Module):
     """A mixture of experts as Mixtral's: rows sorted by expert, one product a group."""
 
