@@ -5,14 +5,17 @@
     forward     state = get_rng_state()     dropout     rand_like
     backward    set_rng_state(state)        dropout_1   rand_like_1     draw again what forward's drew
 
-So a state is followed as a place in the list of all draws, and what draws at a place that was drawn at before becomes
-a replay of that operator. All generators count as one: checkpoint keeps and sets back those of all its devices.
+So while a step is traced the CPU's generator holds a number instead of draws: the place in the list of all draws at
+which the step is. Each operator that draws is traced with it and moves it on, and what is at a place that was drawn at
+before becomes a replay of the operator there. States are kept and set back by any of torch's names, as they hold it.
+All generators count as one: checkpoint keeps and sets back those of all its devices.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -30,45 +33,68 @@ FIRST = "roamc_draws_as"
 """Key of a node's meta: the name of the operator that drew first what it draws."""
 
 
-class _Generator:
-    """The place of the generator in the list of all draws, while a graph is being traced."""
+MARKER = 0xF_A57EB
+"""Stands in the generator's state during a trace, with the trace's number: other seeds and states have other words."""
 
-    def __init__(self) -> None:
+WORDS = slice(24, 40)
+"""Bytes of the generator's state that hold both: of the words from which it draws, behind the seed and the position."""
+
+PLACE = slice(40, 48)
+"""Bytes of the next such word."""
+
+_traces = itertools.count(1)
+
+
+class _Followed:
+    """The CPU's generator while a graph is traced, and the names of the operators that drew there, each once."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
         self.drawn: list[str] = []
-        self.place = 0
-        self.last: fx.Node | None = None
-        self.states: list[tuple[torch.Tensor, int]] = []
-        self.get, self.set = torch.get_rng_state, torch.set_rng_state
+        with compat.without_modes():
+            self.before = generator.get_state()
+            self.marked = self.before.clone()
+            self.marked[WORDS] = torch.tensor([MARKER, next(_traces) % 2**32]).view(torch.uint8)
+        self.move(0)
 
-    def get_state(self) -> torch.Tensor:
-        self.catch_up()
-        state = self.get()
-        self.states.append((state, self.place))
-        return state
+    def move(self, place: int) -> None:
+        """Set the generator to ``place``, counted in draws."""
+        with compat.without_modes():
+            state = self.marked.clone()
+            state[PLACE] = torch.tensor([place]).view(torch.uint8)
+            self.generator.set_state(state)
 
-    def set_state(self, state: torch.Tensor) -> None:
-        self.catch_up()
-        self.place = next((place for known, place in self.states if known is state), len(self.drawn))
-        self.set(state)
+    def place(self) -> int:
+        """Where the generator is, in draws.
 
-    def catch_up(self) -> None:
-        """Follow the draws that were traced since the last call, and mark those that draw again."""
-        fresh = []
-        for node in reversed(compat.graph_so_far().nodes):
-            if node is self.last:
-                break
-            fresh.append(node)
-        for node in reversed(fresh):
-            self.last = node
-            if node.op == "call_function" and _is_replayed(node.target):
-                self._draw(node)
+        Raises:
+            CaptureError: it was seeded, was set to a state from outside of the step, or really drew.
+        """
+        with compat.without_modes():
+            state = self.generator.get_state()
+            place = int(state[PLACE].view(torch.int64))
+            state[PLACE] = self.marked[PLACE]
+            if not torch.equal(state, self.marked):
+                _refuse_seed()
+        return place
 
-    def _draw(self, node: fx.Node) -> None:
-        if self.place < len(self.drawn):
-            node.meta[FIRST] = self.drawn[self.place]
+    def draw(self, node: fx.Node) -> None:
+        """Note what ``node`` draws, which has been traced this moment."""
+        place = self.place()
+        if place < len(self.drawn):
+            node.meta[FIRST] = self.drawn[place]
         else:
             self.drawn.append(node.name)
-        self.place += 1
+        self.move(place + 1)
+
+    def check_end(self) -> None:
+        """Refuse a step that ends with its generator set back, which its program leaves behind all draws."""
+        if self.place() != len(self.drawn):
+            raise CaptureError(
+                "the step ends with torch's generator set back (set_rng_state, torch.random.fork_rng), so that what is "
+                "drawn next was drawn before; draw such numbers outside of the step and pass them in the batch, or use "
+                "roamc.optimize or torch.compile"
+            )
 
 
 def _is_replayed(target: Any) -> bool:
@@ -84,60 +110,112 @@ SEEDING = [
 ]
 """Modules with the names of their functions that seed a generator of torch's."""
 
-
-MARKER = 0x5EED_0F_A_57EB
-"""Stands for the seed of the CPU's generator during a trace: seeds and states from elsewhere take its place."""
-
-SEED_BYTES = 8
-"""Bytes at the front of that generator's state that are its seed; the numbers from which it draws lie behind."""
+READING = [(module, "initial_seed") for module in (torch, torch.random, torch.cuda, torch.cuda.random)]
+"""The same of functions that tell its seed."""
 
 
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """Mark operators that draw what an earlier one drew, while a step is traced; see ``FIRST``.
-
-    Enter and leave it inside the traced function. :func:`replay_marked` replaces what is marked.
+    """While tracing: mark what draws again. To be left before the trace ends; the generator is then put back.
 
     Raises:
-        CaptureError: a generator is seeded inside of the step, or set to a state from outside of it.
+        CaptureError: a generator is seeded inside of the step, its seed is read there, or it is set to a state from
+            outside of the step or left at one from which the step has drawn.
     """
-    generator = _Generator()
-    with contextlib.ExitStack() as patches:
-        # Those of torch.random stay: Dynamo calls them around what it compiles.
-        patches.enter_context(mock.patch.object(torch, "get_rng_state", generator.get_state))
-        patches.enter_context(mock.patch.object(torch, "set_rng_state", generator.set_state))
+    with _watched() as generator, contextlib.ExitStack() as patches:
         for module, name in SEEDING:
             patches.enter_context(mock.patch.object(module, name, _refuse_seed))
-        patches.enter_context(_untouched())
+        for module, name in READING:
+            patches.enter_context(mock.patch.object(module, name, _refuse_reading))
+        # Also behind torch's functions that a user's module has bound to names of its own.
+        for module in (torch, torch.random):
+            patches.enter_context(mock.patch.object(module, "default_generator", _Named()))
         yield
-    generator.catch_up()
+        generator.check_end()
 
 
 @contextlib.contextmanager
-def _untouched() -> Iterator[None]:
-    """Refuse whatever moves the CPU's generator, from which traced operators do not draw; it is then put back.
+def _watched() -> Iterator[_Followed]:
+    """Follow the CPU's generator through what is traced; put it back."""
+    generator = _Followed(torch.default_generator)
+    graph = compat.graph_so_far()
+    create = graph.create_node
 
-    Meanwhile it has another seed, with which it draws the same: to be seeded with the seed that it has is seen, too.
-    """
-    generator = torch.default_generator
-    with compat.without_modes():
-        before = generator.get_state()
-        marked = torch.cat((torch.tensor([MARKER]).view(torch.uint8), before[SEED_BYTES:]))
-        generator.set_state(marked)
+    def traced(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        if node.op == "call_function" and _is_replayed(node.target):
+            generator.draw(node)
+        return node
+
     try:
-        yield
-        with compat.without_modes():
-            if not torch.equal(generator.get_state(), marked):
-                _refuse_seed()
+        with mock.patch.object(graph, "create_node", traced):
+            yield generator
     finally:
-        generator.set_state(before)
+        generator.generator.set_state(generator.before)
+
+
+class _Named(torch.Generator):
+    """torch's default generator by its name, during a trace: what a graph cannot hold is refused in the user's line."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return REFUSED.get(name) or getattr(DEFAULT, name)
+
+
+def _set_state(state: torch.Tensor) -> None:
+    if compat.is_traced(state):
+        raise CaptureError(
+            "the step computes the state to which it sets torch's generator; set it to what get_rng_state returned, "
+            "without a copy"
+        )
+    DEFAULT.set_state(state)
 
 
 def _refuse_seed(*_: object, **__: object) -> NoReturn:
     raise CaptureError(
-        "the step seeds torch's generator (torch.manual_seed), which a captured step would do once, while it is "
-        "traced, and not in every step; seed outside of the step, or use roamc.optimize or torch.compile"
+        "the step seeds torch's generator (torch.manual_seed) or sets it to a state from outside of the step, which a "
+        "captured step would do once, while it is traced, and not in every step; seed outside of the step, or use "
+        "roamc.optimize or torch.compile"
     )
+
+
+def _refuse_reading(*_: object, **__: object) -> NoReturn:
+    raise CaptureError(
+        "the step reads the seed of torch's generator (torch.initial_seed), which a captured step would do once, while "
+        "it is traced, and not in every step; read it outside of the step and pass it in the batch as a tensor, or use "
+        "roamc.optimize or torch.compile"
+    )
+
+
+DEFAULT = torch.default_generator
+
+REFUSED: dict[str, Callable[..., None]] = {
+    "manual_seed": _refuse_seed,
+    "seed": _refuse_seed,
+    "initial_seed": _refuse_reading,
+    "set_state": _set_state,
+}
+"""Methods of the default generator that a step may not call by its name, or not with every argument."""
+
+
+def check_read(module: fx.GraphModule) -> None:
+    """Refuse a step that computes with the bytes of the generator's state: it would keep those of its trace.
+
+    Raises:
+        CaptureError: an operator reads a state that the generator had in a trace.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        if node.users and isinstance(value, torch.Tensor) and _is_marked(value):
+            raise CaptureError(
+                "the step computes with the state of torch's generator (torch.get_rng_state), which a captured step "
+                "would read once, while it is traced; read it outside of the step and pass it in the batch"
+            )
+
+
+def _is_marked(state: torch.Tensor) -> bool:
+    if state.dtype != torch.uint8 or state.shape != (DEFAULT.get_state().numel(),) or compat.is_traced(state):
+        return False
+    return int(state.clone()[WORDS].view(torch.int64)[0]) == MARKER
 
 
 def replay_marked(graph: fx.Graph) -> None:

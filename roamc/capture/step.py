@@ -214,6 +214,7 @@ class _Trace:
             ):
                 module = compat.trace(self._step, fakes, mode)
             as_views(module.graph)
+            rng_replay.check_read(module)
             rng_replay.replay_marked(module.graph)
             keep_saved(module.graph)
             return module

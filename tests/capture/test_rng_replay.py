@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, default_generator, get_rng_state, initial_seed, nn, set_rng_state
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -116,3 +116,166 @@ def test_other_draws_at_a_place_that_was_drawn_at_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="leave set_rng_state out of the step"):
         captured_step(nn.Linear(WIDTH, WIDTH), (noise(8, WIDTH),), loss)
+
+
+Save = Callable[[], Callable[[], object]]
+"""Saves the generator's state, and returns what sets it back."""
+
+
+def pair(get: Callable[[], Tensor], put: Callable[[Tensor], object]) -> Save:
+    def save() -> Callable[[], object]:
+        return partial(put, get())
+
+    return save
+
+
+def by_a_clone() -> Callable[[], object]:
+    kept = torch.default_generator.clone_state()
+    return lambda: torch.default_generator.set_state(kept.get_state())
+
+
+def by_a_fork() -> Callable[[], object]:
+    fork = torch.random.fork_rng(devices=[])
+    fork.__enter__()
+    return lambda: fork.__exit__(None, None, None)
+
+
+NAMES: dict[str, Save] = {
+    "torch": pair(lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state)),
+    "torch.random": pair(lambda: torch.random.get_rng_state(), lambda state: torch.random.set_rng_state(state)),
+    "names bound before": pair(get_rng_state, set_rng_state),
+    "generator": pair(
+        lambda: torch.default_generator.get_state(), lambda state: torch.default_generator.set_state(state)
+    ),
+    "generator bound before": pair(
+        lambda: default_generator.get_state(), lambda state: default_generator.set_state(state)
+    ),
+    "methods bound before": pair(default_generator.get_state, default_generator.set_state),
+    "one way in, another out": pair(lambda: torch.get_rng_state(), lambda state: torch.random.set_rng_state(state)),
+    "clone_state": by_a_clone,
+    "fork_rng": by_a_fork,
+}
+
+
+def drawn_again(save: Save, model: nn.Module, x: Tensor) -> Tensor:
+    """Two draws, then the first again, then a third."""
+    back = save()
+    y = F.dropout(model(x))
+    end = torch.get_rng_state()
+    y = y * F.dropout(model(x), 0.3)
+    there = torch.get_rng_state()
+    back()
+    y = y + F.dropout(model(x))
+    assert torch.equal(torch.get_rng_state(), end)
+    torch.set_rng_state(there)
+    return (y * F.dropout(model(x), 0.1)).square().mean()
+
+
+def losses(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Of two steps that draw one after the other, and the generator's state behind them."""
+    torch.manual_seed(5)
+    return [*(run(noise(8, WIDTH)).detach().clone() for _ in range(2)), torch.get_rng_state()]
+
+
+def plain(loss: Callable[..., Tensor]) -> tuple[nn.Module, roamc.TrainStep]:
+    """A model, and a step that leaves its parameters as they are."""
+    model = nn.Linear(WIDTH, WIDTH)
+    return model, roamc.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0), strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_is_followed_by_all_names(name: str) -> None:
+    loss = partial(drawn_again, NAMES[name])
+    model, step = plain(loss)
+    for ours, theirs in zip(losses(step), losses(lambda x: loss(model, x)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def seeded_apart(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        default_generator.manual_seed(3)
+        y = F.dropout(model(x))
+    return (y * F.dropout(model(x))).sum()
+
+
+def set_to_a_copy(model: nn.Module, x: Tensor) -> Tensor:
+    state = torch.random.get_rng_state()
+    y = F.dropout(model(x))
+    torch.random.set_rng_state(state.clone())
+    return (y * F.dropout(model(x))).sum()
+
+
+def left_set_back(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return F.dropout(model(x)).sum()
+
+
+def computed_with(model: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(model(x)).sum() * torch.get_rng_state()[:4].sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (seeded_apart, r"seeds torch's generator \(torch.manual_seed\).*seed outside"),
+        (set_to_a_copy, "computes the state to which it sets torch's generator; set it to what get_rng_state returned"),
+        (left_set_back, r"ends with torch's generator set back .*fork_rng.*pass them in the batch"),
+        (computed_with, r"computes with the state of torch's generator .*read it outside of the step"),
+    ],
+)
+def test_what_no_program_draws_is_refused(loss: Callable[..., Tensor], said: str) -> None:
+    _, step = plain(loss)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=said):
+        step(noise(8, WIDTH))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_state_of_the_step_before_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if kept:
+            torch.set_rng_state(kept[0])
+        kept.append(torch.get_rng_state())
+        return F.dropout(model(x)).sum()
+
+    _, step = plain(loss)
+    step(noise(8, WIDTH))
+    with pytest.raises(CaptureError, match="seeds torch's generator"):
+        step(noise(4, WIDTH))
+
+
+SEEDS_READ: dict[str, Callable[[], int]] = {
+    "torch": lambda: torch.initial_seed(),
+    "torch.random": lambda: torch.random.initial_seed(),
+    "name bound before": initial_seed,
+    "generator": lambda: torch.default_generator.initial_seed(),
+    "a device's": lambda: torch.cuda.initial_seed(),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS_READ)
+def test_reading_the_seed_is_refused(name: str) -> None:
+    """A seed that is read while a step is traced is a constant of its program; eager's is another after manual_seed."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum() * (SEEDS_READ[name]() % 7)
+
+    _, step = plain(loss)
+    with pytest.raises(CaptureError, match=r"reads the seed of torch's generator .*read it outside of the step"):
+        step(noise(8, WIDTH))
+
+
+def test_the_seed_is_the_real_one_where_no_name_of_torchs_is_asked() -> None:
+    read: list[int] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        read.append(default_generator.initial_seed())
+        return F.dropout(model(x)).sum()
+
+    _, step = plain(loss)
+    torch.manual_seed(5)
+    step(noise(8, WIDTH))
+    assert set(read) == {5}
