@@ -332,7 +332,7 @@ class Walk:
 
     def _makes_anew(self, node: fx.Node, target: Target, fresh: Sequence[Place]) -> bool:
         """Whether ``node``, whose operator makes views, makes new tensors here instead of views of its argument."""
-        if not any(True for argument in node.all_input_nodes for _ in tensors_of(argument)):
+        if not [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]:
             return bool(fresh)  # a view of a number, such as the conjugate of 1j
         if not fresh or target.target is not operator.getitem:
             return bool(fresh) and not self._viewed(node, target)

@@ -25,6 +25,7 @@ from roamc.passes.retain.compress import Code, compress
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.rewriting.rerun import Rerun, rerun
+from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
 from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -487,3 +488,21 @@ def test_a_copy_in_other_strides_is_not_what_was_copied() -> None:
     cos.replace_input_with(copy, other)
     after = graph.replace(phase={**graph.phase, other.name: graph.phase["cos"]})
     refused(after, before, "cos would read the result of sin and not what copy_ has written")
+
+
+class Turned(nn.Module):
+    """Backward takes the conjugate of a number, which is no view of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.line(x)
+        return (y * 1j).abs() + torch.exp(1j * y).real
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+def test_conjugates_of_numbers_are_values_of_their_own(budget: str | None) -> None:
+    torch.manual_seed(0)
+    assert_steps_equal(Turned(), square, sgd, [(noise(6, 8),)] * 2, memory_budget=budget)
