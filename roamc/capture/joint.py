@@ -36,6 +36,7 @@ from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.operators import ops
 from roamc.operators.corrections import correct
 from roamc.operators.random import replay, save_rng_state
+from roamc.operators.schemas import name_of
 
 
 def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
@@ -111,12 +112,26 @@ def stitch(
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
     reinplace(stitched, made.mode, made.phase, saved)
     stands_for = join(module)
+    outputs_now = [node for node in output_values(made.graph)[: len(first)] if isinstance(node, fx.Node)]
+    traced = {node: tensor.dtype for node in outputs_now for _, tensor in tensors_of(node)}
     copies = correct(made.graph)
+    _check_outputs(traced)
     names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)
     left = {node.name for node in made.graph.nodes}
     return stitched.replace(
         phase=_phases(made.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
     )
+
+
+def _check_outputs(traced: Mapping[fx.Node, torch.dtype]) -> None:
+    """Refuse outputs of another dtype than torch traced: backward was traced for gradients of that one."""
+    for node, dtype in traced.items():
+        made = node.meta["val"].dtype
+        if made is not dtype:
+            raise CaptureError(
+                f"{node.name} ({name_of(node.target)}) gives {made} where torch traced {dtype}, for which it made "
+                "backward; give the operator arguments of one dtype"
+            )
 
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:

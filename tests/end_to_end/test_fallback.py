@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import warnings
@@ -176,3 +177,25 @@ def test_budget_error_names_a_bound_that_is_below_the_peak() -> None:
     needed = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])  # type: ignore[index]
     assert plan.bound_bytes <= needed <= plan.needed_bytes
     assert roamc.plan(model, *BATCHES[0], memory_budget=needed).needed_bytes == needed
+
+
+class MarginLoss(nn.Module):
+    """The kernel gives the dtype of its first argument; torch traces the wider of the two, for backward, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.soft_margin_loss(self.line(x), target)
+
+
+def test_output_of_another_dtype_than_torch_traced_falls_back() -> None:
+    torch.manual_seed(0)
+    model = MarginLoss()
+    twin = copy.deepcopy(model)
+    batch = noise(6, 8).bfloat16(), noise(6, 8).sign()
+    with pytest.warns(UserWarning, match="where torch traced torch.float32"):
+        roamc.optimize(model)(*batch).backward()
+    twin(*batch).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()], "gradients")
