@@ -65,7 +65,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     apart = {node: None for node in operators(graph.graph) if _comes_apart(node)}
     live: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.has_effect(node.target))
+        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.must_run(node.target))
         if wanted or any(user in live and (user not in apart or _drops(user, live)) for user in node.users):
             live.add(node)
     skipped = set(aliases)

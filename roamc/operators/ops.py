@@ -251,9 +251,14 @@ def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
 
 
 def has_effect(target: Target) -> bool:
-    """Whether ``target`` changes anything beside its results, so that it must run even if nobody reads them."""
+    """Whether ``target`` changes anything beside its results."""
     found = rule(target)
     return bool(found.mutates) or found.may_draw or found.collective or found.ordered
+
+
+def must_run(target: Target) -> bool:
+    """Whether a call of ``target`` stays even if nobody reads its results: it has an effect, or ends an operator."""
+    return has_effect(target) or rule(target).finishes is not None
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from roamc.graph import tensors_of
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
+from roamc.operators.table import Space
 from roamc.options import Options
 
 PASS = "reuse"
@@ -95,6 +96,8 @@ def _may_reuse(reused: Storage, result: Storage, argument: fx.Node) -> bool:
 
     A result that is handed out may take over a storage only through the argument that made it, not through a view.
     """
+    if reused.space is not Space.DEVICE or result.space is not Space.DEVICE:
+        return False
     if reused.place is not Place.TEMPORARY or reused.nbytes != result.nbytes or not reused.nbytes:
         return False
     return result.place is Place.TEMPORARY or (result.place is Place.OUTPUT and reused.name == argument.name)

@@ -146,7 +146,7 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
     """Erase nodes that nobody reads, such as a first run whose readers all read a later one."""
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
-        if idle and not ops.has_effect(node.target):
+        if idle and not ops.must_run(node.target):
             graph.erase_node(node)
 
 

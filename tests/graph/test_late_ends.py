@@ -147,6 +147,16 @@ def test_the_planned_program_gives_the_numbers(start: str, options: Options) -> 
     assert_same(list(found), expected, start)
 
 
+def test_a_wait_stays_whose_result_nobody_reads() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = late.late_start(x.sin())
+        late.late_wait(y)
+        return (y + 1).exp()
+
+    graph = traced(function, X)
+    assert_same(list(run_program(search.run(graph, Options(), deep=True), X)), [(X.sin() * 2 + 1 + 1).exp()], "waited")
+
+
 def test_a_start_that_nobody_waits_for_in_time_is_refused() -> None:
     graph = traced(started(late.late_start), X)
     mul, wait = node_of(graph, "mul"), node_of(graph, "late_wait")
@@ -186,6 +196,12 @@ def offloaded(x: Tensor) -> Tensor:
     kept = late.late_to_host(a)
     b = (a.exp() @ x).tanh()
     return (late.late_from_host(kept) * b).sum()
+
+
+def test_a_result_on_the_device_is_not_written_over_one_on_the_host() -> None:
+    graph = traced(lambda x: late.late_to_host(x.sin()).exp(), X)
+    assert not reuse.decide(graph, Options()).overwrites
+    assert_same(list(run_program(search.run(graph, Options(), deep=True), X)), [X.sin().exp()], "host")
 
 
 def test_bytes_of_the_host_are_not_counted_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
