@@ -114,7 +114,7 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
 
 
 def written_before(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> str:
-    """Say how many parameters and buffers a function had updated, or begun to, when it raised ``error``.
+    """Say what a function had updated, or begun to, when it raised ``error``: parameters and buffers, or else state.
 
     Arguments are as for :func:`finish`. Where the operator that raised is not known, all updates of the function count.
 
@@ -129,12 +129,14 @@ def written_before(graph: TrainGraph, program: Program, filename: str, entry: En
             begun.append(node)
         if stopped is not None and node.name == stopped[0]:
             break
-    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    kept = {node.name for node, port in fed if port.role in (Role.PARAMETER, Role.BUFFER)}
-    done = kept & written_inputs(graph, begun)
-    if not done:
-        return ""
-    return f"{len(done)} of {len(kept)} parameters and buffers were updated in it: load a checkpoint"
+    role = {node.name: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
+    kept = {name for name in role if role[name] in (Role.PARAMETER, Role.BUFFER)}
+    written = written_inputs(graph, begun)
+    if kept & written:
+        return f"{len(kept & written)} of {len(kept)} parameters and buffers were updated in it: load a checkpoint"
+    if any(role[name] is Role.OPTIMIZER_STATE for name in written):
+        return "the optimizer's state was updated in it: load a checkpoint"
+    return ""
 
 
 def _stopped(program: Program, filename: str, entry: Entry, error: Exception) -> tuple[str, int, dict[str, Any]] | None:
