@@ -434,11 +434,8 @@ class _BoundStep:
         """Feed one step."""
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
-        with torch.no_grad(), _no_autocast(), _uninterrupted():
-            for name, group in self.group.items():
-                init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
-            with self._counted(live):
-                (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        with torch.no_grad(), _no_autocast(), _uninterrupted(), self._with_state(live), self._counted(live):
+            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
         compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
         return result
@@ -453,6 +450,17 @@ class _BoundStep:
             if found.setdefault(number, now) != now:
                 return None
         return found
+
+    @contextlib.contextmanager
+    def _with_state(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Make the optimizer's state where there is none; there is none again if the step fails."""
+        with contextlib.ExitStack() as on_error:
+            for name, group in self.group.items():
+                take_away = init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+                if take_away is not None:
+                    on_error.callback(take_away)
+            yield
+            on_error.pop_all()
 
     @contextlib.contextmanager
     def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
