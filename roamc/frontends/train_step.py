@@ -20,7 +20,7 @@ from torch import nn
 from roamc import compat, compat_hooks, notices
 from roamc.capture import attributes, python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
-from roamc.capture.hooks import hooks_key
+from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
 from roamc.capture.replicas import agreed, check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, sharing
@@ -144,6 +144,7 @@ class TrainStep:
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
         self._watches_inside = True
+        self._node_hooks = NodeHooks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
@@ -202,7 +203,7 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_steps"], state["_rule"]
+        del state["_steps"], state["_rule"], state["_node_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,6 +211,7 @@ class TrainStep:
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
         self._reduced = ()
+        self._node_hooks = NodeHooks()
 
     def _check_surroundings(self) -> None:
         """Refuse what is around this call and would have no effect on the step, or that no step can be inside of."""
@@ -261,7 +263,7 @@ class TrainStep:
             _ties(modules),
             python_state.of_torch(),
             optimizer_key(self.optimizer, self._rule, parameters),
-            hooks_key(modules, parameters),
+            hooks_key(modules, parameters, self._node_hooks),
         )
 
     def _loss_key(self, *, inside: bool) -> tuple[object, ...]:
