@@ -520,9 +520,14 @@ def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
 def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
     """Whether two graphs hold the same tensors, or equal ones of their own."""
     return len(before) == len(now) and all(
-        one is other or (fresh and also and torch.equal(one, other))
+        one is other or (fresh and also and torch.equal(_bytes(one), _bytes(other)))
         for (one, fresh), (other, also) in zip(before, now, strict=True)
     )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, of which those of 0.0 and -0.0 differ and those of one nan are equal."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
