@@ -150,6 +150,9 @@ class TrainStep:
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """One training step on ``loss_fn(model, *batch, **named)``; returns the loss, detached.
 
+        Backward and the optimizer's update are done then: call neither ``loss.backward()``, for which torch says that
+        the loss does not require grad, nor ``optimizer.step()``.
+
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
             BudgetError: the plan does not fit ``memory_budget``; nothing has run.
