@@ -332,7 +332,7 @@ def _called(value: Any, seen: Seen, *, inside: bool) -> object:
     if isinstance(value, FUNCTIONS):
         return _function(value, seen, inside=inside)
     content = _described(value, 0, seen) if inside else Same(value)
-    call = _attribute(type(value), "__call__")
+    call = next(_attribute(type(value), "__call__"), None)
     if isinstance(value, nn.Module | type) or not isinstance(call, types.FunctionType):
         return content
     return content, _method(value, call, seen, inside=inside)
@@ -378,23 +378,23 @@ def _members(owner: Any, function: Any, seen: Seen, *, inside: bool) -> Iterator
     """Describe what a method names of its object and of the class, and what the methods among that name of them."""
     seen.add((id(owner), id(function)))
     for name in _attributes(function.__code__) if isinstance(function, types.FunctionType) else ():
-        value = _attribute(owner, name)
-        if isinstance(value, NAMED):
-            yield name, _named(value, seen, inside=inside)
-        if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen:
-            yield from _members(owner, value, seen, inside=inside)
+        for value in _attribute(owner, name):
+            if isinstance(value, NAMED):
+                yield name, _named(value, seen, inside=inside)
+            if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen:
+                yield from _members(owner, value, seen, inside=inside)
 
 
-def _attribute(owner: Any, name: str) -> object:
-    """Return an attribute of an object or its class without running anything; of a property, its function."""
+def _attribute(owner: Any, name: str) -> Iterator[object]:
+    """Find an attribute in an object and in all its classes, as ``super()`` may; of a property, its function."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     for own in (getattr(owner, "__dict__", {}), *(kind.__dict__ for kind in kinds)):
         if name in own:
             value = own[name]
             if isinstance(value, staticmethod | classmethod):
-                return value.__func__
-            return value.fget if isinstance(value, property) else value
-    return _ABSENT
+                yield value.__func__
+            else:
+                yield value.fget if isinstance(value, property) else value
 
 
 def _named(value: Any, seen: Seen, *, inside: bool) -> object:

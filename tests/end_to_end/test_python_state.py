@@ -339,7 +339,15 @@ def by_scale(model: nn.Module, x: Tensor, **_: object) -> Tensor:
     return square(model, x) * SCALE
 
 
-class Weighing:
+class Weighted:
+    def weight(self) -> float:
+        return SHARES["base"]
+
+
+SHARES = {"base": 1.0}
+
+
+class Weighing(Weighted):
     """A loss that is an object: numbers of its own, of its class and of the module that it is written in."""
 
     share = 1.0
@@ -352,7 +360,7 @@ class Weighing:
         return by_scale(model, self.inner(x)) * self.weight() * self.part
 
     def weight(self) -> float:
-        return self.parts["weight"] * self.share * self.shares[0] * self.of_module() * self.doubled
+        return self.parts["weight"] * self.share * self.shares[0] * self.of_module() * self.doubled * super().weight()
 
     @staticmethod
     def of_module() -> float:
@@ -398,6 +406,7 @@ OF_THE_OBJECT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a tuple of the class": lambda patch: patch.setattr(Weighing, "shares", (3.0,)),
     "a method": lambda patch: patch.setattr(Weighing, "weight", lambda self: 5.0),
     "a global of a static method": lambda patch: patch.setitem(SETTINGS, "scale", 7.0),
+    "a global of a method of super": lambda patch: patch.setitem(SHARES, "base", 7.0),
     "a global of a property": lambda patch: patch.setitem(globals(), "DEFAULTS", [7.0]),
 }
 
