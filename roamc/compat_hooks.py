@@ -27,14 +27,27 @@ def leaves_behind(result: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def has_gradient_node_hooks(parameter: torch.Tensor) -> bool:
     """Whether Python has registered hooks on the autograd node that accumulates ``parameter.grad``."""
+    global _asked
     node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)  # torch shows a node's hooks to nobody but a new one's handle
+        _asked += 1
         beside = len(handle.hooks_dict_ref()) - 1
         handle.remove()
         if beside:
             return True
     return False
+
+
+_asked = 0
+"""Hooks that :func:`has_gradient_node_hooks` has registered to see the others."""
+
+
+def hooks_so_far() -> int:
+    """Return a number that is another one once Python has registered a hook, on whatever it may be."""
+    from torch.utils.hooks import RemovableHandle
+
+    return RemovableHandle.next_id - _asked
 
 
 def global_module_hooks() -> tuple[object, ...]:

@@ -27,7 +27,32 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
-def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+class NodeHooks:
+    """Which parameters have hooks on the autograd node that accumulates their ``.grad``, asked before every step.
+
+    Asking takes 15 microseconds for each. Where none has any, it is asked again once a hook is registered on whatever.
+    """
+
+    def __init__(self) -> None:
+        self._asked_for: object = None
+        self._found: tuple[int, ...] = ()
+
+    def among(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Return the positions of such parameters; those with ``requires_grad=False`` may have any hooks."""
+        asked_for = compat_hooks.hooks_so_far(), [id(p) for p in parameters if p.requires_grad]
+        if self._found or asked_for != self._asked_for:
+            self._found = tuple(
+                number
+                for number, parameter in enumerate(parameters)
+                if parameter.requires_grad and compat_hooks.has_gradient_node_hooks(parameter)
+            )
+            self._asked_for = asked_for
+        return self._found
+
+
+def hooks_key(
+    modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor], of_nodes: NodeHooks
+) -> tuple[object, ...]:
     """Return a hashable key of the hooks that a step contains; a captured step serves only while it stays equal.
 
     Hooks are known by the number that torch gives each at its registration: one that is removed and registered again
@@ -36,10 +61,12 @@ def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) 
     Args:
         modules: all modules of the model, as ``model.modules()`` gives them.
         parameters: all parameters of the model, always in the same order.
+        of_nodes: the same at every step.
 
     Returns:
-        Three items: the hooks of modules, each with the position of its module; the tensor hooks and the
-        post-accumulate-grad hooks of parameters, likewise; the hooks that run for every module of the process.
+        Four items: the hooks of modules, each with the position of its module; the tensor hooks and the
+        post-accumulate-grad hooks of parameters, likewise; the positions of parameters with hooks on their autograd
+        node; the hooks that run for every module of the process.
     """
     of_modules = tuple(
         (number, name, *hooks)
@@ -52,7 +79,7 @@ def hooks_key(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) 
         for number, parameter in enumerate(parameters)
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     )
-    return (of_modules, of_parameters, compat_hooks.global_module_hooks())
+    return (of_modules, of_parameters, of_nodes.among(parameters), compat_hooks.global_module_hooks())
 
 
 def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ only and is accepted; the single-tensor form is used.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,21 +115,40 @@ def _words(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
 
 
-def init_state(optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group) -> None:
+def init_state(
+    optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group
+) -> Callable[[], None] | None:
     """Add what is missing of the parameter's entries in ``optimizer.state``, as zeros; entries that exist stay.
 
     The step count is a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other entries
     have the parameter's shape, dtype, device and, if it is dense, strides.
+
+    Returns:
+        What takes them away again: an optimizer that counts no steps knows its first by the state that is not there.
+        None if nothing was missing.
     """
-    if not rule.has_step and not rule.states(group):
-        return
-    state = optimizer.state[parameter]
+    before = optimizer.state.get(parameter)
+    held = before or {}
     missing: dict[str, torch.Tensor] = {}
-    if rule.has_step and "step" not in state:
+    if rule.has_step and "step" not in held:
         device = parameter.device if group.get("fused") else torch.device("cpu")
         missing["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if state.get(key) is None})
-    state.update(missing)
+    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if held.get(key) is None})
+    if not missing:
+        return None
+    take_away = functools.partial(_set_back, optimizer, parameter, None if before is None else dict(before))
+    optimizer.state[parameter].update(missing)
+    return take_away
+
+
+def _set_back(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, before: dict[str, Any] | None) -> None:
+    """Let the parameter's entries in ``optimizer.state`` be ``before``; None where it had none."""
+    if before is None:
+        del optimizer.state[parameter]
+        return
+    state = optimizer.state[parameter]
+    state.clear()
+    state.update(before)
 
 
 def _sgd_states(group: Group) -> tuple[str, ...]:

@@ -4,8 +4,9 @@
     attributes   everything else that tracing reads of modules: lists, dicts, configurations, tensors that are neither
                  parameter nor buffer, functions and numbers of a class
     functions    loss function and methods: numbers, strings, tensors, functions, and lists and dicts of these, which
-                 they name as global variables, have in their closures or as defaults; and so on through the functions
-                 that they name; numbers and strings of the object that a method belongs to
+                 they name as global variables, have in their closures, as defaults or by functools.partial; and so on
+                 through the functions that they name; of the object that a method belongs to, numbers and strings, and
+                 what the method names of it; an object that is called counts as its method __call__
     torch        what is set for all: default dtype and device, kernels of attention, modes
 
 Attributes of other objects, such as those of a global configuration, are not watched.
@@ -14,6 +15,7 @@ Attributes of other objects, such as those of a global configuration, are not wa
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import threading
 import types
@@ -28,9 +30,9 @@ from torch import nn
 from roamc import compat, compat_hooks
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
-"""Types whose values never change: a key holds the value itself."""
+"""Types whose values never change: a key holds the value itself, see :func:`of_plain`."""
 
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """Names of the attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
@@ -86,24 +88,32 @@ def _children(module: nn.Module) -> Iterator[int]:
 def _own_values(module: nn.Module) -> Iterator[object]:
     for name, value in vars(module).items():
         if name not in OWN and type(value) in PLAIN:
-            yield name, type(value), value
+            yield name, of_plain(value)
         elif name not in OWN and type(value) in FUNCTIONS:
-            yield name, _described(value, 0)
+            yield name, _described(value, 0, set())
+
+
+def of_plain(value: object) -> tuple[object, ...]:
+    """Return a key of a value of a type in ``PLAIN``: equal for all nan, and not for 0.0 and -0.0, or True and 1."""
+    kind = type(value)
+    if kind is complex or (kind is float and not (value and value == value)):
+        return kind, repr(value)
+    return kind, value
 
 
 def of_function(function: object, *, inside: bool = True) -> object:
     """Return a hashable key of a function, such as the loss function, and of the variables that it names.
 
     These are global variables, closure contents and defaults of the types in ``NAMED``, and likewise those of the
-    functions among them. A method's key also has the plain attributes of its object, unless that is a module.
+    functions among them. A method's key also has the plain attributes of its object, and of the object and its class
+    what the method names, unless that is a module.
 
     Args:
-        function: a function or method. Any other object is known by identity and, if they are plain, its attributes.
+        function: a function, a method, a functools.partial of one, or an object that is called. An object is known by
+            identity, its ``__call__`` and, if they are plain, its attributes.
         inside: whether the content of lists, dicts and sets that are named counts; if not, their identity alone.
     """
-    if isinstance(function, FUNCTIONS):
-        return _function(function, set(), inside=inside)
-    return _described(function, 0)
+    return _called(function, set(), inside=inside)
 
 
 def of_torch() -> tuple[object, ...]:
@@ -143,9 +153,9 @@ class Slot:
         if not self.inside:
             return _identity(value)
         if known is None:
-            return _described(value, 0)
+            return _described(value, 0, set())
         if id(value) not in known:
-            known[id(value)] = _described(value, 0)
+            known[id(value)] = _described(value, 0, set())
         return known[id(value)]
 
 
@@ -267,35 +277,37 @@ def _identity(value: object) -> object:
     return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
 
 
-def _described(value: Any, depth: int) -> object:
+def _described(value: Any, depth: int, seen: Seen) -> object:
     """Return a hashable key of ``value``: equal while its content is the same, within ``DEEP`` levels and ``LONG``."""
     kind = type(value)
     if kind in PLAIN:
-        return kind, value
+        return of_plain(value)
     if kind in FUNCTIONS:
-        return _function(value, set())
+        return _function(value, seen)
     if isinstance(value, compat.FakeTensor):
         return "traced"
     if isinstance(value, torch.Tensor):
         return Same(value), value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, list | tuple | set | frozenset | Mapping):
-        return _container(value, depth)
+        return _container(value, depth, seen)
     if isinstance(value, nn.Module | type):
         return Same(value)
-    return _record(value, depth)
+    return _record(value, depth, seen)
 
 
-def _container(value: Any, depth: int) -> object:
+def _container(value: Any, depth: int, seen: Seen) -> object:
     if len(value) > LONG or depth == DEEP:
         return Same(value), len(value)
     if isinstance(value, Mapping):
-        inside = tuple((_described(key, depth + 1), _described(item, depth + 1)) for key, item in value.items())
-        return type(value), inside
-    items = tuple(_described(item, depth + 1) for item in value)
+        pairs = tuple(
+            (_described(key, depth + 1, seen), _described(item, depth + 1, seen)) for key, item in value.items()
+        )
+        return type(value), pairs
+    items = tuple(_described(item, depth + 1, seen) for item in value)
     return type(value), frozenset(items) if isinstance(value, set | frozenset) else items
 
 
-def _record(value: Any, depth: int) -> object:
+def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity, and by attributes unless one has no other key."""
     try:
         own = object.__getattribute__(value, "__dict__")
@@ -303,16 +315,35 @@ def _record(value: Any, depth: int) -> object:
         return Same(value)
     if depth == DEEP or len(own) > LONG:
         return Same(value)
-    inside = {name: _described(item, depth + 1) for name, item in own.items()}
+    inside = {name: _described(item, depth + 1, seen) for name, item in own.items()}
     if any(isinstance(item, Same) for item in inside.values()):
         return Same(value)
     return Same(value), tuple(inside.items())
 
 
-def _function(value: Any, seen: set[int], *, inside: bool = True) -> object:
+# -- functions as parts of a key ------------------------------------------------------------------------
+
+Seen = set[object]
+"""Identities of the functions that a key has described, and of pairs of an object and its method: each comes once."""
+
+
+def _called(value: Any, seen: Seen, *, inside: bool) -> object:
+    """Describe what is called: a function, or an object by its attributes and its ``__call__``."""
+    if isinstance(value, FUNCTIONS):
+        return _function(value, seen, inside=inside)
+    content = _described(value, 0, seen) if inside else Same(value)
+    call = next(_attribute(type(value), "__call__"), None)
+    if isinstance(value, nn.Module | type) or not isinstance(call, types.FunctionType):
+        return content
+    return content, _method(value, call, seen, inside=inside)
+
+
+def _function(value: Any, seen: Seen, *, inside: bool = True) -> object:
     """Describe a function and what it names; one in ``seen`` or of torch, which does not change, by identity."""
     if isinstance(value, types.MethodType):
-        return Same(value.__self__), _plain_values(value.__self__), _function(value.__func__, seen, inside=inside)
+        return _method(value.__self__, value.__func__, seen, inside=inside)
+    if isinstance(value, functools.partial):
+        return _partial(value, seen, inside=inside)
     if not isinstance(value, types.FunctionType) or id(value) in seen or _is_torch(value.__module__):
         return Same(value)
     seen.add(id(value))
@@ -323,17 +354,60 @@ def _function(value: Any, seen: set[int], *, inside: bool = True) -> object:
     return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in found)
 
 
-def _named(value: Any, seen: set[int], *, inside: bool) -> object:
+def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> object:
+    """Describe a functools.partial: what it calls, and the arguments that it holds; another one with them is equal."""
+    if id(value) in seen:
+        return Same(value)
+    seen.add(id(value))
+    held = [*enumerate(value.args), *value.keywords.items()]
+    arguments = tuple((place, _named(item, seen, inside=inside)) for place, item in held)
+    return "partial", _called(value.func, seen, inside=inside), arguments
+
+
+def _method(owner: Any, function: Any, seen: Seen, *, inside: bool) -> object:
+    """Describe a method and its object; the attributes of a module are looked at elsewhere."""
+    if (id(owner), id(function)) in seen:
+        return Same(owner)
+    described = Same(owner), _called(function, seen, inside=inside)
+    if isinstance(owner, nn.Module):
+        return described
+    return *described, _plain_values(owner), tuple(_members(owner, function, seen, inside=inside))
+
+
+def _members(owner: Any, function: Any, seen: Seen, *, inside: bool) -> Iterator[object]:
+    """Describe what a method names of its object and of the class, and what the methods among that name of them."""
+    seen.add((id(owner), id(function)))
+    for name in _attributes(function.__code__) if isinstance(function, types.FunctionType) else ():
+        for value in _attribute(owner, name):
+            if isinstance(value, NAMED):
+                yield name, _named(value, seen, inside=inside)
+            if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen:
+                yield from _members(owner, value, seen, inside=inside)
+
+
+def _attribute(owner: Any, name: str) -> Iterator[object]:
+    """Find an attribute in an object and in all its classes, as ``super()`` may; of a property, its function."""
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    for own in (getattr(owner, "__dict__", {}), *(kind.__dict__ for kind in kinds)):
+        if name in own:
+            value = own[name]
+            if isinstance(value, staticmethod | classmethod):
+                yield value.__func__
+            else:
+                yield value.fget if isinstance(value, property) else value
+
+
+def _named(value: Any, seen: Seen, *, inside: bool) -> object:
     """Describe one variable that a function names: a container one level deep, or by identity if not ``inside``."""
     if isinstance(value, FUNCTIONS):
         return _function(value, seen, inside=inside)
-    return Same(value) if isinstance(value, CONTAINERS) and not inside else _described(value, DEEP - 1)
+    return Same(value) if isinstance(value, CONTAINERS) and not inside else _described(value, DEEP - 1, seen)
 
 
 def _plain_values(owner: object) -> object:
-    """Numbers, strings and flags of the object that a method belongs to; those of modules are looked at elsewhere."""
-    own = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
-    return tuple((name, type(value), value) for name, value in own.items() if type(value) in PLAIN)
+    """Numbers, strings and flags of the object that a method belongs to."""
+    own = getattr(owner, "__dict__", {})
+    return tuple((name, of_plain(value)) for name, value in own.items() if type(value) in PLAIN)
 
 
 def _content(cell: types.CellType) -> object:
@@ -345,9 +419,23 @@ def _content(cell: types.CellType) -> object:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that may be global variables, of a function and of those inside it."""
-    inside = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return tuple(dict.fromkeys((*code.co_names, *inside)))
+    """Names of the global variables that a function and those inside it read."""
+    return _read_by(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes(code: types.CodeType) -> tuple[str, ...]:
+    """Names of the attributes that a function and those inside it read, of whatever object."""
+    return _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+
+
+def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that the given instructions of a function and of those inside it have, each once."""
+    mine = [found.argval for found in dis.get_instructions(code) if found.opname in instructions]
+    inside = [
+        name for part in code.co_consts if isinstance(part, types.CodeType) for name in _read_by(part, instructions)
+    ]
+    return tuple(dict.fromkeys((*mine, *inside)))
 
 
 def _is_torch(module: str | None) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from roamc import compat
+from roamc import compat, compat_hooks
 from roamc.errors import CaptureError, OptionError
 
 
@@ -102,35 +102,79 @@ def check_clip(limit: object) -> None:
         raise OptionError(f"clip_grad_norm must be a positive number, not {limit!r}")
 
 
-def check_call(loss_fn: Callable[..., object], batch: tuple[object, ...], named: dict[str, object]) -> None:
+def check_call(
+    loss_fn: Callable[..., object],
+    batch: tuple[object, ...],
+    named: Mapping[str, object],
+    given: str = "what the step is called with",
+) -> None:
     """Refuse a batch that does not fit the signature of a loss function; without a signature nothing is refused.
 
     Args:
         loss_fn: called as ``loss_fn(model, *batch, **named)``.
         batch: positional arguments behind the model.
         named: keyword arguments.
+        given: where the batch comes from, in words.
 
     Raises:
         CaptureError: says how ``loss_fn`` is called, and for a module such as ``nn.MSELoss()`` how to wrap it.
     """
     criterion = isinstance(loss_fn, nn.Module)
-    try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(None, *batch, **named)
-    except TypeError as error:
+    misfit = _misfit(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn, (None, *batch), named)
+    if misfit is not None:
         name = type(loss_fn).__name__ if criterion else getattr(loss_fn, "__name__", "loss_fn")
-        call = ", ".join(["model", *("..." for _ in batch), *(f"{key}=..." for key in named)])
         advice = (
             f"write lambda model, x, y: {name}()(model(x), y)"
             if criterion
-            else "its arguments are the model and what the step is called with"
+            else f"its arguments are the model and {given}"
         )
-        raise CaptureError(
-            f"the loss function is called as {name}({call}), which does not fit: {error}; {advice}"
-        ) from None
+        call = _call(name, ("model", *("..." for _ in batch)), named)
+        raise CaptureError(f"the loss function is called as {call}, which does not fit: {misfit}; {advice}")
+
+
+def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str, object], given: str) -> None:
+    """Refuse inputs that ``model.forward`` cannot be called with.
+
+    A model passes whose hooks or whose ``__call__`` may give forward other arguments, or whose signature nobody knows.
+
+    Args:
+        model: called with the inputs.
+        batch: positional arguments.
+        named: keyword arguments.
+        given: where the inputs come from, in words.
+
+    Raises:
+        CaptureError: says how it is called, and why that does not fit.
+    """
+    hooked = model._forward_pre_hooks or compat_hooks.global_module_hooks()[0]
+    if hooked or type(model).__call__ is not nn.Module.__call__:
+        return
+    misfit = _misfit(model.forward, batch, named)
+    if misfit is None:
+        return
+    call = _call(type(model).__name__, tuple("..." for _ in batch), named)
+    one = len(batch) == 1 and isinstance(batch[0], list | tuple)
+    advice = "; a tuple or a list is one argument, *inputs are as many as it holds" if one else ""
+    raise CaptureError(
+        f"the model is called as {call}, which does not fit: {misfit}; its arguments are {given}{advice}"
+    )
+
+
+def _misfit(function: Callable[..., object], args: Sequence[object], named: Mapping[str, object]) -> str | None:
+    """Return why a function cannot be called with such arguments; None where it can, or nobody can tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _call(name: str, args: tuple[str, ...], named: Mapping[str, object]) -> str:
+    return f"{name}({', '.join([*args, *(f'{key}=...' for key in named)])})"
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,7 @@ from roamc.capture import joint
 from roamc.capture.batch import take_apart
 from roamc.capture.step import LossFunction
 from roamc.errors import RoamcError
-from roamc.frontends.arguments import check_module, check_not_compiled
+from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
@@ -116,7 +116,7 @@ def plan(
 
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
-        CaptureError: an argument is not what it should be, or the step cannot be captured.
+        CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
         OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
         BudgetError: the plan does not fit ``memory_budget``.
     """
@@ -129,6 +129,7 @@ def plan(
         return step.plan(*batch, **named)
     named, options = _parted(model.forward, keywords)
     parsed = parse_options(options)
+    check_forward(model, batch, named, "those of roamc.plan behind the model")
     graph = joint.capture(model, batch, named, type(model).__name__)
     return search.run(graph, parsed).plan
 

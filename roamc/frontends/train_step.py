@@ -20,7 +20,7 @@ from torch import nn
 from roamc import compat, compat_hooks, notices
 from roamc.capture import attributes, python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
-from roamc.capture.hooks import hooks_key
+from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import Rule, init_state, rule_for
 from roamc.capture.replicas import agreed, check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, sharing
@@ -144,10 +144,14 @@ class TrainStep:
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
         self._watches_inside = True
+        self._node_hooks = NodeHooks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """Run one training step on ``loss_fn(model, *batch, **named)`` and return the loss, detached.
+
+        Backward and the optimizer's update are done then: call neither ``loss.backward()``, for which torch says that
+        the loss does not require grad, nor ``optimizer.step()``.
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
@@ -206,7 +210,7 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_steps"], state["_rule"]
+        del state["_steps"], state["_rule"], state["_node_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -214,6 +218,7 @@ class TrainStep:
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
         self._reduced = ()
+        self._node_hooks = NodeHooks()
 
     def _check_surroundings(self) -> None:
         """Refuse what is around this call and would have no effect on the step, or that no step can be inside of."""
@@ -265,7 +270,7 @@ class TrainStep:
             _ties(modules),
             python_state.of_torch(),
             optimizer_key(self.optimizer, self._rule, parameters),
-            hooks_key(modules, parameters),
+            hooks_key(modules, parameters, self._node_hooks),
         )
 
     def _loss_key(self, *, inside: bool) -> tuple[object, ...]:
@@ -438,11 +443,8 @@ class _BoundStep:
         """Run one step on the batch's leaves and return the loss; ``cohorts`` is from :meth:`cohorts_now`."""
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
-        with torch.no_grad(), _no_autocast(), _uninterrupted():
-            for name, group in self.group.items():
-                init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
-            with self._counted(live):
-                (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        with torch.no_grad(), _no_autocast(), _uninterrupted(), self._with_state(live), self._counted(live):
+            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
         compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
         return result
@@ -457,6 +459,17 @@ class _BoundStep:
             if found.setdefault(number, now) != now:
                 return None
         return found
+
+    @contextlib.contextmanager
+    def _with_state(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Make the optimizer's state where there is none; there is none again if the step fails."""
+        with contextlib.ExitStack() as on_error:
+            for name, group in self.group.items():
+                take_away = init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+                if take_away is not None:
+                    on_error.callback(take_away)
+            yield
+            on_error.pop_all()
 
     @contextlib.contextmanager
     def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -514,9 +527,14 @@ def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
 def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
     """Whether two lists of :func:`_constants` hold the same tensors, or equal ones made by tracing."""
     return len(before) == len(now) and all(
-        one is other or (fresh and also and torch.equal(one, other))
+        one is other or (fresh and also and torch.equal(_bytes(one), _bytes(other)))
         for (one, fresh), (other, also) in zip(before, now, strict=True)
     )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, of which those of 0.0 and -0.0 differ and those of one nan are equal."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:

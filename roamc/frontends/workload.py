@@ -20,6 +20,7 @@ from roamc.capture import joint
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.step import LossFunction, StepRequest, capture_step
 from roamc.errors import CaptureError, OptionError
+from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
 
 Setting = int | float | str | bool
@@ -63,6 +64,7 @@ def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_nor
     Raises:
         CaptureError: the step cannot be captured; says what to do.
     """
+    _check_inputs(workload)
     if workload.loss_fn is None or forward_backward:
         return _capture_module(workload)
     make = workload.optimizer or OPTIMIZERS["adamw"]
@@ -164,6 +166,17 @@ class _Keywords(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch)
+
+
+def _check_inputs(workload: Workload) -> None:
+    """Refuse inputs that the loss function, or without one the model, cannot be called with."""
+    given = "the inputs that come with the model"
+    if workload.loss_fn is not None:
+        check_call(workload.loss_fn, workload.batch, {}, given)
+    elif isinstance(workload.model, _Keywords):
+        check_forward(workload.model.model, (), workload.batch[0], given)
+    else:
+        check_forward(workload.model, workload.batch, {}, given)
 
 
 def _capture_module(workload: Workload) -> TrainGraph:

@@ -13,6 +13,7 @@ from torch.nn.modules import module as all_modules
 from torch.optim import Optimizer
 
 import roamc
+from roamc import compat_hooks
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, state_of, tensors_of
 
 X = noise(4, 8)
@@ -191,6 +192,51 @@ def test_hook_that_no_plan_can_keep_is_refused_by_name(name: str) -> None:
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
     assert "\n" not in str(caught.value)
     assert_same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("name", ["on the gradient's node", "post-accumulate-grad"])
+def test_hook_that_no_plan_can_keep_is_refused_after_steps_too(name: str) -> None:
+    install, parts = REFUSED[name]
+    model = net()
+    optimizer = sgd(model)
+    step = roamc.train_step(model, square, optimizer)
+    step(X), step(X)
+    install(model, optimizer)
+    before = tensors_of(model)
+    for _ in range(2):
+        with pytest.raises(roamc.CaptureError, match=parts[0].partition("(")[0]):
+            step(X)
+    assert_same(tensors_of(model), before)
+
+
+def test_step_goes_on_with_its_plan_once_a_hook_on_the_gradients_node_is_removed() -> None:
+    model = net()
+    step = roamc.train_step(model, square, sgd(model))
+    step(X)
+    node = get_gradient_edge(model[0].weight).node
+    handle = node.register_hook(lambda *_: None)
+    with pytest.raises(roamc.CaptureError, match="autograd node"):
+        step(X)
+    handle.remove()
+    step(X)
+    assert len(step.plans) == 1
+
+
+def test_gradients_nodes_are_asked_for_hooks_only_after_one_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Tensor] = []
+    ask = compat_hooks.has_gradient_node_hooks
+    models = net(), net()
+    steps = [roamc.train_step(model, square, sgd(model)) for model in models]
+    for step in (*steps, *steps):
+        step(X)
+    monkeypatch.setattr(compat_hooks, "has_gradient_node_hooks", lambda p: (asked.append(p), ask(p))[1])
+    for step in (*steps, *steps):
+        step(X)
+    assert not asked
+    torch.ones(2, requires_grad=True).register_hook(lambda grad: None)
+    for step in (*steps, *steps):
+        step(X)
+    assert len(asked) == sum(len(list(model.parameters())) for model in models)
 
 
 def test_errors_of_a_hook_arrive_as_they_are() -> None:

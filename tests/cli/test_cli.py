@@ -35,6 +35,9 @@ def make(width=8):
 def fails():
     raise ValueError("no such luck")
 
+def two():
+    return nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2, 2))
+
 def scalar():
     model = nn.Linear(2, 2)
     return model, torch.zeros(2, 2), lambda model, x: model(x)
@@ -218,6 +221,7 @@ def test_function_of_a_file(file: str) -> None:
     [
         ("mak", "did you mean 'make'?"),
         ("fails", "mine.py:9: ValueError: no such luck (--debug shows the traceback)"),
+        ("two", "error: the model is called as Linear(..., ...), which does not fit: too many positional arguments"),
         ("scalar", "scalar tensor, not one of shape (2, 2)"),
     ],
 )

@@ -459,6 +459,43 @@ def test_plan_with_a_loss_but_no_optimizer() -> None:
     refused(lambda: roamc.plan(net(), X, loss_fn=square), roamc.RoamcError, "loss_fn and optimizer together")
 
 
+class Difference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return square_of_difference(self.linear, x, y)
+
+
+class Unchecked(Difference):
+    """Gives forward other arguments than it is called with."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x, x)
+
+
+MISFITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
+    "too few": ((X,), {}, ("Difference(...)", "missing a required argument: 'y'")),
+    "too many": ((X, X, X), {}, ("Difference(..., ..., ...)", "too many positional arguments")),
+    "a tuple": (((X, X),), {}, ("Difference(...)", "missing a required argument: 'y'", "*inputs are as many")),
+    "an unknown name": ((X, X), {"z": X}, ("Difference(..., ..., z=...)", "unexpected keyword argument 'z'")),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_plan_of_inputs_that_the_model_does_not_take(name: str) -> None:
+    inputs, named, wanted = MISFITS[name]
+    refused(lambda: roamc.plan(Difference(), *inputs, **named), roamc.CaptureError, "does not fit", *wanted)
+
+
+def test_plan_of_inputs_that_reach_forward_by_another_way() -> None:
+    hooked = Difference()
+    hooked.register_forward_pre_hook(lambda _, args: (*args, *args))
+    asked = [roamc.plan(model, X).fingerprint for model in (hooked, Unchecked())]
+    assert asked[0] == asked[1]
+
+
 def test_plans_of_something_else() -> None:
     refused(lambda: roamc.plans(net()), roamc.RoamcError, "was not made by", "roamc.plans()")
 

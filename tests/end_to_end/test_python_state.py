@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -329,3 +330,243 @@ def test_a_list_that_the_loss_appends_to_makes_no_plan_for_every_step() -> None:
     step = changes_between_steps(noting, lambda: None)
     assert len(step.plans) == 1
     LOSSES.clear()
+
+
+# -- what is called as the loss, and signs of zero --------------------------------------------------------
+
+
+def by_scale(model: nn.Module, x: Tensor, **_: object) -> Tensor:
+    return square(model, x) * SCALE
+
+
+class Weighted:
+    def weight(self) -> float:
+        return SHARES["base"]
+
+
+SHARES = {"base": 1.0}
+
+
+class Weighing(Weighted):
+    """A loss that is an object: numbers of its own, of its class and of the module that it is written in."""
+
+    share = 1.0
+    shares = (1.0,)
+
+    def __init__(self) -> None:
+        self.part, self.parts, self.inner = 1.0, {"weight": 1.0}, nn.Identity()
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return by_scale(model, self.inner(x)) * self.weight() * self.part
+
+    def weight(self) -> float:
+        return self.parts["weight"] * self.share * self.shares[0] * self.of_module() * self.doubled * super().weight()
+
+    @staticmethod
+    def of_module() -> float:
+        return float(SETTINGS["scale"])
+
+    @property
+    def doubled(self) -> float:
+        return 2.0 * sum(DEFAULTS)
+
+
+WEIGHING = Weighing()
+
+
+def scaled(model: nn.Module, x: Tensor, factor: float = 1.0, **_: object) -> Tensor:
+    return square(model, x) * factor
+
+
+HALVED = functools.partial(scaled, factor=0.5)
+
+
+def by_a_partial(model: nn.Module, x: Tensor) -> Tensor:
+    return HALVED(model, x)
+
+
+CALLED: dict[str, Callable[..., Tensor]] = {
+    "a partial": functools.partial(by_scale, unused=1),
+    "a partial of a partial": functools.partial(functools.partial(by_scale, unused=1), other=2),
+    "an object": WEIGHING,
+    "a partial of an object": functools.partial(WEIGHING),
+    "a method of an object": WEIGHING.__call__,
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_global_that_what_is_called_as_the_loss_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes_between_steps(CALLED[name], lambda: monkeypatch.setitem(globals(), "SCALE", 3.0))
+
+
+OF_THE_OBJECT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a number": lambda patch: patch.setattr(WEIGHING, "part", 3.0),
+    "a dict": lambda patch: patch.setitem(WEIGHING.parts, "weight", 3.0),
+    "a number of the class": lambda patch: patch.setattr(Weighing, "share", 3.0),
+    "a tuple of the class": lambda patch: patch.setattr(Weighing, "shares", (3.0,)),
+    "a method": lambda patch: patch.setattr(Weighing, "weight", lambda self: 5.0),
+    "a global of a static method": lambda patch: patch.setitem(SETTINGS, "scale", 7.0),
+    "a global of a method of super": lambda patch: patch.setitem(SHARES, "base", 7.0),
+    "a global of a property": lambda patch: patch.setitem(globals(), "DEFAULTS", [7.0]),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_OBJECT)
+@pytest.mark.parametrize("called", ["an object", "a method of an object", "a partial of an object"])
+def test_a_part_of_an_object_that_the_loss_belongs_to(name: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes_between_steps(CALLED[called], lambda: OF_THE_OBJECT[name](monkeypatch))
+
+
+def test_arguments_that_a_partial_holds_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = functools.partial(scaled, factor=2.0)
+    changes_between_steps(held, lambda: held.keywords.update(factor=3.0))
+    changes_between_steps(by_a_partial, lambda: HALVED.keywords.update(factor=0.25))
+    changes_between_steps(by_a_partial, lambda: monkeypatch.setitem(globals(), "HALVED", scaled))
+
+
+def test_arguments_that_a_partial_in_a_module_holds_may_change() -> None:
+    def change(model: Any) -> None:
+        model.function.keywords["negative_slope"] = 0.7
+
+    model = Reader()
+    model.function = functools.partial(F.leaky_relu, negative_slope=0.1)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == 2:
+            change(model), change(twin)
+        assert_same(step(X), eager_step(twin, loss, reference, X), f"loss of step {number}")
+    assert len(step._steps) == 2
+
+
+def test_a_new_partial_of_the_same_needs_no_other_capture() -> None:
+    model = Reader()
+    step = roamc.train_step(model, loss, sgd(model), strict=True)
+    for _ in range(3):
+        model.function = functools.partial(F.leaky_relu, negative_slope=0.1)
+        step(X)
+    assert len(step._steps) == 1
+
+
+def by_name(model: nn.Module, x: Tensor) -> Tensor:
+    return BY_NAME["a loss"](model, x)
+
+
+BY_NAME: dict[str, Callable[..., Tensor]] = {"a loss": square, "itself": by_name}
+
+
+def test_a_loss_may_be_in_a_dict_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes_between_steps(by_name, lambda: monkeypatch.setitem(BY_NAME, "a loss", by_scale))
+
+
+result: Any = None
+
+
+def of_a_result(model: nn.Module, x: Tensor) -> Tensor:
+    return SimpleNamespace(result=square(model, x)).result
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    step = roamc.train_step(model, of_a_result, sgd(model), strict=True)
+    for _ in range(3):
+        monkeypatch.setitem(globals(), "result", step(X))
+    assert len(step._steps) == 1
+
+
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    "zeros": (0.0, -0.0),
+    "zeros below": (-0.0, 0.0),
+    "of a complex number": (complex(1, 0.0), complex(1, -0.0)),
+    "a flag and a number": (True, 1),
+    "a number and a flag": (1.0, True),
+}
+
+
+def written(value: Any, x: Tensor) -> Tensor:
+    """Tells each value of ``NUMBERS`` from the other one."""
+    told = torch.copysign(torch.ones(8), value.imag if isinstance(value, complex) else value)
+    return x * told * {bool: 2.0, int: 3.0, float: 5.0, complex: 7.0}[type(value)]
+
+
+class Signed(nn.Linear):
+    """Reads its value directly, from a list, and as a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(8, 8)
+        self.value, self.values = value, [value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return written(self.value, written(self.values[0], super().forward(x)))
+
+
+def set_value(model: Any, value: Any) -> None:
+    model.value = value
+
+
+def set_values(model: Any, value: Any) -> None:
+    model.values[0] = value
+
+
+@pytest.mark.parametrize("put", [set_value, set_values])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_equal_and_not_the_same(name: str, put: Callable[[Any, Any], None]) -> None:
+    before, after = NUMBERS[name]
+    model = Signed(before)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for value in (before, after, before, after):
+        put(model, value), put(twin, value)
+        assert_same(step(X), eager_step(twin, square, reference, X))
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_batch_that_are_equal_and_not_the_same(name: str) -> None:
+    def of_value(model: nn.Module, x: Tensor, value: Any) -> Tensor:
+        return written(value, model(x)).relu().mean()
+
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, of_value, sgd(model), strict=True), sgd(twin)
+    for value in NUMBERS[name] * 2:
+        assert_same(step(X, value), eager_step(twin, of_value, reference, X, value))
+
+
+def test_a_constant_of_the_other_zero_gets_a_program_of_its_own() -> None:
+    zero = 0.0
+
+    def signed(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.copysign(model(x), torch.tensor(zero)).mean()
+
+    def change() -> None:
+        nonlocal zero
+        zero = -0.0
+
+    changes_between_steps(signed, change)
+
+
+def test_nan_is_no_change() -> None:
+    model = Reader()
+    step = roamc.train_step(model, lambda model, x, _: loss(model, x), sgd(model), strict=True)
+    for _ in range(3):
+        model._private, model.config.scale = float("nan"), float("nan")
+        model.named["k"] = float("nan")
+        step(X, float("nan"))
+    assert len(step._steps) == 1
+
+
+class Noting:
+    """A loss that is an object and keeps what it has given."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.given.append(noting(model, x))
+        return self.given[-1]
+
+
+def test_a_list_that_an_object_appends_to_makes_no_capture_for_every_step() -> None:
+    step = changes_between_steps(Noting(), LOSSES.clear)
+    assert len(step._steps) == 1

@@ -188,6 +188,28 @@ def test_a_failed_train_step_changes_nothing_and_training_goes_on(bad_at: int) -
     assert_same(state_of(step.optimizer), state_of(reference))
 
 
+SGD_WITH_DAMPENING = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("entries", [None, {"momentum_buffer": None}])
+def test_the_first_step_after_one_that_failed_is_the_first(fused: bool, entries: dict[str, None] | None) -> None:
+    model = NanoGPT()
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), **SGD_WITH_DAMPENING, fused=fused) for m in (model, twin))
+    if entries is not None:
+        ours.state.update({parameter: dict(entries) for parameter in model.parameters()})
+    before = copy.deepcopy(ours.state_dict())
+    step = roamc.train_step(model, next_token, ours, strict=True)
+    with pytest.raises((IndexError, RuntimeError)):
+        step(BAD)
+    assert ours.state_dict() == before
+    for _ in range(3):
+        assert_same(step(tokens()), eager_step(twin, next_token, theirs, tokens()))
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert_same(state_of(ours), state_of(theirs))
+
+
 def test_a_failed_forward_of_an_optimized_module_does_no_harm() -> None:
     model = NanoGPT()
     twin = aot_eager(model)

@@ -98,6 +98,26 @@ def test_budget_must_not_grow_with_the_size(budget: Any) -> None:
         roamc.max_batch(make, budget)
 
 
+def of_two(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return loss(model, x + y)
+
+
+@pytest.mark.parametrize("forward_backward", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "loss_fn", "said"),
+    [
+        (lambda size: torch.empty(size, 8), of_two, r"called as of_two\(model, ...\), which does not fit"),
+        (lambda size: [torch.empty(size, 8)] * 3, None, r"called as Bilinear\(..., ..., ...\), which does not fit"),
+        (lambda size: {"input1": torch.empty(size, 8)}, None, r"called as Bilinear\(input1=...\), which does not fit"),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs: Any, loss_fn: Any, said: str, forward_backward: bool) -> None:
+    with pytest.raises(CaptureError, match=said):
+        roamc.max_batch(
+            lambda size: (nn.Bilinear(8, 8, 8), inputs(size), loss_fn), "1MB", forward_backward=forward_backward
+        )
+
+
 def test_what_makes_the_model_is_a_function() -> None:
     with pytest.raises(CaptureError, match=r"takes a function of a size .* not tuple"):
         roamc.max_batch(make(1), "1MB")  # type: ignore[arg-type]
