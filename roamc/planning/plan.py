@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roamc import decode
+from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -95,6 +96,13 @@ class Plan:
         except (ValueError, RecursionError) as error:
             raise PlanError(f"not a plan: {error}") from None
         return _from_dict(data)
+
+    def with_light_reruns(self) -> Plan:
+        """The same plan, but pass retain refuses it if an operator runs again that is not light."""
+        kept = self.decisions.get("retain")
+        if kept is None:
+            return self
+        return dataclasses.replace(self, decisions={**self.decisions, "retain": {**kept, "allowed": LIGHT}})
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """The numbers as they are shown: (label, value, remark)."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from roamc import cost
-from roamc.budget import Budget
+from roamc.budget import LIGHT, Budget
 from roamc.errors import REQUIRED, OptionError, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
@@ -59,7 +59,8 @@ def run(
     _check_names(options)
     mark = fingerprint(graph)
     _check_plan(plan, graph, mark)
-    maker, start = prepared(graph, options, plan, mark, deep=deep)
+    held = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
+    maker, start = prepared(graph, options, held, mark, deep=deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
@@ -337,9 +338,6 @@ def _check_numbers(plan: Plan) -> None:
 
     A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
     """
-    allowed = plan.decisions.get(retain.NAME, {}).get("allowed", "all")
-    if allowed not in retain.ALLOWED:
-        raise PlanError(f"retain: {allowed!r} is none of {', '.join(retain.ALLOWED)}")
     for low, high, says in (
         (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
         (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),

@@ -394,3 +394,34 @@ def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     assert lowest.needed_bytes > lowest.budget_bytes > 0
     again = search.run(graph, Options(), Plan.from_json(lowest.to_json())).plan
     assert again.needed_bytes == lowest.needed_bytes
+
+
+@functools.cache
+def lowest_gpt() -> tuple[TrainGraph, Plan]:
+    """A graph, and a plan of it that runs matrix products again."""
+    graph = model_graph("nanogpt", "step")[0]
+    plan = search.run(copied(graph), Options(memory_budget="min")).plan
+    assert any("mm" in operator for _, operator, _, _ in plan.decisions["retain"]["reruns"])
+    return graph, plan
+
+
+def test_plan_that_runs_heavy_operators_again_is_refused_under_light() -> None:
+    graph, plan = lowest_gpt()
+    search.run(copied(graph), Options(memory_budget="min"), plan)
+    with pytest.raises(PlanError, match=r"\w*mm\w* would run again, and only light operators may under 'light'"):
+        search.run(copied(graph), Options(memory_budget="light"), plan)
+
+
+def test_plan_that_says_light_and_runs_heavy_operators_again_is_refused() -> None:
+    graph, plan = lowest_gpt()
+    with pytest.raises(PlanError, match=r"retain: \w*mm\w* would run again"):
+        search.run(copied(graph), Options(), plan.with_light_reruns())
+
+
+@pytest.mark.parametrize("budget", ["light", "min", None])
+def test_plan_with_light_reruns_is_taken_under_any_budget(budget: str | None) -> None:
+    graph = model_graph("nanogpt-dropout", "step")[0]
+    plan = search.run(copied(graph), Options(memory_budget="light")).plan
+    assert plan.decisions["retain"]["reruns"]
+    again = search.run(graph, Options(memory_budget=budget), Plan.from_json(plan.to_json())).plan
+    assert again.to_json() == plan.to_json()
