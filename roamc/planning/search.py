@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from roamc import cost
 from roamc.budget import LIGHT, Budget
-from roamc.errors import REQUIRED, OptionError, PlanError
+from roamc.errors import REQUIRED, OptionError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
@@ -25,15 +25,13 @@ from roamc.passes.retain.codecs import check_lossy
 from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
+from roamc.planning.plan_check import check_numbers, check_origin
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import PADDING, Planned, check_budget
 from roamc.solvers.retain import SIMULATIONS
 from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
-
-ROUNDING = 1e-9
-"""Share by which two sums of the same seconds may differ."""
 
 
 def run(
@@ -49,7 +47,7 @@ def run(
         quick: refuse a budget that is far out of reach without looking for the smallest that is not.
 
     Raises:
-        PlanError: ``plan`` was made for another graph.
+        PlanError: ``plan`` was made for another graph, or what it says is not so.
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
@@ -58,13 +56,13 @@ def run(
     begun = time.perf_counter()
     _check_names(options)
     mark = fingerprint(graph)
-    _check_plan(plan, graph, mark)
+    check_origin(plan, graph, mark)
     held = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
     maker, start = prepared(graph, options, held, mark, deep=deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
+    check_numbers(plan, planned)
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
-    _check_numbers(asked)
     return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 
 
@@ -320,31 +318,6 @@ class _Attempt:
 def _made_already(planned: Planned) -> _Attempt:
     """A plan that was not made for live bytes, in the same form."""
     return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
-
-
-def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
-    if plan.fingerprint != mark:
-        raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
-    missing = REQUIRED.difference(plan.decisions)
-    if missing:
-        raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
-    unknown = set(plan.decisions).difference(step.name for step in pipeline.PIPELINE)
-    if unknown:
-        raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
-
-
-def _check_numbers(plan: Plan) -> None:
-    """Refuse a plan from elsewhere whose numbers, which no pass counts again, contradict each other.
-
-    A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
-    """
-    for low, high, says in (
-        (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
-        (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
-        (plan.added_bound_seconds, plan.added_seconds * (1 + ROUNDING), "bound_seconds above its added_seconds"),
-    ):
-        if low > high:
-            raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
 
 
 def _check_names(options: Options) -> None:
