@@ -126,8 +126,13 @@ class Plan:
             return ()
         added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
         lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
-        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, "")
+        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, self._budget_remark())
         return (asked, added)
+
+    def _budget_remark(self) -> str:
+        if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
+            return ""
+        return f"not kept: {format_bytes(self.needed_bytes)} are needed"
 
     def _added_remark(self) -> str:
         kept = self.decisions.get("retain", {})

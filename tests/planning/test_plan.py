@@ -19,6 +19,7 @@ from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import FORMAT, Plan
+from roamc.units import format_bytes
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -439,6 +440,15 @@ def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     assert lowest.needed_bytes > lowest.budget_bytes > 0
     again = search.run(graph, Options(), Plan.from_json(lowest.to_json())).plan
     assert again.needed_bytes == lowest.needed_bytes
+    said = next(line for line in str(again).splitlines() if line.startswith("  budget "))
+    assert said.endswith(f"not kept: {format_bytes(again.needed_bytes)} are needed")
+
+
+def test_budget_that_is_kept_is_named_without_a_remark() -> None:
+    graph, text = planned_gpt()
+    budget = Plan.from_json(text).budget_bytes
+    lines = str(search.run(copied(graph), Options(), Plan.from_json(text)).plan).splitlines()
+    assert next(line for line in lines if line.startswith("  budget ")).endswith(format_bytes(budget))
 
 
 @functools.cache
