@@ -58,12 +58,16 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Enter in ``TrainGraph.reuse`` that each result, with its views, takes over the memory of its argument.
 
     Raises:
-        PlanError: the graph has no such operators, or they cannot write over these arguments.
+        PlanError: the graph has no such operators, they cannot write over these arguments, or their results have
+            other bytes.
     """
     memory = build_memory(graph)
     now = possible(memory, range(len(memory.operators)), all_reuses(memory))
-    allowed = {(_maker(memory, reuse), reuse.position) for reuse in now}
+    allowed = {(_maker(memory, reuse), reuse.position): memory.storages[reuse.result].nbytes for reuse in now}
     for name, position in decision.overwrites:
         if (name, position) not in allowed:
             raise PlanError(f"reuse: {name} cannot write over its argument {position} in this graph")
+    nbytes = sum(allowed[overwrite] for overwrite in decision.overwrites)
+    if decision.nbytes != nbytes:
+        raise PlanError(f"reuse: the plan says nbytes {decision.nbytes}, and its results have {nbytes}: plan again")
     return graph.replace(reuse=dict(decision.overwrites))

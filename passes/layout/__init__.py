@@ -22,10 +22,11 @@ from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, tensors_of
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, build_memory, timeline
-from roamc.options import Options
+from roamc.options import LARGEST_ALIGNMENT, Options
 from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
 from roamc.passes.layout.placement import Table, excess, make_table, outside_live, peak
+from roamc.passes.layout.recount import recounted
 from roamc.passes.layout.trim import Gap
 from roamc.units import Bytes
 
@@ -40,6 +41,7 @@ __all__ = [
     "decide",
     "eager_floor",
     "lay_out",
+    "recounted",
 ]
 
 NAME = "layout"
@@ -165,6 +167,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         raise PlanError("layout: the plan's storages are not this graph's temporaries")
     if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
         raise PlanError(f"layout: alignment must be a power of two, not {decision.alignment}")
+    if decision.alignment > LARGEST_ALIGNMENT:
+        raise PlanError(f"layout: alignment must be at most {LARGEST_ALIGNMENT} bytes, not {decision.alignment}")
     return graph.replace(
         layout=Layout(
             arena_bytes=decision.arena_bytes,

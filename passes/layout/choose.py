@@ -18,6 +18,7 @@ from roamc.cost import objects
 from roamc.errors import VerifyError
 from roamc.graph.memory import Int64s, most_alive
 from roamc.options import Options
+from roamc.passes.layout.eager import Bools
 from roamc.passes.layout.placement import (
     LITTLE,
     Placement,
@@ -167,18 +168,25 @@ def _laid_out(
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
         if trimming.gaps:
-            needed = max(needed, _taken(table, placement, room.arena_bytes, outside, options))
+            needed = max(needed, taken(table, inside, room.arena_bytes, outside, keeps=options.keeps_arena))
         price = cost(trimming.total // 2, placement) + _effort(trimming)
         yield Laid(placement, solution, trimming, peak(tensors), needed, price)
 
 
-def _taken(table: Table, placement: Placement, arena_bytes: Bytes, outside: Int64s, options: Options) -> Bytes:
-    """Bytes while an arena with trims is taken: all of it, aligned to a large page, before parts are trimmed.
+def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, keeps: bool) -> Bytes:
+    """Return bytes while an arena with trims is taken: all of it, aligned to a large page, before parts are trimmed.
 
     An arena without saved storages, idle between forward and backward, is taken anew there if idle arenas are freed.
+
+    Args:
+        table: the graph's storages.
+        inside: which lie in the arena.
+        arena_bytes: its size.
+        outside: bytes outside at every step.
+        keeps: idle arenas are kept.
     """
-    waits = bool((table.saved & ~placement.with_allocator).any())
-    beside = int(outside[table.boundary]) if table.boundary and not waits and not options.keeps_arena else 0
+    waits = bool((table.saved & inside).any())
+    beside = int(outside[table.boundary]) if table.boundary and not waits and not keeps else 0
     return beside + arena_bytes + LARGE
 
 

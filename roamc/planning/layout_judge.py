@@ -25,6 +25,10 @@ from roamc.units import Bytes
 PAGE: Bytes = 2 << 20
 """An arena with trims begins at a multiple of this many bytes; to allow for that, as many bytes more are allocated."""
 
+PIECE: Bytes = PAGE // 8
+"""Trims begin and end at multiples of this, or end with the arena: what is given back are whole pages of the system, of
+up to 64 KiB, so a smaller piece may free nothing."""
+
 
 def check_layout(graph: TrainGraph) -> None:
     """Check the offsets, trims and peak of the layout of ``graph``, whose layout pass has run.
@@ -115,6 +119,8 @@ def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
         unknown = [name for name in (trim.after, trim.before) if name and name not in runs]
         if unknown or not 0 <= trim.low < trim.high <= layout.arena_bytes:
             raise VerifyError(f"after pass 'layout': {trim} is outside the arena or names no operator")
+        if trim.low % PIECE or (trim.high % PIECE and trim.high != layout.arena_bytes):
+            raise VerifyError(f"after pass 'layout': {trim} does not begin and end at multiples of {PIECE} bytes")
         first = runs[trim.after] + 1 if trim.after else 0
         end = runs[trim.before] if trim.before else len(nodes)
         if end < first:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roamc import decode
+from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -109,6 +110,13 @@ class Plan:
             raise PlanError(f"not a plan: {error}") from None
         return _from_dict(data)
 
+    def with_light_reruns(self) -> Plan:
+        """The same plan, but pass retain refuses it if an operator runs again that is not light."""
+        kept = self.decisions.get("retain")
+        if kept is None:
+            return self
+        return dataclasses.replace(self, decisions={**self.decisions, "retain": {**kept, "allowed": LIGHT}})
+
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
         return (
@@ -130,9 +138,14 @@ class Plan:
         if not self.step_seconds:
             return ()
         added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
-        lowest = "light" if self.decisions.get("retain", {}).get("allowed") == "light" else "min"
-        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, "")
+        lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
+        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, self._budget_remark())
         return (asked, added)
+
+    def _budget_remark(self) -> str:
+        if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
+            return ""
+        return f"not kept: {format_bytes(self.needed_bytes)} are needed"
 
     def _added_remark(self) -> str:
         kept = self.decisions.get("retain", {})
@@ -181,15 +194,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 STATUSES = ("optimal", "gap", "limit")
 """The values of :attr:`Plan.status`."""
 
+LARGEST = 2**63 - 1
+"""Of any number of a plan: nothing has more bytes, steps or seconds."""
+
 
 def _from_dict(data: Any) -> Plan:
     if not isinstance(data, dict):
         raise PlanError("not a plan: expected a JSON object")
     form = data.get("format")
-    if form != FORMAT or isinstance(form, bool):
+    if type(form) is not int or form != FORMAT:
         raise PlanError(f"plan format {form!r}; this roamc reads format {FORMAT}: plan again")
     given = {key: item for key, item in data.items() if key != "format"}
     plan = decode.read(Plan, {"seconds": {}, **given}, "plan")
+    for item in dataclasses.fields(Plan):
+        value = getattr(plan, item.name)
+        for number in value.values() if isinstance(value, Mapping) else (value,):
+            _check_size(number, f"plan: {item.name}")
     if plan.status not in STATUSES:
         raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
     return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})
@@ -199,10 +219,21 @@ def _frozen(value: Any, where: str) -> Any:
     """Return ``value`` with tuples in the place of JSON's lists, as in the decisions that passes make.
 
     Raises:
-        PlanError: a number is negative or NaN, which no pass decides.
+        PlanError: a number is negative, none or too large, which no pass decides.
     """
     if isinstance(value, Mapping):
         return {key: _frozen(item, f"{where}: {key}") for key, item in value.items()}
     if isinstance(value, int | float) and not value >= 0:
         raise PlanError(f"the plan's decision of pass {where} must be a number from 0 on, not {value!r}")
+    _check_size(value, f"the plan's decision of pass {where}")
     return tuple(_frozen(item, where) for item in value) if isinstance(value, list) else value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Refuse a number that is too large or infinite.
+
+    Raises:
+        PlanError: names it as ``where``.
+    """
+    if isinstance(value, int | float) and value > LARGEST:
+        raise PlanError(f"{where} must be at most {LARGEST}, not {str(value)[:60]}")

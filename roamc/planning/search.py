@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from roamc import cost
-from roamc.budget import Budget
-from roamc.errors import REQUIRED, OptionError, PlanError
+from roamc.budget import LIGHT, Budget
+from roamc.errors import REQUIRED, OptionError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
@@ -25,15 +25,13 @@ from roamc.passes.retain.codecs import check_lossy
 from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
+from roamc.planning.plan_check import check_numbers, check_origin
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import PADDING, Planned, check_budget
 from roamc.solvers.retain import SIMULATIONS
 from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
-
-ROUNDING = 1e-9
-"""Two sums of the same seconds, added in different orders, may differ by this fraction."""
 
 
 def run(
@@ -56,7 +54,7 @@ def run(
 
     Raises:
         OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
-        PlanError: ``plan`` was made for another graph, is incomplete, or contradicts itself.
+        PlanError: ``plan`` was made for another graph, is incomplete, or what it says is not so.
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
@@ -65,12 +63,13 @@ def run(
     begun = time.perf_counter()
     _check_names(options)
     mark = fingerprint(graph)
-    _check_plan(plan, graph, mark)
-    maker, start = prepared(graph, options, plan, mark, deep=deep)
+    check_origin(plan, graph, mark)
+    held = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
+    maker, start = prepared(graph, options, held, mark, deep=deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
+    check_numbers(plan, planned)
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
-    _check_numbers(asked)
     return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 
 
@@ -352,34 +351,6 @@ class _Attempt:
 def _made_already(planned: Planned) -> _Attempt:
     """Return a plan that exists already in the form of an attempt that was not strained."""
     return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
-
-
-def _check_plan(plan: Plan, graph: TrainGraph, mark: str) -> None:
-    if plan.fingerprint != mark:
-        raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
-    missing = REQUIRED.difference(plan.decisions)
-    if missing:
-        raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
-    unknown = set(plan.decisions).difference(step.name for step in pipeline.PIPELINE)
-    if unknown:
-        raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
-
-
-def _check_numbers(plan: Plan) -> None:
-    """Refuse a plan from elsewhere whose numbers, which no pass counts again, contradict each other.
-
-    A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
-    """
-    allowed = plan.decisions.get(retain.NAME, {}).get("allowed", "all")
-    if allowed not in retain.ALLOWED:
-        raise PlanError(f"retain: {allowed!r} is none of {', '.join(retain.ALLOWED)}")
-    for low, high, says in (
-        (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
-        (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
-        (plan.added_bound_seconds, plan.added_seconds * (1 + ROUNDING), "bound_seconds above its added_seconds"),
-    ):
-        if low > high:
-            raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
 
 
 def _check_names(options: Options) -> None:

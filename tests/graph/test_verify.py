@@ -380,10 +380,31 @@ def test_objects_of_tensors_and_an_arena_taken_as_a_whole_are_left_out(arenas_of
     low = layout.peak_bytes + cost.objects(layout.peak_bytes) - 1
     refused_layout(with_layout(graph, needed_bytes=low), f"above the {low} that the layout says")
     first = operators(graph.graph)[0].name
-    trims = (Trim(0, 4096, "", first),)
+    trims = (Trim(0, 256 << 10, "", first),)
     whole = layout.arena_bytes + (2 << 20)
     check_layout(with_layout(graph, trims=trims, needed_bytes=max(whole, layout.needed_bytes)))
     refused_layout(with_layout(graph, trims=trims, needed_bytes=whole - 1), f"{whole} bytes at")
+
+
+@pytest.mark.parametrize(
+    "borders", [(0, 4000), (4096, 8192), (0, 4096), (256 << 10, (256 << 10) + 1), (1, 256 << 10)], ids=repr
+)
+def test_a_trim_that_the_system_cannot_take_back_as_whole_pages(
+    borders: tuple[int, int], arenas_of_any_size: None
+) -> None:
+    x = torch.randn(512, 512)
+    graph = search.run(traced(lambda x: (x.sin() @ x).exp().sum(), x), Options()).graph
+    trims = (Trim(*borders, "", operators(graph.graph)[0].name),)
+    refused_layout(with_layout(graph, trims=trims, needed_bytes=2**40), "at multiples of 262144 bytes")
+
+
+def test_a_trim_may_end_with_the_arena(arenas_of_any_size: None) -> None:
+    x = torch.randn(521, 521)
+    graph = search.run(traced(lambda x: (x.sin() @ x).exp().sum(), x), Options()).graph
+    assert graph.layout is not None
+    assert graph.layout.arena_bytes % 4096
+    trims = (Trim(256 << 10, graph.layout.arena_bytes, "", operators(graph.graph)[0].name),)
+    check_layout(with_layout(graph, trims=trims, needed_bytes=2**40))
 
 
 def test_a_result_that_is_copied_into_the_arena_exists_twice(arenas_of_any_size: None) -> None:

@@ -87,6 +87,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trim, "LEAST", 1)
     monkeypatch.setattr(trim, "PIECES", (64,))
     monkeypatch.setattr(trim, "LARGE", 64)
+    monkeypatch.setattr("roamc.planning.layout_judge.PIECE", 64)
     for price in ("PRICE", "SMALL_PRICE"):
         monkeypatch.setattr(f"roamc.passes.layout.choose.{price}", 1 << 40)
     monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
@@ -186,6 +187,7 @@ def test_the_judge_finds_planted_faults(route: str) -> None:
         (with_trim(graph, **whole, after="", before=""), "which is trimmed"),
         (with_trim(graph, high=graph.layout.arena_bytes + 1), "outside the arena"),
         (with_trim(graph, after="ghost"), "names no operator"),
+        (with_trim(graph, low=graph.layout.trims[0].low + 1), "does not begin and end at multiples of 64 bytes"),
     ):
         with pytest.raises(VerifyError, match=says):
             check_layout(broken)

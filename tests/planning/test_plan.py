@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import FORMAT, Plan
+from roamc.units import format_bytes
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -90,7 +92,7 @@ def test_a_key_that_stands_twice_is_refused() -> None:
         Plan.from_json(text().rstrip()[:-1] + ', "decisions": {}}')
 
 
-@pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True])
+@pytest.mark.parametrize("version", [0, 1, 99, None, "2", 1.5, [1], True, float(FORMAT)])
 def test_other_format_says_to_plan_again(version: object) -> None:
     with pytest.raises(PlanError, match=rf"plan format .*this roamc reads format {FORMAT}: plan again"):
         Plan.from_json(changed(format=version))
@@ -180,10 +182,25 @@ def test_negative_number_inside_a_decision_is_refused(decision: dict[str, Any], 
         Plan.from_json(changed(decisions=decision))
 
 
-def test_huge_number_is_a_number_or_a_plan_error() -> None:
-    assert Plan.from_json(changed(peak_bytes=10**30)).peak_bytes == 10**30
+def test_size_that_nothing_has_is_refused() -> None:
+    assert Plan.from_json(changed(peak_bytes=2**63 - 1)).peak_bytes == 2**63 - 1
+    with pytest.raises(PlanError, match=f"plan: peak_bytes must be at most {2**63 - 1}, not {2**63}"):
+        Plan.from_json(changed(peak_bytes=2**63))
     with pytest.raises(PlanError):
         Plan.from_json(text().replace('"peak_bytes": ', '"peak_bytes": ' + "9" * 5000))
+
+
+@pytest.mark.parametrize("value", [10**400, math.inf, math.nan, 1e300], ids=["digits", "inf", "nan", "float"])
+@pytest.mark.parametrize("name", TIMES)
+def test_time_that_nothing_takes_is_refused(name: str, value: float) -> None:
+    with pytest.raises(PlanError, match=f"plan: {name} must be "):
+        Plan.from_json(changed(**{name: value}))
+
+
+@pytest.mark.parametrize("value", [10**400, math.inf, 1e300], ids=["digits", "inf", "float"])
+def test_number_too_large_inside_a_decision_is_refused(value: float) -> None:
+    with pytest.raises(PlanError, match="decision of pass retain: added_seconds must be at most "):
+        Plan.from_json(changed(decisions={"retain": {"added_seconds": value}}))
 
 
 @given(st.data())
@@ -366,8 +383,27 @@ def planned_gpt() -> tuple[TrainGraph, str]:
     ("place", "value", "says"),
     [
         (("decisions", "reorder", "bound_bytes"), 10**12, "bound_bytes above its peak_bytes"),
+        (("decisions", "reorder", "peak_bytes"), 1, "reorder: the plan says peak_bytes 1, and what it does makes"),
+        (("decisions", "reorder", "status"), "optimum", "reorder: the status must be one of optimal, gap, limit, not"),
         (("decisions", "layout", "live_bytes"), 10**12, "live_bytes above its arena_bytes"),
+        (("decisions", "layout", "peak_bytes"), 10**12, "peak_bytes above its needed_bytes"),
+        (("decisions", "layout", "needed_bytes"), 10**12, "layout: the plan says needed_bytes 1000000000000, and"),
+        (("decisions", "layout", "outside_bytes"), 1, "layout: the plan says outside_bytes 1, and"),
+        (("decisions", "layout", "copied_bytes"), 1, "layout: the plan says copied_bytes 1, and"),
+        (("decisions", "layout", "allocator_bytes"), 1, "layout: the plan says allocator_bytes 1, and"),
+        (("decisions", "layout", "trimmed_bytes"), 1, "layout: the plan says trimmed_bytes 1, and"),
+        (("decisions", "layout", "alignment"), 2**40, "layout: alignment must be at most 2097152 bytes"),
+        (("decisions", "layout", "status"), "", "layout: the status must be one of optimal, gap, limit, not"),
+        (("decisions", "reuse", "nbytes"), 1, "reuse: the plan says nbytes 1, and its results have"),
         (("decisions", "retain", "bound_seconds"), 1e9, "bound_seconds above its added_seconds"),
+        (("decisions", "retain", "added_seconds"), 1e9, "retain: the plan says added_seconds 1000000000.0, and what"),
+        (
+            ("decisions", "retain", "status"),
+            "fine",
+            "one of optimal, gap, limit, infeasible, not 'fine'",
+        ),
+        (("peak_bytes",), 1, "plan: the plan says peak_bytes 1, and what it does makes"),
+        (("added_seconds",), 0, "plan: the plan says added_seconds 0, and what it does makes"),
         (("decisions", "retain", "allowed"), "banana", "'banana' is none of all, light"),
         (("decisions", "evil"), {"a": 1}, "a decision of evil, which is no pass"),
     ],
@@ -385,6 +421,16 @@ def test_numbers_that_contradict_each_other_are_refused(place: tuple[str, ...], 
         search.run(copied(graph), Options(), Plan.from_json(json.dumps(data)))
 
 
+@pytest.mark.parametrize("name", ["live_bytes", "copied_bytes", "trimmed_bytes", "outside_bytes"])
+def test_numbers_of_an_arena_are_counted_again(name: str, arenas_of_any_size: None) -> None:
+    graph = traced(lambda x: (x.sin() @ x).exp().sum(), torch.randn(512, 512))
+    data = json.loads(search.run(copied(graph), Options()).plan.to_json())
+    assert data["arena_bytes"]
+    data["decisions"]["layout"][name] += 1 if name != "live_bytes" else -1
+    with pytest.raises(PlanError, match=f"layout: the plan says {name} .*, and what it does makes"):
+        search.run(graph, Options(), Plan.from_json(json.dumps(data)))
+
+
 def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     graph = model_graph("nanogpt", "step")[0]
     with pytest.raises(BudgetError) as refused:
@@ -394,3 +440,43 @@ def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     assert lowest.needed_bytes > lowest.budget_bytes > 0
     again = search.run(graph, Options(), Plan.from_json(lowest.to_json())).plan
     assert again.needed_bytes == lowest.needed_bytes
+    said = next(line for line in str(again).splitlines() if line.startswith("  budget "))
+    assert said.endswith(f"not kept: {format_bytes(again.needed_bytes)} are needed")
+
+
+def test_budget_that_is_kept_is_named_without_a_remark() -> None:
+    graph, text = planned_gpt()
+    budget = Plan.from_json(text).budget_bytes
+    lines = str(search.run(copied(graph), Options(), Plan.from_json(text)).plan).splitlines()
+    assert next(line for line in lines if line.startswith("  budget ")).endswith(format_bytes(budget))
+
+
+@functools.cache
+def lowest_gpt() -> tuple[TrainGraph, Plan]:
+    """A graph, and a plan of it that runs matrix products again."""
+    graph = model_graph("nanogpt", "step")[0]
+    plan = search.run(copied(graph), Options(memory_budget="min")).plan
+    assert any("mm" in operator for _, operator, _, _ in plan.decisions["retain"]["reruns"])
+    return graph, plan
+
+
+def test_plan_that_runs_heavy_operators_again_is_refused_under_light() -> None:
+    graph, plan = lowest_gpt()
+    search.run(copied(graph), Options(memory_budget="min"), plan)
+    with pytest.raises(PlanError, match=r"\w*mm\w* would run again, and only light operators may under 'light'"):
+        search.run(copied(graph), Options(memory_budget="light"), plan)
+
+
+def test_plan_that_says_light_and_runs_heavy_operators_again_is_refused() -> None:
+    graph, plan = lowest_gpt()
+    with pytest.raises(PlanError, match=r"retain: \w*mm\w* would run again"):
+        search.run(copied(graph), Options(), plan.with_light_reruns())
+
+
+@pytest.mark.parametrize("budget", ["light", "min", None])
+def test_plan_with_light_reruns_is_taken_under_any_budget(budget: str | None) -> None:
+    graph = model_graph("nanogpt-dropout", "step")[0]
+    plan = search.run(copied(graph), Options(memory_budget="light")).plan
+    assert plan.decisions["retain"]["reruns"]
+    again = search.run(graph, Options(memory_budget=budget), Plan.from_json(plan.to_json())).plan
+    assert again.to_json() == plan.to_json()

@@ -20,7 +20,7 @@ from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.passes.layout import trim
-from roamc.planning import search
+from roamc.planning import layout_judge, search
 from roamc.planning.plan import Plan
 from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
@@ -108,6 +108,15 @@ def small_graphs_have_arenas_with_holes() -> Iterator[None]:
         allow_arenas_of_any_size(patch)
         patch.setattr(trim, "LEAST", 1)
         patch.setattr(trim, "PIECES", (4096,))
+        with small_holes_are_judged():
+            yield
+
+
+@contextlib.contextmanager
+def small_holes_are_judged() -> Iterator[None]:
+    """Else only holes of more than any page are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_judge, "PIECE", 4096)
         yield
 
 
@@ -197,7 +206,8 @@ def outcome(valid: Valid, data: dict[str, Any]) -> str:
     """
     try:
         plan = Plan.from_json(json.dumps(data))
-        planned = search.run(copied(valid.graph), Options(), plan)
+        with small_holes_are_judged():
+            planned = search.run(copied(valid.graph), Options(), plan)
     except RoamcError:
         return "refused"
     given = clones(valid.inputs)

@@ -1,0 +1,63 @@
+"""The numbers of a layout counted again from its places and trims, for plans that come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roamc.cost import objects
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, main_device
+from roamc.graph.layout import Layout, Trim
+from roamc.graph.memory import Int64s, MemoryModel, build_memory, most_alive, timeline
+from roamc.passes.layout.choose import taken
+from roamc.passes.layout.eager import Bools
+from roamc.passes.layout.placement import Table, arena_live, make_table, outside_live, peak
+from roamc.units import Bytes
+
+
+def recounted(graph: TrainGraph, layout: Layout) -> dict[str, Bytes]:
+    """The numbers of :class:`roamc.passes.layout.Decision` that follow from ``layout``, by field.
+
+    ``needed_bytes`` is that of a caller whose idle arenas are freed, the most of all.
+
+    Raises:
+        PlanError: a trim begins or ends at what is no operator.
+    """
+    memory = build_memory(graph)
+    table = make_table(memory, main_device(graph).type, layout.alignment, boundary=graph.boundary)
+    apart = np.array([storage.name in layout.with_allocator for storage in memory.counted], dtype=bool)
+    outside = outside_live(table, apart)
+    tensors = layout.arena_bytes - _trimmed(layout.trims, memory) + outside
+    return {
+        "live_bytes": peak(arena_live(table, apart)),
+        "outside_bytes": peak(outside),
+        "copied_bytes": int(table.size[table.allocated & ~apart].sum()),
+        "allocator_bytes": peak(timeline(table.size * apart, table.born, table.dead, table.steps)),
+        "trimmed_bytes": sum(trim.nbytes for trim in layout.trims if trim.before),
+        "peak_bytes": peak(tensors),
+        "needed_bytes": _needed(table, outside, tensors, layout, ~table.foreign & ~apart),
+    }
+
+
+def _trimmed(trims: Sequence[Trim], memory: MemoryModel) -> Int64s:
+    """Bytes of the arena that are trimmed at every step."""
+    step = {operator.node.name: number for number, operator in enumerate(memory.operators)}
+    steps = len(memory.operators)
+    gone = np.zeros(steps, dtype=np.int64)
+    for trim in trims:
+        unknown = [name for name in (trim.after, trim.before) if name and name not in step]
+        if unknown:
+            raise PlanError(f"layout: {trim} names {unknown[0]!r}, which is no operator of this graph")
+        gone[step[trim.after] + 1 if trim.after else 0 : step[trim.before] if trim.before else steps] += trim.nbytes
+    return gone
+
+
+def _needed(table: Table, outside: Int64s, tensors: Int64s, layout: Layout, inside: Bools) -> Bytes:
+    """What ``tensors``, bytes at every step, need with what operators take for themselves, and objects."""
+    needed = peak(tensors + table.workspace)
+    needed += objects(needed, most_alive(table.born, table.dead, table.steps))
+    if not layout.trims:
+        return needed
+    return max(needed, taken(table, inside, layout.arena_bytes, outside, keeps=False))

@@ -1,0 +1,136 @@
+"""Plans from elsewhere: what they say of themselves is counted again where that can be, else compared with the rest.
+
+What a plan does is checked where it is applied. Its numbers are what budgets are compared with and users are shown.
+Nothing here can tell that no order is below a plan's ``bound_bytes`` and no choice of reruns below ``bound_seconds``,
+which takes a search, nor that seconds are those of a profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from roamc.errors import REQUIRED, PlanError
+from roamc.graph import TrainGraph
+from roamc.graph.memory import build_memory, live_bytes
+from roamc.passes import layout, reorder, retain
+from roamc.planning import pipeline
+from roamc.planning.plan import STATUSES, Plan
+from roamc.planning.planned import Planned
+
+ROUNDING = 1e-9
+"""Share by which two sums of the same seconds may differ."""
+
+WORDS = {layout.NAME: STATUSES, reorder.NAME: STATUSES, retain.NAME: (*STATUSES, "infeasible")}
+"""What the status of each decision may be."""
+
+TAKEN_OVER = {
+    "peak_bytes": (layout.NAME, "peak_bytes"),
+    "needed_bytes": (layout.NAME, "needed_bytes"),
+    "arena_bytes": (layout.NAME, "arena_bytes"),
+    "live_bytes": (layout.NAME, "live_bytes"),
+    "bound_bytes": (reorder.NAME, "bound_bytes"),
+    "added_seconds": (retain.NAME, "added_seconds"),
+    "added_bound_seconds": (retain.NAME, "bound_seconds"),
+}
+"""Fields of a plan that are those of a decision; 0 where it has none."""
+
+
+def check_origin(plan: Plan, graph: TrainGraph, mark: str) -> None:
+    """Refuse a plan of another graph than ``graph``, whose fingerprint is ``mark``, or of other passes.
+
+    Raises:
+        PlanError: says of what.
+    """
+    if plan.fingerprint != mark:
+        raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
+    missing = REQUIRED.difference(plan.decisions)
+    if missing:
+        raise PlanError(f"the plan has no decision of pass {', '.join(sorted(missing))}: plan again")
+    unknown = set(plan.decisions).difference(step.name for step in pipeline.PIPELINE)
+    if unknown:
+        raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
+
+
+def check_numbers(given: Plan, planned: Planned) -> None:
+    """Refuse a plan whose numbers are not those of what it does, or contradict each other.
+
+    A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
+
+    Args:
+        given: the plan, as it was read.
+        planned: what came of it.
+
+    Raises:
+        PlanError: names the number, and what it should be.
+    """
+    made = planned.plan
+    _check_words(made)
+    _check_limits(made)
+    _check_reruns(made.decisions.get(retain.NAME))
+    _check_order(made.decisions.get(reorder.NAME), planned.graph)
+    _check_layout(made.decisions[layout.NAME], planned.graph)
+    _check_taken_over(given)
+
+
+def _check_words(plan: Plan) -> None:
+    for name, words in WORDS.items():
+        word = plan.decisions.get(name, {}).get("status", words[0])
+        if word not in words:
+            raise PlanError(f"{name}: the status must be one of {', '.join(words)}, not {word!r}")
+
+
+def _check_limits(plan: Plan) -> None:
+    """Compare the plan's numbers with one another."""
+    for low, high, says in (
+        (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
+        (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
+        (plan.peak_bytes, plan.needed_bytes, "peak_bytes above its needed_bytes"),
+        (plan.added_bound_seconds, plan.added_seconds * (1 + ROUNDING), "bound_seconds above its added_seconds"),
+    ):
+        if low > high:
+            raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
+
+
+def _check_reruns(kept: Mapping[str, Any] | None) -> None:
+    """Sum the seconds of reruns and codecs."""
+    if kept is None:
+        return
+    parts = [*(again[3] for again in kept["reruns"]), *(code[4] for code in kept["codes"])]
+    if not math.isclose(math.fsum(parts), kept["added_seconds"], rel_tol=ROUNDING):
+        _refuse(retain.NAME, "added_seconds", kept["added_seconds"], math.fsum(parts))
+
+
+def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
+    """Count the live bytes of the order as it will run."""
+    if ordered is None:
+        return
+    peak = int(live_bytes(build_memory(graph)).max(initial=0))
+    if ordered["peak_bytes"] != peak:
+        _refuse(reorder.NAME, "peak_bytes", ordered["peak_bytes"], peak)
+    if ordered["status"] == "optimal" and ordered["bound_bytes"] != peak:
+        raise PlanError(f"reorder: the status is 'optimal' and the peak is not the bound of {ordered['bound_bytes']}")
+
+
+def _check_layout(placed: Mapping[str, Any], graph: TrainGraph) -> None:
+    """Count what follows from places and trims. The judge has counted the least that is needed, this is the most."""
+    assert graph.layout is not None  # the judge of layouts has seen it
+    counted = layout.recounted(graph, graph.layout)
+    most = counted.pop("needed_bytes")
+    for name, value in counted.items():
+        if placed[name] != value:
+            _refuse(layout.NAME, name, placed[name], value)
+    if placed["needed_bytes"] > most:
+        _refuse(layout.NAME, "needed_bytes", placed["needed_bytes"], most)
+
+
+def _check_taken_over(plan: Plan) -> None:
+    for name, (where, field) in TAKEN_OVER.items():
+        value = plan.decisions.get(where, {}).get(field, 0)
+        if getattr(plan, name) != value:
+            _refuse("plan", name, getattr(plan, name), value)
+
+
+def _refuse(where: str, name: str, said: float, counted: float) -> None:
+    raise PlanError(f"{where}: the plan says {name} {said}, and what it does makes {counted}: plan again")
