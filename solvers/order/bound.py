@@ -19,10 +19,11 @@ from roamc.solvers.order.problem import Bytes, OrderProblem, consumers, successo
 
 
 def lower_bound(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Bytes:
-    """Bytes that no legal order can stay below.
+    """Return bytes that the peak of no legal order is below, for a problem with one stage.
 
-    Any legal `order` will do: no operator's bound lies above the live bytes at its step in any order, so only
-    operators whose step has more than (a) are examined by (b), the `effort.bounded_ops` with most.
+    order: int32[n], any legal order. It only chooses operators: no operator's bound lies above the live bytes at its
+        step in any order, so the costly one is computed only where `order` has more bytes than the others prove, for
+        the `effort.bounded_ops` fullest steps.
     """
     best = max(int(operator_bound(problem).max(initial=0)), int(problem.size[problem.kept].sum()))
     hottest = hottest_ops(problem, order, best)[: effort.bounded_ops]
@@ -30,14 +31,17 @@ def lower_bound(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT)
 
 
 def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArray:
-    """The operators at whose step more than `above` bytes are live in `order`, the most first: int32."""
+    """Return the operators at whose step in `order` more than `above` bytes are live: int32, the fullest step first."""
     live = live_bytes(problem, order)
     steps = np.argsort(-live, kind="stable")
     return order[steps[live[steps] > above]]
 
 
 def operator_bound(problem: OrderProblem) -> LongArray:
-    """Bound (a): int64[n], bytes that are live whenever each operator runs."""
+    """Return int64[n], for each operator bytes that are live, at least, whenever it runs: bound (a) of this module.
+
+    These are the buffers that it reads and writes and its workspace, less the most that it can take over.
+    """
     bound = problem.workspace - most_reused(problem)
     np.add.at(bound, problem.producer, problem.size)
     per_reader = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -46,7 +50,7 @@ def operator_bound(problem: OrderProblem) -> LongArray:
 
 
 def most_reused(problem: OrderProblem) -> LongArray:
-    """int64[n]: bytes of inputs that each operator's results can take over in any order, at most."""
+    """Return int64[n]: the most bytes of inputs that the results of each operator can take over in any order."""
     wanted = np.zeros(problem.num_ops, dtype=np.int64)
     results = np.flatnonzero(np.diff(problem.reusable_start))
     np.add.at(wanted, problem.producer[results], problem.size[results])
@@ -58,10 +62,12 @@ def most_reused(problem: OrderProblem) -> LongArray:
 
 
 def reachability_bound(problem: OrderProblem, chosen: IntArray, effort: Effort = EFFORT) -> LongArray:
-    """Bound (b): bytes surely live while each of the `chosen` operators runs, int64[len(chosen)].
+    """Return int64[len(chosen)], bytes that are surely live while each chosen operator runs: bound (b) of this module.
 
-    Works on Python integers as sets of chosen operators (bit j is chosen[j]), a batch of them at a time:
-    O((n + dependencies + reads) * len(chosen) / 64) word operations, and O(b * len(chosen)) to add up.
+    chosen: int32, operators of a problem with one stage, each at most once.
+
+    Sets of chosen operators are Python integers (bit j is chosen[j]), for a batch of operators at a time: O((n +
+    dependencies + reads) * len(chosen) / 64) word operations, and O(b * len(chosen)) to add up.
     """
     after = successors(problem).lists()
     readers = consumers(problem).lists()
@@ -96,7 +102,7 @@ def _reachability_batch(
 
 
 def _runs_no_later(self_bit: list[int], after: list[list[int]]) -> list[int]:
-    """For each operator u, the chosen v with u = v or u surely before v."""
+    """Return, for each operator u, the bit set of the chosen v with u = v or u surely before v."""
     result = list(self_bit)
     for op in range(len(result) - 1, -1, -1):
         for successor in after[op]:
@@ -105,7 +111,7 @@ def _runs_no_later(self_bit: list[int], after: list[list[int]]) -> list[int]:
 
 
 def _runs_no_earlier(self_bit: list[int], after: list[list[int]]) -> list[int]:
-    """For each operator u, the chosen v with u = v or u surely after v."""
+    """Return, for each operator u, the bit set of the chosen v with u = v or u surely after v."""
     result = list(self_bit)
     for op, successors_of_op in enumerate(after):
         for successor in successors_of_op:

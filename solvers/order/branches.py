@@ -22,11 +22,15 @@ from roamc.solvers.order.reuse import positions
 def place_branches(
     problem: OrderProblem, order: IntArray, work_limit: int = NO_LIMIT, effort: Effort = EFFORT
 ) -> tuple[IntArray, int]:
-    """Move each branch of a legal order to the place with the lowest peak, then the lowest sum of live bytes.
+    """Move each branch of a legal order to the place with the lowest peak, then with the lowest sum of live bytes.
 
-    The problem must have one stage. Branches move in the sequence of their first operators, and only where the
-    peak falls, or the sum at the same peak. O(branches * (n + b + reads)), vectorised: a branch counts as
-    n / `effort.branch_ops_per_work` operators of work. Returns the order and the work; stops at `work_limit`.
+    A branch is a connected set of at most `effort.largest_branch` operators on which no operator outside it waits.
+    Branches move in the sequence of their first operators, and only where the peak falls, or the sum at the same peak.
+    The problem must have one stage. O(branches * (n + b + reads)), vectorised.
+
+    work_limit: no further branch moves once this much work is done; one branch is n / `effort.branch_ops_per_work` + 1.
+
+    Returns the order, int32[n], which is `order` itself if nothing moved, and the work done.
     """
     best, best_cost, work = order, _cost(problem, order), 0
     before = predecessors(problem).lists()
@@ -42,7 +46,11 @@ def place_branches(
 
 
 def branches(problem: OrderProblem, largest: int = EFFORT.largest_branch) -> list[list[OpIndex]]:
-    """The branches of at most `largest` operators, each in program order, sorted by their first operators."""
+    """Return the sets of at most `largest` connected operators on which no operator outside the set waits.
+
+    Each is a list of operators in program order. The lists do not overlap and are sorted by their first operators. An
+    operator that belongs to no such set is in none of the lists.
+    """
     after = successors(problem).lists()
     of = list(range(problem.num_ops))
     members: dict[int, list[OpIndex]] = {}
@@ -64,7 +72,7 @@ def _cost(problem: OrderProblem, order: IntArray) -> tuple[Bytes, Bytes]:
 
 
 def _moved(problem: OrderProblem, order: IntArray, branch: IntArray, before: list[list[OpIndex]]) -> IntArray:
-    """The order with the branch, in its own sequence, at the place that looks best."""
+    """Return the order with the branch, in its own sequence, at the place that looks best."""
     inside = np.zeros(problem.num_ops, dtype=np.bool_)
     inside[branch] = True
     rest, own = order[~inside[order]], order[inside[order]]
@@ -75,9 +83,10 @@ def _moved(problem: OrderProblem, order: IntArray, branch: IntArray, before: lis
 
 
 def _best_place(problem: OrderProblem, position: LongArray, inside: BoolArray, end: Step, first: Step) -> Step:
-    """Where in the rest, [first, end], to put the branch. Only the caller's comparison counts in-place reuse.
+    """Return how many operators of the rest, from `first` to `end`, should run before the branch.
 
-    With t < place the inputs of the branch live on, with t >= place what it leaves behind lives already.
+    In-place reuse is not counted here; the caller's comparison counts it. At steps before the place the inputs of the
+    branch live on; from the place on what it leaves behind is live.
     """
     buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
     by_branch = inside[problem.consumer]
@@ -100,7 +109,7 @@ def _best_place(problem: OrderProblem, position: LongArray, inside: BoolArray, e
 
 
 def _timeline(born: LongArray, dead: LongArray, size: LongArray, steps: Step) -> LongArray:
-    """Bytes live at each of `steps` steps, for lives [born, dead)."""
+    """Return the bytes live at each of `steps` steps, int64[steps], for lives [born, dead)."""
     change = np.zeros(steps + 2, dtype=np.int64)
     np.add.at(change, np.minimum(born, steps), size)
     np.subtract.at(change, np.clip(dead, born, steps + 1), size)

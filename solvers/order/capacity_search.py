@@ -67,9 +67,13 @@ that needs more ends as at its limit."""
 
 @dataclass(frozen=True, eq=False)
 class CapacityAnswer:
-    """order: int32[n] within the capacity, or None. proved_bytes: if not None, no order has a peak below this.
+    """The outcome of a search for an order within a capacity: an order, a proof that there is none, or neither.
 
-    Both None: the limit was reached. work: operators looked at.
+    order: int32[n], an order whose live bytes never exceed the capacity, first operator first; None if none was found.
+    proved_bytes: no order has a peak below this, which is above the capacity; None if nothing is proved.
+    work: operators looked at.
+
+    Both `order` and `proved_bytes` are None if the search ended at its limit of work or memory.
     """
 
     order: IntArray | None
@@ -78,11 +82,14 @@ class CapacityAnswer:
 
 
 class _Search(NamedTuple):
-    """value[_REFUSED]: the least live bytes refused; [_POOL], [_FRAMES]: lengths of what follows.
+    """The open branchings of a search and the sets from which it failed.
 
-    Frame f branches at a set of frame_done[f] operators with the candidates pool[frame_pool[f]:frame_pool[f + 1]]
-    and key frame_key[f]. failed: uint64[_REMEMBERED, 2], a hash table of keys. fresh: operators that became ready
-    on an excursion.
+    value: int64[3]. value[_REFUSED] is the least live bytes that were refused, value[_POOL] and value[_FRAMES] how many
+        entries of `pool` and how many frames are in use.
+    frame_done, frame_pool, frame_key: frame f branches at the set of the first frame_done[f] operators, with key
+        frame_key[f] and the candidates pool[frame_pool[f]:frame_pool[f + 1]].
+    failed: uint64[_REMEMBERED, 2], a hash table of the keys of sets from which nothing was found.
+    fresh: operators that became ready on an excursion.
     """
 
     value: LongArray
@@ -95,9 +102,9 @@ class _Search(NamedTuple):
 
 
 def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswer:
-    """Look for an order of `flow` that never has more than `capacity` bytes live.
+    """Look for an order of `flow` whose live bytes never exceed `capacity`.
 
-    Looks at `work_limit` operators, and at most as many more as one step of the search takes.
+    work_limit: operators to look at; the search stops after it, with at most one step more.
     """
     schedule = new_schedule(flow)
     num_ops = len(flow.waits)

@@ -20,10 +20,11 @@ from roamc.solvers.order.reuse import positions
 
 @dataclass(frozen=True, eq=False)
 class Contracted:
-    """A problem with groups for operators. Buffers keep their numbers.
+    """A problem whose operators are groups of the operators of another problem; buffers keep their numbers.
 
-    members[g]: the operators of group g, in the sequence in which they run.  anchor: int32[groups], the operator
-    that the others joined.
+    problem: the problem of the groups, with one stage.
+    members: members[g] are the operators of group g, in the sequence in which they run.
+    anchor: int32[groups], the operator of each group that the others joined.
     """
 
     problem: OrderProblem
@@ -31,16 +32,19 @@ class Contracted:
     anchor: IntArray
 
     def order_of(self, order: IntArray) -> IntArray:
-        """An order of the groups as an order of the operators: int32[n]."""
+        """Return an order of the groups as an order of the operators: int32[n]."""
         return np.array([op for group in order.tolist() for op in self.members[group]], dtype=np.int32)
 
     def groups_in(self, order: IntArray) -> IntArray:
-        """The groups in the sequence in which a legal order of the operators comes to their anchors: int32."""
+        """Return the groups in the sequence in which a legal order of the operators runs their anchors: int32."""
         return np.argsort(positions(order)[self.anchor], kind="stable").astype(np.int32)
 
 
 def contract(problem: OrderProblem) -> Contracted:
-    """Put memory-insensitive operators of a problem with one stage into the groups that they belong to."""
+    """Join each memory-insensitive operator of a problem with one stage to the one group that it belongs next to.
+
+    No order of the operators has a lower peak than the best order of the groups.
+    """
     anchor = list(range(problem.num_ops))
     _join_before(problem, anchor)
     _join_after(problem, anchor)

@@ -35,10 +35,16 @@ class _Narrowed:
 def cut_guided(
     problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
 ) -> tuple[IntArray, int]:
-    """The best order of all rounds, or `order` if none has a lower peak, and the work done.
+    """Return the best order of all rounds, int32[n], or `order` if none has a lower peak, and the work done.
 
-    The problem must have one stage. Ends when the peak meets the bound, when an operator cannot do with less than
-    the best peak, after `effort.cut_rounds`, or at `work_limit` operators and arcs (kept but for one round).
+    In each round two greedy rules order the problem; at the fullest step of the better order, a minimum cut chooses the
+    operators that run before that step's operator in all further rounds. The problem must have one stage.
+
+    order: int32[n], a legal order, whose peak the rounds have to beat.
+    bound: bytes; the rounds end when the peak is no higher.
+    work_limit: operators and arcs; no further round begins once so many were looked at.
+
+    The rounds also end when an operator's minimum cut is not below the best peak, and after `effort.cut_rounds`.
     """
     best, best_peak, work = order, peak_bytes(problem, order), 0
     narrowed = _Narrowed(problem, np.arange(problem.num_ops, dtype=np.int32))
@@ -59,12 +65,12 @@ def cut_guided(
 
 
 def _schedule(problem: OrderProblem) -> IntArray:
-    """The better of two greedy orders, the first of equals."""
+    """Return the order with the lower peak of two greedy ones, the first if they are equal."""
     return min((list_schedule(problem), lescea(problem)), key=lambda order: peak_bytes(problem, order))
 
 
 def _settle(narrowed: _Narrowed, order: IntArray, op: OpIndex, before: BoolArray) -> _Narrowed:
-    """All of `before`, then `op`, then all others: with edges, and as program order."""
+    """Return the problem with edges that put `before` before `op`, and all others after it; program order agrees."""
     problem = narrowed.problem
     after = ~before
     after[op] = False

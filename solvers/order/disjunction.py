@@ -24,10 +24,14 @@ from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem
 def disjunctive_bound(
     problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
 ) -> tuple[Bytes, int]:
-    """The greatest bound found, at least `bound`, and the work done in arcs (`work_limit` but for one cut).
+    """Return the greatest either-or bound found, in bytes and at least `bound`, and the work done in arcs.
 
-    The problem must have one stage. v is one after the other of the hottest operators of `order`,
-    `effort.disjunction_ops` of them.
+    The bound is asked of the operators at the `effort.disjunction_ops` fullest steps of `order`. The problem must have
+    one stage.
+
+    order: int32[n], any legal order.
+    bound: bytes, a lower bound that is already known; operators whose step is no fuller are not asked.
+    work_limit: arcs to look at, kept but for a few cuts.
     """
     if work_limit <= 0:
         return bound, 0
@@ -41,7 +45,10 @@ def disjunctive_bound(
 
 
 def _either_or(network: Network, op: OpIndex, bound: Bytes, work_limit: int) -> tuple[Bytes, int]:
-    """The best bound with `op` for v. F holds only operators with B above `bound`: others cannot raise it."""
+    """Return the best bound with `op` as v, at least `bound`, and the arcs that it took.
+
+    F holds only operators with B above `bound`: others cannot raise it.
+    """
     alone, work = operator_bound(network, op)
     bound = max(bound, alone)
     others: list[tuple[Bytes, OpIndex]] = []

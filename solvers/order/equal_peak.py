@@ -30,12 +30,17 @@ from roamc.solvers.order.stages import one_stage
 from roamc.solvers.order.window import window
 
 Attempt = Callable[[], IntArray]
-"""Makes an order of the problem that it was made for."""
+"""A function without arguments that makes a legal order of the problem it was made for: int32[n]."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedOrder:
-    """order: int32[n], legal.  peak_bytes: its peak.  name: how it was made."""
+    """A legal order and how it was made.
+
+    name: the attempt that made it, such as "relieved" or "drawn_0".
+    order: int32[n], the operator at each step.
+    peak_bytes: the most live bytes at one step of it.
+    """
 
     name: str
     order: IntArray
@@ -43,7 +48,10 @@ class NamedOrder:
 
 
 def equal_peaks(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Iterator[NamedOrder]:
-    """Different orders with no higher peak than `order`, most promising first, each once; not `order` itself."""
+    """Yield other legal orders whose peak is no higher than that of `order`, the most promising first, each once.
+
+    `order` must be legal and is not itself among them. Each is computed when it is asked for; there may be none.
+    """
     staged = one_stage(problem)
     start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)
     peak = interpreted_first(problem.num_ops, lambda: peak_bytes(staged.problem, start))
@@ -57,7 +65,7 @@ def equal_peaks(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT)
 
 
 def _measured(problem: OrderProblem, attempt: Attempt) -> tuple[IntArray, Bytes]:
-    """The order that the attempt makes, and its peak."""
+    """Return the order that the attempt makes, and its peak."""
     order = attempt()
     return order, peak_bytes(problem, order)
 
@@ -70,7 +78,7 @@ def _with_barriers(number: IntArray, order: IntArray, stage: IntArray, num_ops: 
 
 
 def _attempts(problem: OrderProblem, order: IntArray, peak: Bytes, effort: Effort) -> dict[str, Attempt]:
-    """Name of each attempt, and the attempt, most promising first."""
+    """Return the attempts by name, the most promising first."""
     attempts: dict[str, Attempt] = {
         "relieved": lambda: relieve(problem, order, effort),
         "from_peak": lambda: list_schedule(problem, peak),
@@ -92,10 +100,11 @@ def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int, far: int) -> IntA
 
 
 def relieve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
-    """An order with no more live bytes at its fullest step, nor in any part beside it: int32[n].
+    """Return an order with no higher peak and fewer live bytes around its full steps, as far as greedy rules find one.
 
-    The problem must have one stage. `effort.relieved_parts` parts are ordered anew by two greedy
-    rules, the widest first.
+    First the whole order, then the parts before and after its fullest step, then the parts of those, level by level,
+    are each ordered anew by two greedy rules, up to `effort.relieved_parts` parts. A part keeps its sequence where
+    neither rule lowers the part's peak. The problem must have one stage. The result is a new array, int32[n].
     """
     best = order.copy()
     spans = [(0, len(order))]
@@ -110,7 +119,7 @@ def relieve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> 
 
 
 def _lowered(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> IntArray:
-    """The operators at steps [lo, hi), by the rule with the lowest peak; as they are where that is no higher."""
+    """Return the operators at steps [lo, hi), ordered by the better of two rules; as they were if neither is lower."""
     part = window(problem, order, lo, hi)
     as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
     found = (as_it_is, list_schedule(part.problem), lescea(part.problem))
@@ -118,7 +127,7 @@ def _lowered(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> IntA
 
 
 def _drawn(problem: OrderProblem, dice: random.Random, far: int) -> IntArray:
-    """A legal order near program order: operators change places at random with others up to `far` away."""
+    """Return a legal order near program order: ready operators run by their number plus a random one below `far`."""
     after = successors(problem).lists()
     waits = np.diff(predecessors(problem).start).tolist()
     rank = [(op + dice.randrange(far), op) for op in range(problem.num_ops)]

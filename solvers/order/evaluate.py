@@ -8,9 +8,10 @@ from roamc.solvers.order.reuse import positions, reused_buffers
 
 
 def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
-    """Live bytes while each step runs: int64[n], element t belongs to operator order[t].
+    """Return the live bytes at each step of `order`: int64[n], element t while operator order[t] runs.
 
-    `order` must be a permutation of the operators; O(n + b + reads + reusable).
+    They include the operator's workspace, and count a buffer and the result that takes over its bytes once. `order`
+    must be a permutation of the operators. O(n + b + reads + reusable).
     """
     num_ops = problem.num_ops
     position = positions(order)
@@ -29,5 +30,5 @@ def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
 
 
 def peak_bytes(problem: OrderProblem, order: IntArray) -> Bytes:
-    """The maximum of `live_bytes`; 0 for a problem without operators."""
+    """Return the most live bytes at one step of `order`; 0 for a problem without operators."""
     return int(live_bytes(problem, order).max(initial=0))

@@ -18,7 +18,13 @@ from roamc.solvers.order.problem import Bytes, OrderProblem
 
 @dataclass(frozen=True, eq=False)
 class Bracket:
-    """The best order known and its peak; no order has a peak below the bound. work: operators looked at."""
+    """The best order known and a lower bound: the least peak lies between `bound_bytes` and `peak_bytes`.
+
+    order: int32[n], a legal order.
+    peak_bytes: its peak.
+    bound_bytes: no order has a lower peak.
+    work: operators looked at to find it.
+    """
 
     order: IntArray
     peak_bytes: Bytes
@@ -27,14 +33,17 @@ class Bracket:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing better exists."""
+        """Whether the peak meets the bound, so that no order has a lower peak."""
         return self.peak_bytes <= self.bound_bytes
 
 
 def narrow(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
-    """Close the gap between peak and bound, or narrow it until `work_limit` operators were looked at.
+    """Search exactly for a lower peak or a higher bound than those of `start`, and return the better bracket.
 
-    The problem must have one stage. The limit is kept but for one step of a search.
+    It is closed unless `work_limit` ended the search or some capacities were too hard for their share of it. Its `work`
+    continues that of `start`. The problem must have one stage.
+
+    work_limit: operators to look at, kept but for one step of a search.
     """
     flows = (forward_flow(problem), backward_flow(problem))
     best = start
@@ -53,7 +62,7 @@ def narrow(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effor
 
 
 def _ask(flows: tuple[Flow, Flow], capacity: Bytes, work_limit: int, effort: Effort) -> CapacityAnswer:
-    """Search from the front and from the back with small limits, then from either with what is left."""
+    """Search from the front and from the back with small limits, then from both again with what is left."""
     work, (front, back) = 0, flows
     first, second = effort.first_look_share, effort.second_look_share
     for share, flow in ((first, front), (first, back), (second, front), (1, back)):

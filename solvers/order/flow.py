@@ -20,16 +20,20 @@ from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, r
 
 
 class Flow(NamedTuple):
-    """n operators and b buffers of a problem with one stage; row r of a table is `x[x_start[r]:x_start[r + 1]]`.
+    """A problem with one stage, n operators and b buffers, read from its first operator or from its last.
 
-    All numbers are int64 and all arrays writable, so that every engine is compiled once for both directions.
+    Row r of a table `x` is `x[x_start[r]:x_start[r + 1]]`. All numbers are int64 and all arrays writable, so that every
+    engine is compiled once for both directions.
 
-    after: operators that wait for an operator.
-    starter, ender: operators of a buffer. It is born with the first of its starters to run (none: live from the
-        beginning) and dies with the last of its enders (none: never).  starts, ends: the same, buffers of an
-        operator.
-    written: buffers that an operator produces.  reusable: buffers whose bytes a buffer may take over.
-    waits: int64[n], how many operators one waits for.  size: int64[b] bytes.  workspace: int64[n] bytes.
+    after: for each operator, those that wait for it directly.
+    starter, ender: for each buffer, operators. It becomes live with the first of its starters to run (none: it is live
+        from the beginning) and dies with the last of its enders (none: never).
+    starts, ends: for each operator, the buffers of which it is a starter, and of which it is an ender.
+    written: for each operator, the buffers that it produces, whatever the direction.
+    reusable: for each buffer, those whose bytes it may take over, the best first.
+    waits: int64[n], how many operators each one waits for directly.
+    size: int64[b] bytes.
+    workspace: int64[n] bytes.
     backward: whether time runs from the last operator to the first.
     """
 
@@ -54,12 +58,12 @@ class Flow(NamedTuple):
 
 
 def forward_flow(problem: OrderProblem) -> Flow:
-    """The problem as it stands. It must have one stage."""
+    """Return the tables of a problem with one stage, with time from the first operator to the last."""
     return _flow(problem, successors(problem), _producers(problem), _last_uses(problem), backward=False)
 
 
 def backward_flow(problem: OrderProblem) -> Flow:
-    """The problem from its end, operators under the same numbers. It must have one stage."""
+    """Return the tables of a problem with one stage, with time from the last operator to the first."""
     return _flow(problem, predecessors(problem), _last_uses(problem), _producers(problem), backward=True)
 
 
@@ -68,7 +72,7 @@ def _producers(problem: OrderProblem) -> Csr:
 
 
 def _last_uses(problem: OrderProblem) -> Csr:
-    """The readers of each buffer; its producer if it has none; nobody if it is kept."""
+    """Return the enders of each buffer: its readers; its producer if it has no readers; nobody if it is kept."""
     readers = consumers(problem)
     count = np.diff(readers.start)
     alone = np.flatnonzero((count == 0) & ~problem.kept)

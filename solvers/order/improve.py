@@ -18,9 +18,10 @@ from roamc.solvers.order.schedule import Schedule, cost, new_schedule, run, undo
 
 
 def improve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
-    """An order with no higher peak, and with fewer bytes over time where that costs no peak: int32[n].
+    """Swap neighbours in a legal order to lower the peak, then the sum of live bytes over the steps: int32[n].
 
-    The problem must have one stage. Stops after `effort.swap_sweeps` sweeps each way, or when one changes nothing.
+    Returns a new array, whose peak is never higher than that of `order`. The problem must have one stage. Stops after
+    `effort.swap_sweeps` sweeps each way, or when a sweep each way swaps nothing.
     """
     flows = (forward_flow(problem), backward_flow(problem))
     improved = order.astype(np.int64)
@@ -37,7 +38,7 @@ def improve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> 
 
 @compiled
 def _sweep(flow: Flow, schedule: Schedule, order: LongArray, peak: Bytes) -> int:
-    """Run the order and swap on the way; returns the number of swaps."""
+    """Run `order`, swap neighbours in it on the way, and return the number of swaps."""
     swaps = 0
     for step in range(len(order) - 1):
         if schedule.place[order[step + 1]] >= 0:
@@ -54,7 +55,7 @@ def _sweep(flow: Flow, schedule: Schedule, order: LongArray, peak: Bytes) -> int
 
 @compiled
 def _two_steps(flow: Flow, schedule: Schedule, first: OpIndex, second: OpIndex) -> tuple[Bytes, Bytes]:
-    """The greater and the sum of the live bytes of two ready operators that run one after the other."""
+    """Return the greater and the sum of the live bytes of two ready operators that run one after the other."""
     one = cost(flow, schedule, first)
     run(flow, schedule, first)
     other = cost(flow, schedule, second)

@@ -26,40 +26,58 @@ from roamc.solvers.order.schedule import DONE, READY, Schedule, cost, finished_o
 
 
 def list_schedule(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
-    """Order the operators greedily from the first to the last: int32[n].
+    """Order the operators of a problem with one stage greedily, from the first to the last: int32[n].
 
-    floor_bytes: a peak that is taken as given from the start (a lower bound, or 0). O(n * ready + reads).
+    With M the highest live bytes so far: of the ready operators that keep live bytes within M, the one that leaves the
+    least behind runs; if none does, the one with the least live bytes while it runs. O(n * ready + reads).
+
+    floor_bytes: the first M: a lower bound on the peak, or 0.
     """
     return _greedy(forward_flow(problem), floor_bytes, only_freed=False)
 
 
 def list_schedule_backward(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
-    """Order the operators greedily from the last to the first: int32[n]. Otherwise as `list_schedule`."""
+    """Order the operators greedily from the last to the first, by the rule of `list_schedule` in reversed time.
+
+    Returns the order from its first operator to its last: int32[n].
+    """
     return _greedy(backward_flow(problem), floor_bytes, only_freed=False)
 
 
 def lpmf(problem: OrderProblem) -> IntArray:
-    """The order of torch's `topological_sort_lpmf`: int32[n]."""
+    """Return the order that torch's `topological_sort_lpmf` gives, for a problem with one stage: int32[n]."""
     return list_schedule(problem, int(problem.size[problem.kept].sum()))
 
 
 def lescea(problem: OrderProblem) -> IntArray:
-    """Always the ready operator that leaves least behind: int32[n]."""
+    """Return the order in which the ready operator that leaves the fewest live bytes behind always runs: int32[n].
+
+    The problem must have one stage. Ties go to the earlier operator in program order.
+    """
     return list_schedule(problem, MOST_BYTES)
 
 
 def release_first(problem: OrderProblem) -> IntArray:
-    """The ready operator that frees most, or the first in program order if none frees: int32[n]."""
+    """Return program order, but with operators that free more than they allocate as early as they can run: int32[n].
+
+    Of several that are ready the one that frees most runs first. The problem must have one stage.
+    """
     return _greedy(forward_flow(problem), MOST_BYTES, only_freed=True)
 
 
 def allocate_last(problem: OrderProblem) -> IntArray:
-    """`release_first` from the last operator to the first: int32[n]."""
+    """Return program order, but with operators that allocate more than they free as late as they can run: int32[n].
+
+    This is `release_first` in reversed time. The problem must have one stage.
+    """
     return _greedy(backward_flow(problem), MOST_BYTES, only_freed=True)
 
 
 def polish(problem: OrderProblem, order: IntArray) -> IntArray:
-    """Put the allocations of a legal order off, then bring its releases forward: int32[n]."""
+    """Put off the allocations of a legal order, then bring its releases forward, and return the new order: int32[n].
+
+    The peak of the result is not compared with that of `order`: it may be higher. The problem must have one stage.
+    """
     later = order[allocate_last(renumber(problem, order))]
     return later[release_first(renumber(problem, later))]
 
@@ -72,8 +90,10 @@ def _greedy(flow: Flow, floor_bytes: Bytes, only_freed: bool) -> IntArray:
 
 @compiled
 def _run_greedy(flow: Flow, schedule: Schedule, peak: Bytes, only_freed: bool) -> None:
-    """Run ready operators one by one: the least by what does not fit (0 if it fits), by what is left behind, and
-    by number (backwards the greatest). In one function: a call for each look would cost more than the look.
+    """Run ready operators one by one: the least by bytes that do not fit, then by bytes left behind, then by number.
+
+    Bytes that do not fit are the live bytes while it runs, or 0 if these are no more than `peak`. Backwards the
+    greatest number goes first. All is in one function: a call for each look would cost more than the look.
     """
     while schedule.tally[DONE] < len(flow.waits):
         best: OpIndex = schedule.ready[0]

@@ -46,12 +46,16 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """What is the same for every operator.
+    """The part of the cut network of a problem with one stage that is the same for every operator; n operators.
 
-    closure: int64[m, 2], (operator, one that must run before it).  need: int64[n] bytes.
-    buffer, reader: int64[r], who reads which of the buffers that count.  reusable: for each operator with a
-    result that may take over a buffer, one row of such buffers per result.
-    reuse_sets: how many sets of reused inputs are told apart.
+    problem: the problem.
+    closure: int64[m, 2], pairs (operator, one that must run directly before it), sorted by the latter.
+    need: int64[n] bytes, the results and the workspace of each operator.
+    buffer, reader: int64[r], the buffer and the operator of each read; only of buffers that have bytes and are not
+        kept.
+    reusable: for each operator with a result that may take over a buffer, one list of such buffers for each such
+        result.
+    reuse_sets: up to how many sets of reused inputs of one operator are told apart.
     """
 
     problem: OrderProblem
@@ -66,11 +70,15 @@ class Network:
 def min_cut_bound(
     problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
 ) -> tuple[Bytes, int]:
-    """The greatest bound found, at least `bound`, and the work done in arcs.
+    """Return the greatest min-cut bound found, in bytes and at least `bound`, and the work done in arcs.
 
-    The problem must have one stage. Looks at operators whose step in `order` has more bytes than the bound, the
-    hottest and the largest by reachability in turn, until the bound meets the peak of `order`,
-    `effort.min_cut_patience` operators in a row raised nothing, or `work_limit` is reached (kept but for one operator).
+    It asks operators whose step in `order` has more bytes than the bound, by turns the hottest and the largest by
+    reachability, until the bound meets the peak of `order`, `effort.min_cut_patience` operators in a row raised
+    nothing, or `work_limit` is reached. The problem must have one stage.
+
+    order: int32[n], any legal order; it only chooses the operators.
+    bound: bytes, a lower bound that is already known.
+    work_limit: arcs to look at, kept but for one operator.
     """
     hottest = hottest_ops(problem, order, bound)[: effort.bounded_ops]
     if len(hottest) == 0:
@@ -91,12 +99,12 @@ def min_cut_bound(
 
 
 def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
-    """The least live bytes while `op` runs, over all sets of operators that may run before it."""
+    """Return the least live bytes while `op` runs, over all sets that may run before it, for one stage."""
     return operator_bound(make_network(problem), op)[0]
 
 
 def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
-    """What the cuts of all operators of a problem with one stage share."""
+    """Return what the cuts of all operators of a problem with one stage share."""
     need = problem.workspace.copy()
     np.add.at(need, problem.producer, problem.size)
     buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -111,13 +119,20 @@ def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
 
 
 def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> tuple[Bytes, int]:
-    """The bound of one operator in bytes, where all of `later` run after it, and the arcs that it took."""
+    """Return the least live bytes while `op` runs, if all of `later` run after it, and the arcs looked at.
+
+    No order in which they do has a lower peak. `later` are operators that `op` does not wait for; with none, the bound
+    holds for every order.
+    """
     cuts = _cuts(network, op, later)
     return min(cut.value for cut in cuts) + int(network.need[op]), sum(cut.arcs for cut in cuts)
 
 
 def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
-    """The bound of one operator, a set that reaches it if it runs before (bool[n]), and the arcs that it took."""
+    """Return the least live bytes while `op` runs, a set that attains them, and the arcs looked at.
+
+    The set, bool[n], holds the operators that run before `op`, and with each all that it waits for.
+    """
     cuts = _cuts(network, op, ())
     least = min(cuts, key=lambda cut: cut.value)
     node = contracted(network, op)
@@ -127,7 +142,7 @@ def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
 
 
 def _cuts(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray) -> list[_Cut]:
-    """A least cut for each set of inputs that the results of `op` could take over together."""
+    """Return a least cut for each set of inputs that the results of `op` could take over together."""
     node = contracted(network, op, later)
     return [
         _least_cut(network, node, op, reused) for reused in _choices(network.reusable.get(op, []), network.reuse_sets)
@@ -135,7 +150,10 @@ def _cuts(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray) ->
 
 
 def _choices(rows: list[list[int]], most: int) -> list[tuple[int, ...]]:
-    """Sets of inputs that the results of an operator could take over together, the largest such sets."""
+    """Return the largest sets of inputs that the results of an operator could take over together.
+
+    If these would be more than `most`, or it has several results, one set of all inputs stands for them.
+    """
     everything = tuple(sorted({reused for row in rows for reused in row}))
     if len(everything) <= len(rows) or len(rows) > 1 or len(everything) > most:
         return [everything]
@@ -143,8 +161,10 @@ def _choices(rows: list[list[int]], most: int) -> list[tuple[int, ...]]:
 
 
 def contracted(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> LongArray:
-    """The node of each operator: 0, the source, if it must run before `op`, and 1, the sink, if it is `op` or must
-    run after it or after one of `later`.
+    """Return the node of each operator in the network of `op`: int64[n].
+
+    It is 0, the source, if the operator must run before `op`; 1, the sink, if it is `op` or one of `later` or must run
+    after one of these; else a number of its own from 2 on.
     """
     node = np.arange(2, network.problem.num_ops + 2)
     node[np.asarray(later, dtype=np.int64)] = _SINK
@@ -168,7 +188,7 @@ def _contract(node: LongArray, op: OpIndex, closure: LongArray) -> None:
 
 
 def _least_cut(network: Network, node: LongArray, op: OpIndex, reused: tuple[int, ...]) -> _Cut:
-    """The least bytes live just before `op` that stay while it runs.
+    """Return a cut with the least bytes live just before `op` that stay while it runs.
 
     reused: inputs of `op` that count only if another operator is still to read them.
     """

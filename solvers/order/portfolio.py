@@ -34,9 +34,10 @@ from roamc.solvers.order.torch_orders import breadth_first, depth_first
 from roamc.solvers.status import Status
 
 Progress = Callable[[Bytes, Bytes], None]
-"""Called with the best peak and the best bound so far, in bytes."""
+"""A function that is called with the best peak and the best lower bound so far, in bytes."""
 
 Algorithm = Callable[[OrderProblem, Bytes], IntArray]
+"""A function from a problem with one stage and a lower bound on its peak, in bytes, to a legal order: int32[n]."""
 
 ALGORITHMS: dict[str, Algorithm] = {
     "program": lambda problem, bound: program_order(problem),
@@ -49,21 +50,28 @@ ALGORITHMS: dict[str, Algorithm] = {
     "bfs": lambda problem, bound: breadth_first(problem),
     "dfs": lambda problem, bound: depth_first(problem),
 }
-"""Name of each algorithm, and the algorithm given a problem with one stage and a lower bound on its peak."""
+"""The algorithms by name, in the sequence in which `solve` runs them."""
 
 DEFAULT_ALGORITHMS = tuple(ALGORITHMS)
+"""The names of all algorithms."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What follows the algorithms while peak and bound differ, each piece a switch.
+    """Switches for the pieces that `solve` runs after the algorithms, while peak and bound differ.
 
-    polish: put allocations off and bring releases forward. branches: place update branches where they cost least.
-    min_cut: the min-cut bound. disjunction: the same for either-or. cuts: list scheduling from cut to cut.
-    contract: join memory-insensitive operators before the search. segments: search between narrow points. search:
-    the exact search. subgraphs: exact leaves, merged, where the search of the whole ended at its limit. improve:
-    swap neighbours; taken only where that lowers the peak (fewer bytes over time alone are not worth it: steps
-    took 1.5 % longer, and layouts were harder).
+    polish: put off allocations and bring releases forward in the best order.
+    branches: move update branches, small groups on which no operator waits, to where they cost least.
+    min_cut: raise the bound by minimum cuts.
+    disjunction: raise the bound by minimum cuts under either-or of two operators that no dependency relates.
+    cuts: repeat list scheduling, each time with the order at one more operator settled by its minimum cut.
+    contract: join memory-insensitive operators to groups before the exact search, which then orders the groups.
+    segments: let the exact search treat the segments between narrow points one by one.
+    search: search exactly for a lower peak or a proof that there is none.
+    subgraphs: search parts of the best order exactly, then ever larger ones, where the search of the whole found no
+        proof.
+    improve: swap neighbours; taken only where that lowers the peak (fewer bytes over time alone are not worth it: steps
+        took 1.5 % longer, and layouts were harder).
     """
 
     polish: bool = True
@@ -79,6 +87,7 @@ class Pieces:
 
 
 NO_PIECES = Pieces(**{field.name: False for field in fields(Pieces)})
+"""All pieces switched off: `solve` then only compares the orders of the algorithms."""
 
 
 def solve(
@@ -89,16 +98,20 @@ def solve(
     progress: Progress | None = None,
     effort: Effort = EFFORT,
 ) -> OrderSolution:
-    """Run the named algorithms in turn, then the pieces, and stop as soon as the peak meets the bound.
+    """Find a legal order with a low peak, and a lower bound on every peak; stop as soon as the two meet.
 
-    Ties go to the earlier algorithm; program order comes first, so an order is changed only if that lowers the
-    peak. pieces: all if left out and there are several algorithms, none if there is one. work_limit: operators
-    and arcs that the pieces may look at, `effort.work_limit` if left out, kept within a factor of two; the algorithms
-    always run. progress: called with the best peak and the bound whenever there is news. effort: what each piece may
-    spend of it.
+    The named algorithms run in turn, then the pieces. Ties go to the earlier order, and program order comes first by
+    default, so an order is changed only if that lowers the peak. `OrderSolution` says what the status means.
 
-    The status is OPTIMAL if peak == bound, LIMIT if the limit stopped a piece, else GAP. Raises ValueError for
-    an unknown name, or if there is none.
+    algorithms: keys of `ALGORITHMS`.
+    pieces: what follows the algorithms; if left out, all pieces after several algorithms and none after one.
+    work_limit: operators and arcs that the pieces may look at, kept within a factor of two; `effort.work_limit` if left
+        out. The algorithms always run.
+    progress: called with the best peak and the bound, in bytes, whenever an order was compared. A small problem may be
+        solved twice; the calls then begin anew.
+    effort: what each piece may spend of the work.
+
+    Raises ValueError for an unknown algorithm, or if none is named.
     """
     unknown = [name for name in algorithms if name not in ALGORITHMS]
     if unknown or not algorithms:
@@ -155,7 +168,7 @@ class _Run:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing better exists."""
+        """Whether the peak meets the bound, so that no order has a lower peak."""
         return self.peak <= self.bound
 
     @property
@@ -206,7 +219,7 @@ class _Run:
             self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order, effort))
 
     def _search(self, pieces: Pieces, limit: int) -> None:
-        """The exact search, over groups instead of operators and segment by segment where that is asked for."""
+        """Run the exact search, over groups instead of operators and segment by segment where `pieces` says so."""
         contracted = contract(self.problem) if pieces.contract else None
         problem = contracted.problem if contracted else self.problem
         order = contracted.groups_in(self.order) if contracted else self.order
@@ -230,7 +243,7 @@ class _Run:
         return max(0, self._work_limit - self.work)
 
     def _worth(self) -> int:
-        """What may be spent on a search: all that is left where the gap is wide, in proportion to a small one."""
+        """Return the work that a search may spend: all that is left for a wide gap, in proportion to a small one."""
         share = self._left() * (self.peak - self.bound) * self._effort.full_work_gap_share // max(self.peak, 1)
         return min(self._left(), max(share, self._effort.least_search_work))
 

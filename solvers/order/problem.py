@@ -35,25 +35,30 @@ Step = int
 OpIndex = int
 BufferIndex = int
 BufferSpec = tuple[Bytes, OpIndex, Iterable[OpIndex], bool]
+"""One buffer as `make_problem` takes it: size in bytes, producer, consumers, and whether it is kept."""
 
 MOST_BYTES = 2**62
-"""All sizes of a problem together are no more bytes, so that sums and differences fit into int64."""
+"""The most bytes of all buffers and workspaces of a problem together: sums and differences then fit into int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class OrderProblem:
-    """n operators, m ordering edges and b buffers; build it with `make_problem`, which checks it.
+    """An ordering problem of n operators, m edges and b buffers, as read-only arrays.
 
-    stage: int32[n], non-decreasing in program order.
+    Build it with `make_problem`, which checks it. Operators are numbered 0..n-1 in program order, which is a legal
+    order.
+
+    stage: int32[n], non-decreasing; all operators of one stage run before any operator of the next.
     edges: int32[m, 2], rows (before, after) with before < after; need not repeat what the buffers imply.
-    size: int64[b] bytes.  producer: int32[b].  kept: bool[b], true if the buffer never dies.
-    consumer_start: int64[b + 1] and consumer: int32[...], sorted within a buffer, without duplicates and
-        without the producer: buffer k is read by `consumer[consumer_start[k]:consumer_start[k + 1]]`.
-    workspace: int64[n], further bytes while the operator runs.
-    reusable_start: int64[b + 1] and reusable: int32[...]: buffer k may take over the bytes of one of
-        `reusable[reusable_start[k]:reusable_start[k + 1]]`, the best first. Each is as large as k, is read by the
-        producer of k, and is not kept.
-    All arrays are read-only.
+    size: int64[b] bytes.
+    producer: int32[b], the operator that writes each buffer.
+    consumer_start, consumer: int64[b + 1] and int32[...]; the operators that read buffer k are
+        `consumer[consumer_start[k]:consumer_start[k + 1]]`, sorted, without duplicates and without the producer.
+    kept: bool[b], true if the buffer lives to the end of every order.
+    workspace: int64[n], bytes that an operator needs beside the buffers while it runs.
+    reusable_start, reusable: int64[b + 1] and int32[...]; buffer k may take over the bytes of one of
+        `reusable[reusable_start[k]:reusable_start[k + 1]]`, the best first. Each of them is as large as k, is read by
+        the producer of k, and is not kept.
     """
 
     stage: IntArray
@@ -80,15 +85,17 @@ class OrderProblem:
 
 @dataclass(frozen=True, eq=False)
 class OrderSolution:
-    """An order and what is known about it.
+    """An order, its peak, a lower bound, and how they were found.
 
-    order: int32[n]; order[t] is the operator that runs at step t.
-    peak_bytes: the peak of live bytes in that order.
+    order: int32[n], read-only; order[t] is the operator that runs at step t.
+    peak_bytes: the most live bytes, workspace included, at one step of that order.
     bound_bytes: no legal order has a lower peak than this.
-    status: OPTIMAL exactly when peak_bytes == bound_bytes (a proof raises the bound to the peak).
-    algorithm: the name of the algorithm that found it, with the pieces that changed the order after it.
+    status: OPTIMAL exactly when peak_bytes == bound_bytes (a proof raises the bound to the peak); else LIMIT if a
+        search ran and could not close the gap, and GAP if none ran.
+    algorithm: the name of the algorithm or piece that found the order, followed by "+" and the name of each piece that
+        then changed it.
     work: operators scheduled, and operators and arcs that searches and bounds looked at.
-    candidates: (name, peak bytes) of every algorithm and piece that ran, in the order in which they ran.
+    candidates: (name, peak bytes) of every order that was compared, in the sequence in which they were made.
     reuses: (reused, result) for every buffer that takes over the bytes of another in that order, sorted by result.
     """
 
@@ -109,16 +116,18 @@ def make_problem(
     workspace: Sequence[Bytes] | None = None,
     reusable: Sequence[Sequence[BufferIndex]] | None = None,
 ) -> OrderProblem:
-    """Check the parts of an ordering problem and pack them into arrays.
+    """Check the parts of an ordering problem and pack them into an `OrderProblem`.
 
-    stage[v] is the stage of operator v; edges are (before, after); buffers are (size in bytes, producer,
-    consumers, kept), where consumers may be unsorted, repeat, or name the producer; workspace[v] is bytes, all
-    zero if left out; reusable[k] are the buffers whose bytes buffer k may take over, the best first, none if
-    left out.
+    stage: stage[v] is the stage of operator v; all operators of one stage run before any of the next. Its length is n.
+    edges: pairs (before, after) of operators that must run in this sequence.
+    buffers: (size in bytes, producer, consumers, kept); the consumers may be unsorted, repeat, or name the producer. A
+        buffer that is kept lives to the end, any other to its last consumer.
+    workspace: workspace[v] is the bytes that operator v needs for itself while it runs; all zero if left out.
+    reusable: reusable[k] are the buffers whose bytes buffer k may take over, the best first; none if left out.
 
-    Raises ValueError, naming the item, for a negative size, an operator out of range, an edge or a read that
-    goes against program order, a stage that decreases, sizes that add up to more than 2**62 bytes, or a reusable
-    buffer that is kept, has another size than the result, or is not read by the result's producer.
+    Raises ValueError, naming the item, for a negative size, an operator out of range, an edge or a read that goes
+    against program order, a stage that decreases, a list of the wrong length, sizes that add up to more than 2**62
+    bytes, or a reusable buffer that is kept, has another size than the result, or is not read by the result's producer.
     """
     num_ops = len(stage)
     workspace_bytes = [0] * num_ops if workspace is None else list(workspace)
@@ -145,13 +154,16 @@ def make_problem(
 
 
 def without_reuse(problem: OrderProblem) -> OrderProblem:
-    """The same problem in which no buffer takes over the bytes of another."""
+    """Return the same problem with no reusable buffers, so that no buffer takes over the bytes of another."""
     nobody = np.zeros(0, dtype=np.int32)
     return replace(problem, reusable_start=read_only(np.zeros_like(problem.reusable_start)), reusable=read_only(nobody))
 
 
 def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
-    """The same problem with operator order[t] called t: the given legal order becomes the program order."""
+    """Return the same problem with operator order[t] numbered t: a legal `order` becomes the program order.
+
+    Buffers keep their numbers.
+    """
     position = np.empty(problem.num_ops, dtype=np.int32)
     position[order] = np.arange(problem.num_ops, dtype=np.int32)
     buffer_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -171,7 +183,7 @@ def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:
 
 
 def dependencies(problem: OrderProblem) -> IntArray:
-    """All (before, after) pairs from edges and buffers, not stages: int32[k, 2], sorted, each once."""
+    """Return all (before, after) pairs that edges and buffers give: int32[k, 2], sorted, each once. Stages add none."""
     per_buffer = np.diff(problem.consumer_start)
     from_buffers = np.stack([np.repeat(problem.producer, per_buffer), problem.consumer], axis=1)
     pairs = np.concatenate([problem.edges, from_buffers]).astype(np.int64)
@@ -181,35 +193,35 @@ def dependencies(problem: OrderProblem) -> IntArray:
 
 
 def predecessors(problem: OrderProblem) -> Csr:
-    """Row v: the operators that must run before v by an edge or a buffer, sorted."""
+    """Return a table whose row v holds the operators that v waits for directly, by an edge or a buffer, sorted."""
     pairs = dependencies(problem)
     return group_by(pairs[:, 1], pairs[:, 0], problem.num_ops)
 
 
 def successors(problem: OrderProblem) -> Csr:
-    """Row v: the operators that must run after v by an edge or a buffer, sorted."""
+    """Return a table whose row v holds the operators that wait for v directly, by an edge or a buffer, sorted."""
     pairs = dependencies(problem)
     return group_by(pairs[:, 0], pairs[:, 1], problem.num_ops)
 
 
 def consumers(problem: OrderProblem) -> Csr:
-    """Row k: the operators that read buffer k, sorted, without its producer."""
+    """Return a table whose row k holds the operators that read buffer k, sorted, without its producer."""
     return Csr(start=problem.consumer_start, index=problem.consumer)
 
 
 def reads(problem: OrderProblem) -> Csr:
-    """Row v: the buffers that operator v reads, sorted, without those it produces."""
+    """Return a table whose row v holds the buffers that operator v reads, sorted, without those that it produces."""
     buffer_of = np.repeat(np.arange(problem.num_buffers, dtype=np.int32), np.diff(problem.consumer_start))
     return group_by(problem.consumer, buffer_of, problem.num_ops)
 
 
 def writes(problem: OrderProblem) -> Csr:
-    """Row v: the buffers that operator v produces, sorted."""
+    """Return a table whose row v holds the buffers that operator v produces, sorted."""
     return group_by(problem.producer, np.arange(problem.num_buffers, dtype=np.int32), problem.num_ops)
 
 
 def reusables(problem: OrderProblem) -> Csr:
-    """Row k: the buffers whose bytes buffer k may take over, the best first."""
+    """Return a table whose row k holds the buffers whose bytes buffer k may take over, the best first."""
     return Csr(start=problem.reusable_start, index=problem.reusable)
 
 

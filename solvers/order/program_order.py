@@ -7,5 +7,5 @@ from roamc.solvers.order.problem import OrderProblem
 
 
 def program_order(problem: OrderProblem) -> IntArray:
-    """The operators as they are numbered: int32[n], 0..n-1."""
+    """Return the operators as they are numbered: int32[n], 0..n-1."""
     return np.arange(problem.num_ops, dtype=np.int32)

@@ -8,21 +8,24 @@ from roamc.solvers.order.problem import BufferIndex, OrderProblem
 
 
 def reuses(problem: OrderProblem, order: IntArray) -> tuple[tuple[BufferIndex, BufferIndex], ...]:
-    """(reused, result) of every in-place reuse in `order`, sorted by result."""
+    """Return (reused, result) for every buffer that takes over another's bytes in `order`, sorted by result."""
     reused = reused_buffers(problem, positions(order))
     results = np.flatnonzero(reused >= 0)
     return tuple(zip(reused[results].tolist(), results.tolist(), strict=True))
 
 
 def reused_buffers(problem: OrderProblem, position: LongArray) -> IntArray:
-    """For each buffer the buffer whose bytes it takes over, -1 for none: int32[b]. O(b + reads + reusable)."""
+    """Return for each buffer the buffer whose bytes it takes over, -1 for none: int32[b]. O(b + reads + reusable).
+
+    position: int64[n], the step at which each operator runs, as `positions` gives it.
+    """
     return _reused_buffers(
         position, problem.producer, problem.consumer_start, problem.consumer, problem.reusable_start, problem.reusable
     )
 
 
 def positions(order: IntArray) -> LongArray:
-    """The step at which each operator runs: int64[n], the inverse of `order`."""
+    """Return the step at which each operator runs: int64[n], the inverse of `order`."""
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     return position
@@ -37,8 +40,9 @@ def _reused_buffers(
     reusable_start: LongArray,
     reusable: IntArray,
 ) -> IntArray:
-    """A buffer can only be taken over at its last reader: no two operators compete for it, and any sequence of
-    operators will do.
+    """Apply the rule result by result.
+
+    A buffer can only be taken over at its last reader, so no two operators compete for it, and any sequence will do.
     """
     reused = np.full(len(producer), -1, dtype=np.int32)
     taken = np.zeros(len(producer), dtype=np.bool_)

@@ -1,8 +1,8 @@
 """An order under construction: what has run, what may run next and what it would cost. Compiled, with undo.
 
-While operator v runs, live bytes are `live + need[v]` less what v takes over from dying inputs (`reused_bytes`);
-when it has run they are `live + net[v]`. Both numbers of an operator that has not run only ever fall as others
-run. That is what the searches over schedules rest on.
+While operator v runs, live bytes are `tally[LIVE] + need[v]` less what v takes over from dying inputs (`reused_bytes`);
+when it has run they are `tally[LIVE] + net[v]`. Both `need` and `net` of an operator that has not run only ever fall as
+others run. The searches over schedules rest on that.
 """
 
 from typing import NamedTuple
@@ -16,17 +16,33 @@ from roamc.solvers.order.flow import Flow
 from roamc.solvers.order.problem import Bytes, OpIndex
 
 LIVE, DONE, READY, WORK, STAMP = range(5)
+"""Indices into `Schedule.tally`."""
 
 
 class Schedule(NamedTuple):
-    """The state; `tally[LIVE]` bytes, `tally[DONE]` operators that have run, `tally[READY]` that may run next,
-    `tally[WORK]` operators looked at so far.
+    """The state of an order under construction: n operators and b buffers of a `Flow`, run in its direction.
 
-    order[:count[DONE]]: what has run.  ready[:count[READY]]: what may run next, place[v] where v stands in it.
-    waits: what an operator still waits for.  born_by: who gave birth to a buffer, -1 nobody yet, -2 live from the
-    beginning.  left, left_sum: how many of its enders have not run, and the sum of their numbers.  taken: the
-    stamp of the last matching in which a result took over a buffer's bytes.  key: two sums (exclusive or) of random
-    words of what has run, which stand for the set.  word: uint64[n, 2], the random words.
+    `run` and `undo` change the arrays in place. The two directions and a buffer's starters and enders are those of
+    `Flow`.
+
+    tally: int64[5]. tally[LIVE] is the bytes live between the last operator that ran and the next, tally[DONE] how many
+        operators have run, tally[READY] how many may run next, tally[WORK] how many costs were computed so far, and
+        tally[STAMP] how many times `reused_bytes` matched results with inputs.
+    order: int64[n]; order[:tally[DONE]] are the operators that have run, in sequence.
+    ready: int64[n]; ready[:tally[READY]] are the operators that may run next, in no particular sequence.
+    place: int64[n], the index in `ready` of each operator, -1 if it may not run next.
+    waits: int64[n], how many of the operators that each one waits for have not run.
+    born_by: int64[b], the operator with which each buffer became live; -1 if it is not born yet, -2 if it is live from
+        the beginning.
+    left, left_sum: int64[b], how many of each buffer's enders have not run, and the sum of their numbers: the number of
+        the last one when one is left.
+    need: int64[n] bytes that each operator adds to the live bytes while it runs, if it runs next: its workspace and the
+        buffers that are born with it.
+    net: int64[n] bytes by which the live bytes grow when it has run: buffers born with it less those that die with it.
+    taken: int64[b], the value of tally[STAMP] when a result last took over the buffer's bytes.
+    key: uint64[2], which stands for the set of operators that have run: each begins at 1, and every operator that runs
+        changes it by exclusive or with its random word.
+    word: uint64[n, 2], the random words of each operator.
     """
 
     tally: LongArray
@@ -45,7 +61,7 @@ class Schedule(NamedTuple):
 
 
 def new_schedule(flow: Flow) -> Schedule:
-    """Nothing has run. The random words come from a fixed seed."""
+    """Return a schedule of `flow` in which no operator has run. The random words come from a fixed seed."""
     num_ops, num_buffers = len(flow.waits), len(flow.size)
     schedule = Schedule(
         tally=np.zeros(5, dtype=np.int64),
@@ -67,7 +83,7 @@ def new_schedule(flow: Flow) -> Schedule:
 
 
 def finished_order(flow: Flow, schedule: Schedule) -> IntArray:
-    """The order that a complete schedule stands for, from the first operator to the last: int32[n]."""
+    """Return the order of a schedule in which all operators have run, from the first to the last: int32[n]."""
     order = schedule.order[::-1] if flow.backward else schedule.order
     return order.astype(np.int32)
 
@@ -93,7 +109,7 @@ def _begin(flow: Flow, schedule: Schedule) -> None:
 
 @compiled
 def enter(schedule: Schedule, op: OpIndex) -> None:
-    """`op` may run next."""
+    """Add `op` to the operators that may run next."""
     schedule.place[op] = schedule.tally[READY]
     schedule.ready[schedule.tally[READY]] = op
     schedule.tally[READY] += 1
@@ -101,7 +117,7 @@ def enter(schedule: Schedule, op: OpIndex) -> None:
 
 @compiled
 def leave(schedule: Schedule, op: OpIndex) -> None:
-    """`op` may no longer run next; the last of the ready ones takes its place."""
+    """Remove `op` from the operators that may run next; the last entry of `ready` moves to its place."""
     schedule.tally[READY] -= 1
     last = schedule.ready[schedule.tally[READY]]
     schedule.ready[schedule.place[op]] = last
@@ -111,7 +127,11 @@ def leave(schedule: Schedule, op: OpIndex) -> None:
 
 @compiled
 def run(flow: Flow, schedule: Schedule, op: OpIndex) -> None:
-    """Run a ready operator: its buffers are born and buried, and those that waited for it may become ready."""
+    """Run `op`, which must be ready, and bring the schedule up to date.
+
+    Its buffers are born or die, `need` and `net` of other operators fall, and those that waited only for it become
+    ready.
+    """
     leave(schedule, op)
     schedule.order[schedule.tally[DONE]] = op
     schedule.tally[DONE] += 1
@@ -137,7 +157,7 @@ def run(flow: Flow, schedule: Schedule, op: OpIndex) -> None:
 
 @compiled
 def undo(flow: Flow, schedule: Schedule) -> OpIndex:
-    """Take back the operator that ran last, and return it."""
+    """Take back the operator that ran last, which is ready again, and return it. At least one must have run."""
     schedule.tally[DONE] -= 1
     op: OpIndex = schedule.order[schedule.tally[DONE]]
     for row in range(flow.after_start[op], flow.after_start[op + 1]):
@@ -164,7 +184,7 @@ def undo(flow: Flow, schedule: Schedule) -> OpIndex:
 
 @compiled
 def _charge_others(flow: Flow, schedule: Schedule, buffer: int, op: OpIndex, num_bytes: Bytes) -> None:
-    """Change what the other operators that could give birth to the buffer would have to allocate."""
+    """Add `num_bytes` to `need` and `net` of the buffer's starters other than `op`."""
     for row in range(flow.starter_start[buffer], flow.starter_start[buffer + 1]):
         other = flow.starter[row]
         if other != op:
@@ -174,9 +194,10 @@ def _charge_others(flow: Flow, schedule: Schedule, buffer: int, op: OpIndex, num
 
 @compiled
 def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
-    """Bytes that the results of a ready operator take over if it runs now, by the rule in `problem.py`.
+    """Return the bytes that the results of `op`, which must be ready, take over from dying inputs if it runs next.
 
-    Backwards, the operator is the last reader of exactly those of its inputs that are not yet live.
+    Each result takes over the first of its reusable buffers whose last reader is `op` and which no earlier result of
+    `op` took. In a backward flow, `op` is the last reader of exactly those of its inputs that are not yet live.
     """
     total = 0
     schedule.tally[STAMP] += 1
@@ -194,7 +215,10 @@ def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
 
 @compiled
 def cost(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
-    """Live bytes while a ready operator runs, if it runs now."""
+    """Return the live bytes while `op`, which must be ready, runs, if it runs next; counts one unit of work.
+
+    Its workspace is included; bytes that its results take over from inputs count once.
+    """
     schedule.tally[WORK] += 1
     live: Bytes = schedule.tally[LIVE] + schedule.need[op] - reused_bytes(flow, schedule, op)
     return live

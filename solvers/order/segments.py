@@ -18,7 +18,10 @@ from roamc.solvers.order.window import window
 
 
 def narrow_points(problem: OrderProblem) -> IntArray:
-    """The operators that every other operator must run before or after, in order: int32. O(n + dependencies)."""
+    """Return the operators that every other operator must run before or after: int32, in program order.
+
+    The problem must have one stage. O(n + dependencies).
+    """
     ops = np.arange(problem.num_ops)
     pairs = dependencies(problem)
     next_reader = np.full(problem.num_ops, problem.num_ops)
@@ -31,9 +34,14 @@ def narrow_points(problem: OrderProblem) -> IntArray:
 
 
 def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
-    """Narrow the gap of a problem with one stage, segment by segment, the segment with the highest peak first.
+    """Search exactly for a lower peak or a higher bound, segment by segment, and return the better bracket.
 
-    A segment below the bound is left alone. O(segments * (n + reads)) besides the work of `narrow`.
+    A segment is what lies between two narrow points. The one with the highest peak comes first, and one whose peak is
+    no higher than the bound is left alone. The problem must have one stage. O(segments * (n + reads)) besides the
+    search.
+
+    work_limit: operators to look at in all, kept but for one step of a search. The bracket's `work` continues that of
+        `start`.
     """
     cuts = [0, *(narrow_points(problem) + 1).tolist(), problem.num_ops]
     live = live_bytes(problem, start.order)
@@ -55,7 +63,7 @@ def _narrow_span(
     work_limit: int,
     effort: Effort,
 ) -> Bracket:
-    """The bracket of the operators of one span; the order names operators of the whole."""
+    """Return the bracket of the operators at the steps [lo, hi) of `span`; its order keeps their numbers."""
     lo, hi = span
     peak = int(live_bytes(problem, order)[lo:hi].max())
     if peak <= bound or hi - lo == 1:

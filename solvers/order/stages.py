@@ -16,13 +16,17 @@ from roamc.solvers.order.problem import OrderProblem
 
 @dataclass(frozen=True, eq=False)
 class OneStage:
-    """A problem with one stage. number: int32[n of the staged problem], the operator's number in it."""
+    """A problem with one stage that stands for one with several.
+
+    problem: the problem with one stage; it has one operator more, a barrier, between each two stages.
+    number: int32[n], the number there of each operator of the problem with stages.
+    """
 
     problem: OrderProblem
     number: IntArray
 
     def order_of(self, order: IntArray) -> IntArray:
-        """An order of `problem` as an order of the problem with stages: int32."""
+        """Return an order of `problem` as an order of the problem with stages, without barriers: int32."""
         name = np.full(self.problem.num_ops, -1, dtype=np.int32)
         name[self.number] = np.arange(len(self.number), dtype=np.int32)
         named = name[order]
@@ -30,7 +34,7 @@ class OneStage:
 
 
 def one_stage(problem: OrderProblem) -> OneStage:
-    """Put a barrier between stages. A problem with one stage comes back as it is."""
+    """Put a barrier between each two stages. A problem with one stage comes back as it is."""
     cuts = np.flatnonzero(np.diff(problem.stage)) + 1
     number = np.arange(problem.num_ops) + np.searchsorted(cuts, np.arange(problem.num_ops), side="right")
     number = number.astype(np.int32)
@@ -55,7 +59,7 @@ def one_stage(problem: OrderProblem) -> OneStage:
 
 
 def _barrier_edges(barriers: IntArray, num_ops: int) -> IntArray:
-    """From every operator to the next barrier, and from every barrier to the operators up to the next one."""
+    """Return edges from every operator to the next barrier, and from each barrier to those up to the next."""
     ops = np.arange(num_ops)
     following = np.searchsorted(barriers, ops, side="right")
     into = following < len(barriers)

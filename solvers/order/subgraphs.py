@@ -17,11 +17,14 @@ from roamc.solvers.order.window import window
 
 
 def improve_by_subgraphs(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
-    """Lower the peak of an order of a problem with one stage, part by part; the bound stays as it is.
+    """Lower the peak of an order part by part, and return the new bracket; its bound stays that of `start`.
 
-    Rounds of all levels. After one that lowers nothing the next has its seams elsewhere and more work for each
-    node, by `effort.subgraph_work_growth`; ends after `effort.subgraph_patience` of them in a row, or when `work_limit`
-    operators were looked at.
+    Each round searches exactly those parts of `effort.leaf_ops` consecutive operators that reach the peak, then parts
+    of twice as many, and so on up to the whole. After a round that lowers nothing the next has its seams elsewhere and,
+    by `effort.subgraph_work_growth`, more work for each part. Ends when the peak meets the bound, after
+    `effort.subgraph_patience` such rounds in a row, or at `work_limit`. The problem must have one stage.
+
+    work_limit: operators to look at, not counting those that `start.work` counts.
     """
     best, in_vain = start, 0
     while in_vain < effort.subgraph_patience and not best.closed and best.work - start.work < work_limit:
@@ -36,7 +39,7 @@ def improve_by_subgraphs(problem: OrderProblem, start: Bracket, work_limit: int,
 def _round(
     problem: OrderProblem, best: Bracket, work_limit: int, shift: Step, work_of_a_node: int, effort: Effort
 ) -> Bracket:
-    """All levels once, from the leaves up, until the work of the bracket reaches `work_limit`."""
+    """Search all levels once, from the leaves up, until the work of the bracket reaches `work_limit`."""
     size = effort.leaf_ops
     while size < 2 * problem.num_ops:
         for lo in range(-shift, problem.num_ops, size):
@@ -49,7 +52,7 @@ def _round(
 
 
 def _improve_node(problem: OrderProblem, best: Bracket, lo: Step, hi: Step, work_limit: int, effort: Effort) -> Bracket:
-    """Search the operators at steps [lo, hi) if the peak is among them."""
+    """Search the operators at steps [lo, hi) exactly if the peak is among them, and return the new bracket."""
     live = live_bytes(problem, best.order)
     here = int(live[lo:hi].max())
     if here < best.peak_bytes:

@@ -13,7 +13,11 @@ from roamc.solvers.order.problem import OpIndex, OrderProblem, predecessors, suc
 
 
 def breadth_first(problem: OrderProblem) -> IntArray:
-    """Always the ready operator whose predecessors ran earliest, compared as sorted lists of steps: int32[n]."""
+    """Return the order of torch's `topological_sort_bfs`: int32[n].
+
+    Of the ready operators the one runs whose predecessors ran earliest, compared as sorted lists of steps. The problem
+    must have one stage.
+    """
     before, after = predecessors(problem).lists(), successors(problem).lists()
     waits_for = [len(ops) for ops in before]
     step = [0] * problem.num_ops
@@ -31,9 +35,10 @@ def breadth_first(problem: OrderProblem) -> IntArray:
 
 
 def depth_first(problem: OrderProblem) -> IntArray:
-    """From the operators that touch fewest bytes down to their predecessors, again fewest bytes first: int32[n].
+    """Return the order of torch's `topological_sort_dfs`: int32[n].
 
-    An operator touches what it reads and what it produces.
+    Operators are taken by the bytes that they read and produce, the fewest first; before each, its predecessors run in
+    the same way. The problem must have one stage.
     """
     rank = np.empty(problem.num_ops, dtype=np.int64)
     by_bytes = np.argsort(_touched(problem), kind="stable")

@@ -13,7 +13,7 @@ from roamc.solvers.status import Status
 
 
 class OrderVerdict(Enum):
-    """What the judge found; the first fault in this sequence is the one reported."""
+    """The verdict on a solution: GOOD, or its first fault in the sequence of these members."""
 
     GOOD = "good"
     NOT_A_PERMUTATION = "not a permutation"
@@ -29,7 +29,13 @@ class OrderVerdict(Enum):
 
 @dataclass(frozen=True)
 class OrderReport:
-    """A verdict, the numbers it is about (see `detail` for what they are), and one line for people."""
+    """The judgement of a solution.
+
+    verdict: what was found.
+    items: the numbers of the operators and buffers at fault, or the claimed and the counted value; `detail` says which
+        is which. Empty if nothing is wrong.
+    detail: one line for people; empty if nothing is wrong.
+    """
 
     verdict: OrderVerdict
     items: tuple[int, ...] = ()
@@ -42,7 +48,11 @@ class OrderReport:
 
 
 def validate(problem: OrderProblem, solution: OrderSolution) -> OrderReport:
-    """Judge a solution. Never raises for a bad one: the verdict names the first fault and what is in it."""
+    """Judge a solution of `problem` by counting everything again; a bad solution never raises.
+
+    The report names the first fault. That `bound_bytes` is a true lower bound is not checked, only that it is no higher
+    than the peak.
+    """
     order = [int(op) for op in solution.order]
     fault = _permutation_fault(problem.num_ops, order)
     if fault is not None:
@@ -98,7 +108,7 @@ def _stage_fault(problem: OrderProblem, order: Sequence[int]) -> OrderReport | N
 
 
 def _recount_reuses(problem: OrderProblem, position: Sequence[int]) -> dict[int, int]:
-    """Result to reused buffer, for every result that takes over another's bytes by the rule in `problem.py`."""
+    """Return result to reused buffer, for every result that takes over another's bytes by the rule in `problem.py`."""
     start = problem.consumer_start.tolist()
     consumer = problem.consumer.tolist()
     reusable_start = problem.reusable_start.tolist()

@@ -17,9 +17,13 @@ from roamc.solvers.order.reuse import positions
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """problem: source 0, then the operators of `ops` in that order, then the sink; program order is the given one.
+    """Consecutive operators of an order as a problem of their own.
 
-    Live bytes at a step of the window plus `offset_bytes` are those of the whole order at that step.
+    problem: source 0, then the operators of `ops` as 1 to len(ops), then the sink; their given order is its program
+        order.
+    ops: int32, the operators' numbers in the whole problem, in the given order.
+    offset_bytes: bytes that are live during the whole window and left out of `problem`: its live bytes at a step of one
+        of `ops`, plus these, are those of the whole order at that step.
     """
 
     problem: OrderProblem
@@ -27,12 +31,15 @@ class Window:
     offset_bytes: Bytes
 
     def order_of(self, order: IntArray) -> IntArray:
-        """An order of `problem` as an order of the operators."""
+        """Return an order of `problem` as an order of `ops`: int32, without source and sink."""
         return self.ops[order[1:-1] - 1]
 
 
 def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window:
-    """The operators at steps [lo, hi) of a legal order of a problem with one stage. O(n + b + reads)."""
+    """Make the operators at steps [lo, hi) of a legal order a problem of their own. O(n + b + reads).
+
+    The given problem must have one stage.
+    """
     position = positions(order)
     number = np.clip(position - lo + 1, 0, hi - lo + 1).astype(np.int32)
     sink = hi - lo + 1
@@ -61,7 +68,7 @@ def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window
 
 
 def _edges(problem: OrderProblem, number: IntArray, sink: int) -> IntArray:
-    """The edges between operators of the window, source before and sink after everything."""
+    """Return the edges between operators of the window, with the source before and the sink after everything."""
     edges = number[problem.edges].reshape(-1, 2)
     inside = (edges[:, 0] > 0) & (edges[:, 1] < sink)
     ops = np.arange(1, sink)
@@ -72,7 +79,7 @@ def _edges(problem: OrderProblem, number: IntArray, sink: int) -> IntArray:
 
 
 def _readers(problem: OrderProblem, number: IntArray, sink: int, buffer_of: LongArray, chosen: BoolArray) -> Csr:
-    """Readers in the window; all those behind it become the sink, and so does the end for a kept buffer."""
+    """Return the readers in the window; all those behind it become the sink, and so does the end for a kept buffer."""
     kept = np.flatnonzero(problem.kept)
     buffer = np.concatenate([buffer_of, kept])
     reader = np.concatenate([number[problem.consumer], np.full(len(kept), sink)])
@@ -83,7 +90,7 @@ def _readers(problem: OrderProblem, number: IntArray, sink: int, buffer_of: Long
 
 
 def _reusables(problem: OrderProblem, chosen: BoolArray) -> Csr:
-    """The reusable buffers of the window's results; a buffer that is live throughout is not among them."""
+    """Return the reusable buffers of the window's results; a buffer that is live throughout is not among them."""
     result = np.repeat(np.arange(problem.num_buffers), np.diff(problem.reusable_start))
     useful = chosen[result] & chosen[problem.reusable]
     renamed = (np.cumsum(chosen) - 1).astype(np.int32)
