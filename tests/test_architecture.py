@@ -57,7 +57,10 @@ MUST_NOT_IMPORT = {
 KNOW_PASSES = (
     "roamc.passes",
     "roamc.report",
-    *(f"roamc.planning.{name}" for name in ("pipeline", "plan_maker", "planned", "search", "other_orders")),
+    *(
+        f"roamc.planning.{name}"
+        for name in ("pipeline", "plan_check", "plan_maker", "planned", "search", "other_orders")
+    ),
 )
 # The modules that may name what torch keeps to itself.
 COMPAT = ("roamc.compat", "roamc.compat_aot", "roamc.compat_dynamo", "roamc.compat_hooks")
