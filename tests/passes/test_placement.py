@@ -75,11 +75,12 @@ def test_an_arena_that_is_taken_again_for_backward_lies_beside_what_is_saved(idl
         return s.sum(), (-(s * 2)) + 1
 
     graph = traced(function, MB, phases="FFBBB", saved=("sin",), boundary=True)
-    table, options = table_of(graph), Options(idle_arena=idle)
+    table, keeps = table_of(graph), Options(idle_arena=idle).keeps_arena
     assert table.boundary == 2
     for placement in placements(table):
         outside = outside_live(table, placement.with_allocator)
-        needed = choose._taken(table, placement, 8 << 20, outside, options)
+        inside = ~table.foreign & ~placement.with_allocator
+        needed = choose.taken(table, inside, 8 << 20, outside, keeps=keeps)
         again = idle == "free" and "sin" in names_of(graph, placement)
         # sin, the loss, and what step 2 makes outside the arena
         assert needed == (8 << 20) + LARGE + (int(outside[2]) if again else 0)
