@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roamc.graph.memory import Int64s, MemoryModel, Place, dropped_lifetimes, eager_lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place, eager_lifetimes, sizes, timeline
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]
@@ -78,7 +78,7 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
     born, dead = eager_lifetimes(memory)
     output, size = _outputs(memory), sizes(memory.counted)
     at = memory.boundary if boundary else 0
-    drops = dropped_lifetimes(memory, dead) if boundary else dead
+    _, drops = eager_lifetimes(memory, dropped=boundary)
     kept = at_moments(timeline(size, born, dead, len(memory.operators)), size, born, dead, output, at)
     dropped = at_moments(timeline(size, born, drops, len(memory.operators)), size, born, drops, output, at)
     names = [operator.node.name for operator in memory.operators]
@@ -89,7 +89,7 @@ def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: B
     """Append to live bytes, int64[n], those between forward and backward and those after backward: int64[n + 2].
 
     Both are 0 if ``boundary`` is 0. Outputs are live between forward and backward, even if the caller drops them then:
-    the loss is made of them.
+    the loss is made of them. Only an output without a life of its own lies in another storage.
 
     Args:
         live: live bytes at each operator.
@@ -101,7 +101,7 @@ def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: B
     """
     if not boundary:
         return np.append(live, [0, 0])
-    between = size[(born < boundary) & ((dead > boundary) | output)].sum()
+    between = size[(born < boundary) & ((dead > boundary) | (output & (dead > born)))].sum()
     after = size[output & (dead == len(live))].sum()
     return np.append(live, [between, after])
 

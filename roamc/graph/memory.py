@@ -235,28 +235,47 @@ def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
 
-def eager_lifetimes(memory: MemoryModel) -> tuple[Int64s, Int64s]:
+def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int64s, Int64s]:
     """Return ``born`` and ``dead`` as :func:`lifetimes` does, but as eager PyTorch has them, in graph order.
 
     Gradients live to the end of the step. Some operators make a value here that eager writes over the first argument.
     Where that argument is all of a temporary's storage and ends its life here, it dies one step earlier: the result
-    takes over its bytes. Where eager writes to a part of a storage, or to a tensor of the caller's, the result takes no
-    bytes and has ``dead == born``.
+    takes over its bytes. What eager writes to a part of a storage lies there and has ``dead == born``; the storage
+    lives as long as all that lies in it. So has what eager writes to a tensor of the caller's.
+
+    Args:
+        memory: in program order.
+        dropped: the caller drops what forward hands out, see :func:`dropped_lifetimes`.
     """
     born, dead = lifetimes(memory)
+    if dropped:
+        dead = dropped_lifetimes(memory, dead)
+    gradients = np.array([storage.gradient for storage in memory.counted], dtype=bool)
+    dead[gradients] = len(memory.operators)
     row = {storage.index: at for at, storage in enumerate(memory.counted)}
-    for storage in memory.counted:
-        if storage.gradient:
-            dead[row[storage.index]] = len(memory.operators)
+    _write_in_place(memory, row, born, dead)
+    return born, dead
+
+
+def _write_in_place(memory: MemoryModel, row: Mapping[int, int], born: Int64s, dead: Int64s) -> None:
+    """Change ``dead`` where eager writes a value into memory that is there: of the value and of that memory."""
     callers = {storage.index for storage in memory.storages if storage.place is Place.INPUT}
+    holder: dict[int, int] = {}  # of a value that eager writes to a part of a storage, or over what lies in one
+    heir: dict[int, int] = {}  # of a value that eager writes over as a whole
     for position, argument, whole, result in _written_over(memory):
         if argument.index in callers:
             callers.add(result.index)
-        if argument.index in callers or not whole:
             dead[row[result.index]] = born[row[result.index]]
+        elif not whole or argument.index in holder:
+            holder[result.index] = argument.index
         elif not argument.gradient and argument.place is Place.TEMPORARY and dead[row[argument.index]] == position + 1:
             dead[row[argument.index]] = position
-    return born, dead
+            heir[argument.index] = result.index
+    lies_in = {**holder, **heir}
+    for part in holder:
+        around = row[_root(part, lies_in)]
+        dead[around] = max(dead[around], dead[row[part]])
+        dead[row[part]] = born[row[part]]
 
 
 def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, Storage]]:

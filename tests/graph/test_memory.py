@@ -14,6 +14,7 @@ from torch import Tensor
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import (
     _KEPT_AS,
+    WROTE_OVER,
     MemoryModel,
     Place,
     _Builder,
@@ -179,6 +180,21 @@ def test_eager_keeps_gradients_to_the_end() -> None:
     #             0: mul  1: add_  2: mul_1  3: add_  4: sum
     assert live_bytes(memory).tolist() == [1024, 1024, 1024, 1024, 4]
     assert eager_live_bytes(memory).tolist() == [1024, 1024, 2048, 2048, 2052]
+
+
+def test_what_eager_writes_to_a_part_keeps_the_whole_alive() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        part = (x * 2)[:128].sigmoid().tan()
+        return x.sum(), part.cos()
+
+    graph = traced(function, KB)
+    for node in graph.graph.nodes:
+        if node.target in (torch.ops.aten.sigmoid.default, torch.ops.aten.tan.default):
+            node.meta[WROTE_OVER] = True
+    memory = build_memory(graph)
+    #                                           0: mul  1: sigmoid  2: tan  3: sum  4: cos
+    assert live_bytes(memory).tolist() == [1024, 1536, 1024, 516, 1028]
+    assert eager_live_bytes(memory).tolist() == [1024, 1024, 1024, 1028, 1540]
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roamc.graph import TrainGraph
-from roamc.graph.memory import build_memory
+from roamc.graph.memory import WROTE_OVER, build_memory
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.passes.layout.eager import AFTER, BETWEEN, NUMBERS, eager_floor
@@ -45,6 +45,18 @@ def test_what_eager_holds_at_the_callers_own_moments() -> None:
     floor = eager_floor(build_memory(halves()), boundary=True)
     assert floor[BETWEEN] == (MB + 4, MB + 4), "what is saved, and the sum, which the caller's loss is made of"
     assert floor[AFTER] == (MB + 4, MB), "what is handed out"
+
+
+def test_a_part_that_is_handed_out_is_not_there_beside_the_whole_that_it_lies_in() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = x.sin()[:256].sigmoid()
+        return part, part * 2
+
+    graph = traced(function, X, phases="FFFB", saved=("sigmoid",), boundary=True)
+    next(node for node in graph.graph.nodes if node.name == "sigmoid").meta[WROTE_OVER] = True
+    floor = eager_floor(build_memory(graph), boundary=True)
+    assert floor[BETWEEN] == (MB, MB)
+    assert floor["mul"] == (MB * 3 // 2, MB * 3 // 2)
 
 
 @pytest.mark.parametrize("idle", [True, False])
