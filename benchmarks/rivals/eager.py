@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from roamc.graph import Phase
-from roamc.graph.memory import Int64s, MemoryModel, eager_lifetimes, sizes, timeline
+from roamc.graph.eager_memory import eager_lifetimes
+from roamc.graph.memory import Int64s, MemoryModel, sizes, timeline
 from roamc.units import Bytes
 
 aten = torch.ops.aten

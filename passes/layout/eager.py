@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roamc.graph.memory import Int64s, MemoryModel, Place, eager_lifetimes, sizes, timeline
+from roamc.graph.eager_memory import eager_lifetimes
+from roamc.graph.memory import Int64s, MemoryModel, Place, sizes, timeline
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]

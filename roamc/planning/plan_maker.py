@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from roamc import budget, cost
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
-from roamc.graph.memory import build_memory, eager_lifetimes, eager_live_bytes, input_bytes, most_alive
+from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
+from roamc.graph.memory import build_memory, input_bytes, most_alive
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import layout, reorder, retain, reuse

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roamc.graph import Phase, TrainGraph
+from roamc.graph.eager_memory import eager_live_bytes
 from roamc.graph.memory import (
     _KEPT_AS,
     WROTE_OVER,
@@ -20,7 +21,6 @@ from roamc.graph.memory import (
     _Builder,
     _state,
     build_memory,
-    eager_live_bytes,
     input_bytes,
     lifetimes,
     live_bytes,
@@ -203,7 +203,7 @@ def test_eager_never_holds_less(seed: int, route: str, monkeypatch: pytest.Monke
     """But where it writes over a value."""
     graph, _ = graph_and_inputs(*random_model(seed), route)
     memory = build_memory(graph)
-    monkeypatch.setattr("roamc.graph.memory._written_over", lambda _: ())
+    monkeypatch.setattr("roamc.graph.eager_memory._written_over", lambda _: ())
     assert (eager_live_bytes(memory) >= live_bytes(memory)).all()
 
 

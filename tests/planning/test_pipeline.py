@@ -15,7 +15,8 @@ import torch
 
 from roamc.errors import REQUIRED, BudgetError, OptionError, VerifyError
 from roamc.graph import TrainGraph
-from roamc.graph.memory import build_memory, eager_live_bytes
+from roamc.graph.eager_memory import eager_live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import Plan

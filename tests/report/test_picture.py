@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc.graph.memory import build_memory, eager_live_bytes, live_bytes
+from roamc.graph.eager_memory import eager_live_bytes
+from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.planned import Planned

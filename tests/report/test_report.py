@@ -15,7 +15,8 @@ from roamc.cli import zoo
 from roamc.cli.request import Request, answer
 from roamc.frontends.workload import capture
 from roamc.graph import TrainGraph
-from roamc.graph.memory import build_memory, eager_live_bytes, live_bytes
+from roamc.graph.eager_memory import eager_live_bytes
+from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
 from roamc.planning import search
 from roamc.report import text
