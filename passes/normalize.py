@@ -112,10 +112,20 @@ def _comes_apart(node: fx.Node) -> bool:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Put inputs in the place of aliases, erase dead nodes, and split dropouts; the FX graph is changed in place.
+    """Apply ``decision``: let readers of aliases read their inputs, erase dead nodes, and split dropouts.
+
+    A split dropout becomes ``dropout_mask``, which draws the numbers, and, if its result is read, a product of its
+    input with that mask.
+
+    Args:
+        graph: the graph that :func:`decide` saw, or an equal one; its FX graph is changed in place.
+        decision: names of nodes of ``graph``.
+
+    Returns:
+        A train graph on the same FX graph, with the new nodes in ``phase``, ``saved``, ``gradients`` and ``waits``.
 
     Raises:
-        PlanError: the graph has no such nodes, or other nodes read a dead one.
+        PlanError: a node that the decision names is missing or cannot be treated so, or other nodes read a dead one.
     """
     by_name = {node.name: node for node in graph.graph.nodes}
     inner = {node.name for node in graph.graph.nodes if node.op in ("call_function", "get_attr")}

@@ -196,8 +196,13 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
 def checkpoints_followed() -> Iterator[None]:
     """Within this context, number the selective checkpoints that are traced, and refuse reentrant checkpoints.
 
-    torch numbers them under dynamo alone, and its partition compares the numbers. It also leaves the last mark of a
-    checkpoint's region on all nodes behind it; here marks end with their region.
+    torch numbers them under dynamo alone, and its partition compares the numbers. Each gets the next ``ac_graph_id``,
+    from 0 on in each context. torch also leaves the last mark of a checkpoint's region on all nodes behind it; here
+    marks end with their region.
+
+    Raises:
+        CaptureError: later, when backward reaches a reentrant checkpoint inside this context; names the checkpointed
+            function and its line.
     """
     from torch.utils.checkpoint import CheckpointFunction
     from torch.utils.checkpoint import _CachingTorchDispatchMode as Region

@@ -312,7 +312,16 @@ def _outside(table: Table, with_allocator: Bools, size: Int64s, dead: Int64s) ->
 def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
     """Return the padded bytes outside the arena at every step: if the caller keeps forward's outputs, and if not.
 
-    Sizes are padded to the arena's alignment: the allocator pads too.
+    These are the caller's storages, those with the allocator, and results before their copy into the arena, at the step
+    at which they are made. Sizes are padded to the arena's alignment: the allocator pads too.
+
+    Args:
+        table: the storages, k of them, and the n steps.
+        with_allocator: bool[k], which of them lie with the allocator instead of the arena; never ``foreign`` ones.
+
+    Returns:
+        Two arrays int64[n]. They differ in when forward's outputs end: at ``table.dead``, if the caller keeps them, and
+        at ``table.dropped``, if the caller drops them as soon as forward has ended.
     """
     kept, dropped = (_outside(table, with_allocator, table.padded, dead) for dead in (table.dead, table.dropped))
     return kept, dropped

@@ -294,6 +294,7 @@ def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, i
 
 
 def root_of(storage: int, reused: Mapping[int, int]) -> int:
+    """Follow ``reused``, storage to the storage whose bytes it takes, from ``storage`` to one that takes no other's."""
     while storage in reused:
         storage = reused[storage]
     return storage

@@ -33,9 +33,20 @@ class Point:
 
 
 def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> tuple[Point, ...]:
-    """Plan a copy of ``graph`` for each budget; return one point for each, in their sequence.
+    """Plan ``graph`` under each of ``budgets``; return a point for each, in their sequence.
 
-    Each plan is the one that is made if its budget is the only one.
+    Each plan is the one that is made if its budget is the only one. A budget that no plan keeps raises no error: its
+    point has the lowest plan found, and ``fits`` is false.
+
+    Args:
+        graph: the graph as it was captured; it is copied and not changed.
+        options: what the user set; in the place of ``memory_budget`` stand ``budgets``.
+        budgets: as :func:`roamc.budget.parse_budget` returns them, without None; they may repeat.
+
+    Raises:
+        OptionError: an option names a pass or codec that does not exist, or a share of eager's bytes is less than a
+            byte.
+        VerifyError: a pass left an invalid graph.
     """
     trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}

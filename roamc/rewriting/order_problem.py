@@ -57,5 +57,9 @@ def order_problem(
 
 
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:
-    """Return the storages behind the buffers of :func:`order_problem`: all counted ones but tangents nobody uses."""
+    """Return the storages that the buffers of :func:`order_problem` stand for: entry k is the storage of buffer k.
+
+    These are the storages in ``memory.counted``, in that sequence, without tangents that no operator uses and that are
+    not outputs.
+    """
     return tuple(s for s in memory.counted if s.producer >= 0 or memory.uses[s.index] or s.place is Place.OUTPUT)

@@ -127,9 +127,20 @@ def make_problem(
     hint: Sequence[Bytes] | LongArray | None = None,
     gaps: Sequence[Gap] = (),
 ) -> LayoutProblem:
-    """Check the parts of a layout problem and pack them into arrays.
+    """Check the parts of a layout problem and pack them into a `LayoutProblem`.
 
-    own_alignment: bytes, 1 for none.  fixed, hint: offsets in bytes, -1 for none.
+    Storage i is entry i of every list; all lists have the same length n.
+
+    size: bytes, not padded.
+    born, dead: storage i lives in the half-open steps [born[i], dead[i]).
+    alignment: bytes, a power of two; every offset is a multiple of it, and sizes are padded to it.
+    own_alignment: bytes that an offset must be a multiple of besides, not necessarily a power of two; 1 for none, as
+        for all storages if left out.
+    fixed: the offset that a storage must have, in bytes; -1 for one that is free to choose, as for all if left out.
+    hint: an offset, in bytes, that a heuristic tries to keep to by placing storages in the sequence of their hints;
+        no layout has to. -1 for none, as for all if left out.
+    gaps: steps within a storage's life at which it needs none of its bytes, or only a window of them; in any sequence,
+        those of one storage must not overlap in time.
 
     Raises ValueError, naming the storage, for a negative size, a birth before step 0, a death that is not
     after the birth, lists of different lengths, an alignment that is not a power of two (or, of its own, below

@@ -32,7 +32,15 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class Bits:
-    """A coding of bool tensors of one shape and stride, with one bit for each element."""
+    """A coding of bool tensors of one shape and stride: bytes of 0 and 1 become one bit each, packed eight to a byte.
+
+    :func:`bits_of` makes it for a tensor's geometry. The tensor must fill its storage; the bits are packed in the
+    sequence of memory, not of the indices.
+
+    Attributes:
+        shape: of the tensors, in elements.
+        stride: of the tensors, in elements, of a dense tensor; ``decode`` gives a tensor with these.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
