@@ -421,6 +421,16 @@ def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[N
         _TABLES.now = before
 
 
+def whole(target: OpOverload) -> Callable[..., Any]:
+    """Return a function for :func:`decompositions` that calls ``target`` as eager does: a trace has one operator."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisablePythonDispatcher():
+            return target(*args, **kwargs)
+
+    return run
+
+
 @functools.cache
 def _consult_tables(target: OpOverload) -> None:
     """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""

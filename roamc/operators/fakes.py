@@ -120,6 +120,9 @@ BATCH_NORMS: tuple[OpOverload, ...] = (
 )
 """The operators that ``nn.BatchNorm1d`` to ``3d`` become; they return the result first, then statistics."""
 
+WHOLE: tuple[OpOverload, ...] = (aten.softshrink.default, aten.hardshrink.default)
+"""Operators that eager runs as one, and torch takes apart in a trace: the parts lie otherwise, or round otherwise."""
+
 FAKES: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     **{overload: _pointwise(overload) for overload in ARITHMETIC},

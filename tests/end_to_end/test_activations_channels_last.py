@@ -42,6 +42,19 @@ def stepped(model: nn.Module, x: Tensor, route: str) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+TAKEN_APART = {kind.__name__: kind for kind in (nn.Softshrink, nn.Hardshrink)}
+"""Activations that torch.compile takes apart for every backend, so that ``optimize`` gives aot_eager's bits."""
+
+
+@pytest.mark.parametrize("name", TAKEN_APART)
+def test_a_step_keeps_whole_what_eager_runs_as_one(name: str) -> None:
+    torch.manual_seed(0)
+    model = Flattened(TAKEN_APART[name]()).to(memory_format=torch.channels_last)
+    x = torch.randn(8, 3, 8, 8).to(memory_format=torch.channels_last)
+    expected, got = stepped(copy.deepcopy(model), x, "eager"), stepped(model, x, "train_step")
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 @pytest.mark.parametrize("route", ["train_step", "optimize"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_bits_are_those_of_eager(name: str, route: str) -> None:
