@@ -30,7 +30,7 @@ from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, o
 from roamc.graph.keep import keep_saved
 from roamc.graph.rewrite import Writer
 from roamc.operators.corrections import correct
-from roamc.operators.fakes import FAKES, WHOLE
+from roamc.operators.fakes import FAKES, kept_whole
 from roamc.units import format_bytes
 
 LossFunction = Callable[..., torch.Tensor]
@@ -209,7 +209,7 @@ class _Trace:
                 refusals.in_one_line(),
                 compat.uncompiled(self.request.model),
                 recurrent.decomposed(),
-                compat.decompositions({target: compat.whole(target) for target in WHOLE}),
+                kept_whole(),
                 compat_dynamo.unchecked_distributions(),
                 user_line.noted(),
             ):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roamc.compat import OpOverload, suggested_format
+from roamc.compat import OpOverload, decompositions, suggested_format, whole
 from roamc.operators.pointwise import laid_out
 
 aten = torch.ops.aten
@@ -120,8 +121,20 @@ BATCH_NORMS: tuple[OpOverload, ...] = (
 )
 """The operators that ``nn.BatchNorm1d`` to ``3d`` become; they return the result first, then statistics."""
 
-WHOLE: tuple[OpOverload, ...] = (aten.softshrink.default, aten.hardshrink.default)
-"""Operators that eager runs as one, and torch takes apart in a trace: the parts lie otherwise, or round otherwise."""
+WHOLE: tuple[OpOverload, ...] = (
+    *(aten.softshrink.default, aten.hardshrink.default),
+    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
+    *(aten.upsample_linear1d.vec, aten.upsample_trilinear3d.vec),
+    *(aten.upsample_bilinear2d.vec, aten.upsample_bilinear2d.default),
+    *(aten.upsample_bicubic2d.vec, aten.upsample_bicubic2d.default),
+)
+"""Operators that eager runs as one, and torch takes apart in a trace: the parts take longer, and round otherwise."""
+
+
+def kept_whole() -> AbstractContextManager[None]:
+    """While inside, the operators of :data:`WHOLE` that this thread traces stay as they are."""
+    return decompositions({target: whole(target) for target in WHOLE})
+
 
 FAKES: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
