@@ -95,7 +95,7 @@ class Facts:
 class Row(Facts):
     """One row: facts, and corrections to fields of :class:`roamc.operators.ops.OpRule` that schema and tags give.
 
-    ``view_of``, ``random``, ``recomputable`` and ``overwrites`` replace the derived field; None leaves it as derived.
+    ``view_of``, ``random``, ``recomputable``, ``overwrites`` and ``strides`` replace the derived field; None leaves it.
     """
 
     view_of: tuple[int, ...] | None = None

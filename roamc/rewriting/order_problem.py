@@ -40,7 +40,7 @@ def order_problem(
         names.insert(at, HANDOVER)
         stage.insert(at, 1)
     own = [0] * len(stage)
-    for operator_, count in zip(new, workspace or (), strict=False):
+    for operator_, count in zip(new, workspace, strict=True) if workspace is not None else ():
         own[operator_] = count
     edges = [(new[before], new[after]) for before, after in memory.edges]
     buffers: list[tuple[Bytes, int, list[int], bool]] = []

@@ -23,7 +23,7 @@ from roamc.solvers.order.problem import OrderProblem, dependencies
 from roamc.solvers.order.stages import one_stage
 from roamc.solvers.retain.effort import EFFORT, Effort
 
-_PASSES = (order_effort.EFFORT, replace(order_effort.EFFORT, largest_branch=2))
+_EFFORTS = (order_effort.EFFORT, replace(order_effort.EFFORT, largest_branch=2))
 """The efforts with which branches are placed, one after the other: large branches first, then small ones.
 
 Near the end of the order, a large branch holds several gradients. The second time moves them apart, as small branches.
@@ -49,7 +49,7 @@ def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EF
     barriers = np.setdiff1d(np.arange(staged.problem.num_ops), staged.number)
     places = np.flatnonzero(np.diff(stage)) + 1
     lifted = np.insert(staged.number[sequence], places, barriers).astype(np.int32)
-    for each in _PASSES:
+    for each in _EFFORTS:
         lifted, _ = place_branches(staged.problem, lifted, effort=each)
     found = staged.order_of(lifted)
     reads = np.zeros(order.num_ops, dtype=np.bool_)
