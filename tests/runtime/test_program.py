@@ -142,6 +142,7 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
     monkeypatch: pytest.MonkeyPatch, keeps_graph: bool
 ) -> None:
     monkeypatch.setattr(compat, "keeps_graph", lambda: keeps_graph)
+    monkeypatch.setattr(search, "check_numbers", lambda *numbers: None)  # of a plan made by hand, nobody counted them
     model, x = seeded(Tanh), noise(4, 8)
 
     def graph() -> TrainGraph:
