@@ -21,11 +21,11 @@ import numpy as np
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, tensors_of
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.memory import MemoryModel, Place, build_memory, timeline
+from roamc.graph.memory import MemoryModel, Place, build_memory
 from roamc.options import LARGEST_ALIGNMENT, Options
 from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
-from roamc.passes.layout.placement import Table, excess, make_table, outside_live, peak
+from roamc.passes.layout.placement import Table, apart_bytes, excess, make_table
 from roamc.passes.layout.recount import recounted
 from roamc.passes.layout.trim import Gap
 from roamc.units import Bytes
@@ -115,9 +115,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         offset=dict(zip(placed, solution.offset.tolist(), strict=True)),
         with_allocator=tuple(s.name for s, apart in zip(memory.counted, outside, strict=True) if apart),
         live_bytes=int(solution.bound_bytes),
-        outside_bytes=peak(outside_live(table, outside)),
-        copied_bytes=int(table.size[table.allocated & ~outside].sum()),
-        allocator_bytes=peak(timeline(table.size * outside, table.born, table.dead, table.steps)),
+        **apart_bytes(table, outside),
         peak_bytes=found.peak_bytes,
         needed_bytes=found.needed_bytes,
         trims=tuple(trim for gap in found.trimming.gaps for trim in _trims(gap, names)),

@@ -309,6 +309,20 @@ def _outside(table: Table, with_allocator: Bools, size: Int64s, dead: Int64s) ->
     return total
 
 
+def apart_bytes(table: Table, with_allocator: Bools) -> dict[str, Bytes]:
+    """Return what lies outside the arena, by the names of a layout's decision: see its attributes.
+
+    Args:
+        table: the storages, k of them.
+        with_allocator: bool[k], which of them lie with the allocator instead of the arena.
+    """
+    return {
+        "outside_bytes": peak(outside_live(table, with_allocator)),
+        "copied_bytes": int(table.size[table.allocated & ~with_allocator].sum()),
+        "allocator_bytes": peak(timeline(table.size * with_allocator, table.born, table.dead, table.steps)),
+    }
+
+
 def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
     """Return the padded bytes outside the arena at every step: if the caller keeps forward's outputs, and if not.
 

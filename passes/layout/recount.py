@@ -10,10 +10,10 @@ from roamc.cost import objects
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.memory import Int64s, MemoryModel, build_memory, most_alive, timeline
+from roamc.graph.memory import Int64s, MemoryModel, build_memory, most_alive
 from roamc.passes.layout.choose import taken
 from roamc.passes.layout.eager import Bools
-from roamc.passes.layout.placement import Table, arena_live, make_table, outside_live, peak
+from roamc.passes.layout.placement import Table, apart_bytes, arena_live, make_table, outside_live, peak
 from roamc.units import Bytes
 
 
@@ -32,9 +32,7 @@ def recounted(graph: TrainGraph, layout: Layout) -> dict[str, Bytes]:
     tensors = layout.arena_bytes - _trimmed(layout.trims, memory) + outside
     return {
         "live_bytes": peak(arena_live(table, apart)),
-        "outside_bytes": peak(outside),
-        "copied_bytes": int(table.size[table.allocated & ~apart].sum()),
-        "allocator_bytes": peak(timeline(table.size * apart, table.born, table.dead, table.steps)),
+        **apart_bytes(table, apart),
         "trimmed_bytes": sum(trim.nbytes for trim in layout.trims if trim.before),
         "peak_bytes": peak(tensors),
         "needed_bytes": _needed(table, outside, tensors, layout, ~table.foreign & ~apart),

@@ -33,7 +33,7 @@ from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress,
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.problem import Question, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import SIMULATIONS, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule, validate
+from roamc.solvers.retain import EFFORT, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule, validate
 from roamc.units import Bytes, Seconds
 
 WORTH = 1_000
@@ -132,7 +132,7 @@ class Choice:
         self._won: tuple[Bytes, tuple[Candidate, ...]]
         self.forget()
 
-    def decide(self, target: Bytes, *, together: bool = False, simulations: int = SIMULATIONS) -> Decision:
+    def decide(self, target: Bytes, *, together: bool = False, simulations: int = EFFORT.simulations) -> Decision:
         """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
         Args:
@@ -150,7 +150,11 @@ class Choice:
         return self._decide(target, self._known if together else {}, simulations)
 
     def _decide(
-        self, target: Bytes, known: Known, simulations: int = SIMULATIONS, sets: Sequence[tuple[Candidate, ...]] = ()
+        self,
+        target: Bytes,
+        known: Known,
+        simulations: int = EFFORT.simulations,
+        sets: Sequence[tuple[Candidate, ...]] = (),
     ) -> Decision:
         """As :meth:`decide`, to begin with what is ``known``; what is found goes there too.
 
@@ -383,7 +387,7 @@ def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[st
 
 
 def choose(
-    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = SIMULATIONS
+    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = EFFORT.simulations
 ) -> RetainSolution:
     """Choose reruns so that no step has more than ``target`` live bytes, at the least added time, and verify them.
 

@@ -112,8 +112,8 @@ def stitch(
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
     reinplace(stitched, made.mode, made.phase, saved)
     stands_for = join(module)
-    outputs_now = [node for node in output_values(made.graph)[: len(first)] if isinstance(node, fx.Node)]
-    traced = {node: tensor.dtype for node in outputs_now for _, tensor in tensors_of(node)}
+    results = output_values(made.graph)[: len(first)]
+    traced = {node: tensor.dtype for node in results if node is not None for _, tensor in tensors_of(node)}
     copies = correct(made.graph)
     _check_outputs(traced)
     names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)

@@ -28,7 +28,7 @@ from roamc.planning.plan import Plan
 from roamc.planning.plan_check import check_numbers, check_origin
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import PADDING, Planned, check_budget
-from roamc.solvers.retain import SIMULATIONS
+from roamc.solvers.retain import EFFORT
 from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,12 @@ class PlanSearch:
         return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
 
     def attempt(
-        self, target: Bytes, terms: Terms | None = None, *, together: bool = False, simulations: int = SIMULATIONS
+        self,
+        target: Bytes,
+        terms: Terms | None = None,
+        *,
+        together: bool = False,
+        simulations: int = EFFORT.simulations,
     ) -> Planned:
         """Make a plan with a peak of ``target`` live bytes asked of ``retain``, which may not reach it.
 

@@ -6,14 +6,13 @@ Read `problem.py` first (the question and the answer), then `reference.py` (the 
 
 from roamc.solvers.retain.bound import Bounds, Codes
 from roamc.solvers.retain.effort import EFFORT, Effort
-from roamc.solvers.retain.portfolio import SIMULATIONS, Frontier, Ground, frontier, solve
+from roamc.solvers.retain.portfolio import Frontier, Ground, frontier, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, schedule, validate
 
 __all__ = [
     "EFFORT",
-    "SIMULATIONS",
     "Bounds",
     "Codes",
     "Effort",

@@ -18,9 +18,6 @@ from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
 from roamc.solvers.status import Status
 
-SIMULATIONS = EFFORT.simulations
-"""Default work limit of one call, in simulations of the whole schedule."""
-
 
 def solve(
     problem: RetainProblem,

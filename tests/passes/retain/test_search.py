@@ -24,7 +24,7 @@ from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
 from roamc.rewriting.arrange import arrange
-from roamc.solvers.retain import SIMULATIONS
+from roamc.solvers.retain import EFFORT
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
 from tests.passes.retain.test_codecs import late_graph
 from tests.passes.retain.test_compress import MODELS, ROUTES, all_codes, cleaned, squares
@@ -106,7 +106,9 @@ def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
     for share in (0.9, 0.8, 0.7, 0.6):
         target = int(peak_of(graph) * share)
         bound = choice.bounds.seconds(target)
-        found = [choice._decision(subset, choice._ask(subset, target, {}, SIMULATIONS)) for subset in ((), *subsets)]
+        found = [
+            choice._decision(subset, choice._ask(subset, target, {}, EFFORT.simulations)) for subset in ((), *subsets)
+        ]
         kept = [decision.added_seconds for decision in found if decision.peak_bytes <= target]
         assert all(bound <= seconds * (1 + 1e-9) for seconds in kept), share
         assert not kept or choice.decide(target).added_seconds <= 1.2 * min(kept)
