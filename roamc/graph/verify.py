@@ -75,6 +75,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     _check_finished(graph, after)
     _check_order(graph, after, kept or Constraints())
     _check_aliases(graph, after)
+    _check_read(graph, after)
     _check_reuse(graph, after)
     if deep:
         _check_metadata(graph, after)
@@ -216,6 +217,16 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         if shared and any(shared) and not (rule.view_of or rule.mutates):
             what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
             _fail(graph, after, node, what)
+
+
+def _check_read(graph: TrainGraph, after: str) -> None:
+    """Check that arguments lie as kernels take them that read memory whatever the strides are."""
+    for node in operators(graph.graph):
+        for argument, form in ops.misread(node):
+            told = f"{argument.name}, {_short(value_of(argument))}"
+            _fail(
+                graph, after, node, f"{node.name} would read {told}, as if it were {str(form).removeprefix('torch.')}"
+            )
 
 
 def _check_reuse(graph: TrainGraph, after: str) -> None:

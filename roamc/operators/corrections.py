@@ -32,10 +32,10 @@ def correct(graph: fx.Graph) -> dict[str, str]:
     """Give the fake results of ``graph`` the shapes, strides and dtypes of the real kernels; changes it in place.
 
     Where the real strides allow no view, a ``clone`` is inserted and the view is of that copy, as ``reshape`` has it in
-    eager.
+    eager. Likewise for an operator that takes elements from memory one after the other, as ``contiguous`` has it.
 
     Returns:
-        Name of each inserted copy to the name of its view; copies belong to the phase of their view.
+        Name of each inserted copy to the name of the operator that reads it; it belongs to the phase of that operator.
 
     Raises:
         CaptureError: a node cannot be planned or run again: it draws from a generator of the user's, reads or swaps a
@@ -53,6 +53,7 @@ def correct(graph: fx.Graph) -> dict[str, str]:
         _refuse(node)
         noted = fresh = node.meta.get("val")
         if not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
+            _lay_out_arguments(node, mode, copies)
             fresh = _derive(node, mode, copies)
         elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
             fresh = derived(node, mode)
@@ -118,19 +119,24 @@ def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
     except (RuntimeError, ValueError):
         if node.target is not aten.view.default:
             raise
-        copies[_read_copy(node, mode)] = node.name
+        copies[_read_copy(node, node.all_input_nodes[0], torch.contiguous_format, mode)] = node.name
         fresh = derived(node, mode)
     return fresh
 
 
-def _read_copy(node: fx.Node, mode: FakeTensorMode) -> str:
-    """Let a view read a contiguous copy of its input, and name the copy.
+def _lay_out_arguments(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> None:
+    """Let ``node`` read copies of the arguments that do not lie as its kernel takes them, noted in ``copies``.
 
-    torch traced ``reshape`` as a view, by strides that it had guessed; eager copies.
+    torch's formulas make them contiguous, and left that out by strides that it had guessed.
     """
-    read = node.all_input_nodes[0]
+    for argument, form in ops.misread(node):
+        copies[_read_copy(node, argument, form, mode)] = node.name
+
+
+def _read_copy(node: fx.Node, read: fx.Node, form: torch.memory_format, mode: FakeTensorMode) -> str:
+    """Let ``node`` read a copy of its input ``read`` in a memory format, and name the copy."""
     with node.graph.inserting_before(node):
-        copy = node.graph.call_function(aten.clone.default, (read,), {"memory_format": torch.contiguous_format})
+        copy = node.graph.call_function(aten.clone.default, (read,), {"memory_format": form})
     copy.meta = {**node.meta, "val": derived(copy, mode)}
     node.replace_input_with(read, copy)
     return copy.name

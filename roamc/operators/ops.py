@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, identity
+from roamc.compat import OpOverload, identity, suggested_format
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import UNKNOWN, VIEW
@@ -212,6 +212,38 @@ def is_view(target: Target) -> bool:
     """Whether a call of ``target`` only makes views, or picks one result of several: it is no step of an order."""
     found = rule(target)
     return bool(found.view_of) and not found.mutates
+
+
+def misread(node: fx.Node) -> list[tuple[fx.Node, torch.memory_format]]:
+    """Return the arguments of ``node`` that its kernel would read wrongly, each with the memory format that it takes.
+
+    See :attr:`roamc.operators.table.Facts.dense`; a copy of the argument in that format has the strides that fit.
+    """
+    found = rule(node.target)
+    if not found.dense and not found.unit_stride:
+        return []
+    first = None if found.format_of is None else _tensor_at(node, found.format_of)
+    form = torch.contiguous_format if first is None else suggested_format(first)
+    wrong = [at for at in found.dense if not _lies_in(_tensor_at(node, at), form)]
+    wrong += [
+        at for at in found.unit_stride if (t := _tensor_at(node, at)) is not None and t.dim() and t.stride(-1) != 1
+    ]
+    return [(node.args[at], form) for at in wrong]  # type: ignore[misc]
+
+
+def _lies_in(tensor: torch.Tensor | None, form: torch.memory_format) -> bool:
+    """Whether ``tensor`` is there and contiguous in ``form``, which counts as contiguous for other than images."""
+    if tensor is None:
+        return True
+    of_images = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(form, tensor.dim())
+    return tensor.is_contiguous(memory_format=form if tensor.dim() == of_images else torch.contiguous_format)
+
+
+def _tensor_at(node: fx.Node, position: int) -> torch.Tensor | None:
+    """The fake tensor of a positional argument, if it has one."""
+    argument = node.args[position] if position < len(node.args) else None
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 class Need(enum.Enum):

@@ -68,6 +68,12 @@ class Facts:
         out_form: what the overload with ``out=`` arguments does.
         index_ranges: position of a result of indices to the rule for their range.
         checked_ranges: position of an argument to the rule for the range outside of which the operator raises an error.
+        dense: positions of the arguments whose elements the kernel takes from memory one after the other, whatever
+            their strides. Of others than contiguous ones it makes wrong numbers, a crash or an error: torch's formulas
+            for gradients make them contiguous first, and leave that out where they are.
+        format_of: position of the argument whose memory format, contiguous or channels last, those of ``dense`` must
+            have; None if they must be contiguous.
+        unit_stride: positions of the arguments whose last dimension must have stride 1, else likewise.
         finishes: position of an argument made by an asynchronous operator, for whose end this operator waits. Until
             then the asynchronous operator reads its arguments and writes its results, whatever runs in between. None if
             this operator does not wait.
@@ -87,6 +93,9 @@ class Facts:
     out_form: OutForm = OutForm.WRITES
     index_ranges: Mapping[int, Rule] = field(default_factory=dict)
     checked_ranges: Mapping[int, Rule] = field(default_factory=dict)
+    dense: tuple[int, ...] = ()
+    format_of: int | None = None
+    unit_stride: tuple[int, ...] = ()
     finishes: int | None = None
     space: Space = Space.DEVICE
 
@@ -122,7 +131,8 @@ ROWS: dict[str, Row] = {
     "aten::normal_": Row(random=True),
     "aten::_fused_dropout": Row(random=True),
     # Has no dropout: refuses probabilities above 0.
-    "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False, unit_stride=(0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Row(unit_stride=(1, 2, 3, 4)),
     # Add or write with atomics on a GPU, or pick one of several equal elements: the same inputs may give other bits.
     # These are all that torch.use_deterministic_algorithms lists, and attention's backward.
     "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
@@ -135,7 +145,7 @@ ROWS: dict[str, Row] = {
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::max_pool3d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::adaptive_max_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
-    "aten::adaptive_max_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
+    "aten::adaptive_max_pool3d_backward": Row(recomputable=False, shape_of=(1,), dense=(2,)),
     "aten::avg_pool3d_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
     **dict.fromkeys(
@@ -144,17 +154,31 @@ ROWS: dict[str, Row] = {
             *("aten::cumsum", "aten::histc", "aten::bincount", "aten::median", "aten::nanmedian"),
             *("aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
             "aten::_adaptive_avg_pool3d_backward",
-            *("aten::embedding_dense_backward", "aten::_embedding_bag_backward", "aten::_embedding_bag_dense_backward"),
+            *("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward"),
             *(f"aten::upsample_{name}_backward" for name in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
             *(f"aten::_upsample_{name}2d_aa_backward" for name in ("bilinear", "bicubic")),
             *(f"aten::grid_sampler_{rank}d_backward" for rank in (2, 3)),
-            *(f"aten::fractional_max_pool{rank}d_backward" for rank in (2, 3)),
             *(f"aten::{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
             *(f"aten::_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
             *(f"aten::_scaled_dot_product_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
         ],
         Row(recomputable=False),
     ),
+    "aten::_embedding_bag_backward": Row(recomputable=False, dense=(1, 2, 3)),
+    **dict.fromkeys(
+        [f"aten::fractional_max_pool{rank}d_backward" for rank in (2, 3)], Row(recomputable=False, dense=(4,))
+    ),
+    # Take the elements of some arguments from memory one after the other.
+    "aten::native_group_norm": Row(dense=(0,), format_of=0),
+    "aten::native_group_norm_backward": Row(dense=(0, 1, 2, 3, 4), format_of=1),
+    "aten::native_layer_norm_backward": Row(dense=(3, 4)),
+    **dict.fromkeys(["aten::_embedding_bag", "aten::_embedding_bag_forward_only"], Row(dense=(0, 1, 2, 6))),
+    "aten::_embedding_bag_per_sample_weights_backward": Row(dense=(2, 3, 4)),
+    "aten::mkldnn_rnn_layer": Row(dense=(0, 5, 6)),
+    "aten::mkldnn_rnn_layer_backward": Row(dense=(0, 5, 6, 7, 9, 22)),
+    "aten::nll_loss2d_backward": Row(dense=(1,)),
+    "aten::_pdist_forward": Row(dense=(0,)),
+    "aten::_pdist_backward": Row(dense=(1, 3)),
     # One of its methods, which is the default on a CPU, starts from numbers that nobody has set.
     "aten::linalg_lstsq": Row(recomputable=False),
     # Pointwise, though torch does not say so.

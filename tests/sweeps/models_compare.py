@@ -97,6 +97,25 @@ def aot_eager(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="aot_eager", dynamic=False)
 
 
+def aot_eager_of_cells(model: nn.Module) -> nn.Module:
+    """The same with recurrent layers traced as their cells, as ``optimize`` does, and not run in one by eager."""
+    compiled = aot_eager(model)
+
+    def forward(*batch: Any) -> Any:
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return compiled(*batch)
+
+    return Called(forward)
+
+
+class Called(nn.Module):
+    """A module that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 def eager(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
     """The reference of whole steps."""
     return lambda *batch: eager_step(model, loss_of, optimizer, *batch)
@@ -195,7 +214,7 @@ def _kept_twice(source: Example, route: str) -> int:
 
 REFERENCES = {
     "compile": ("aot_eager", "eager", "eager forward's buffers"),
-    "optimize": ("aot_eager", "eager", "eager forward's buffers"),
+    "optimize": ("aot_eager", "eager", "aot_eager of cells", "eager forward's buffers"),
     "step": ("eager step", "aot_eager step"),
 }
 """Whose bits a route gives: all of them one reference's. ``roamc.optimize`` traces recurrent layers as eager runs them;
@@ -214,7 +233,7 @@ def reference(seed: int, kind: str, aten_lstm: bool = False, family: str = "bloc
         source = FAMILIES[family](seed)
         if kind.endswith("step"):
             return stepped(source, eager if kind == "eager step" else by_aot_eager)
-        wrap = aot_eager if kind == "aot_eager" else lambda model: model
+        wrap = {"aot_eager": aot_eager, "aot_eager of cells": aot_eager_of_cells}.get(kind, lambda model: model)
         return trained(source, wrap, kept=kind != "eager forward's buffers")
 
 
