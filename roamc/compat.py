@@ -71,8 +71,8 @@ class CaptureMode(FakeTensorMode):
     Args:
         held: parameters that the step updates, by name. The trace has fakes for them: an operator that is handed their
             own memory is refused with a CaptureError.
-        kernels: functions that make an operator's results in the place of torch's fake kernel; one that returns
-            NotImplemented leaves them to torch.
+        kernel_of: returns, for an operator, a function that makes its results in the place of torch's fake kernel; None
+            leaves them to torch, as does a function that returns NotImplemented.
         watched: buffers, by name. An operator that writes to their own memory is refused as well.
 
     Attributes:
@@ -82,14 +82,14 @@ class CaptureMode(FakeTensorMode):
     def __init__(
         self,
         held: Mapping[str, torch.Tensor] | None = None,
-        kernels: Mapping[OpOverload, Callable[..., Any]] | None = None,
+        kernel_of: Callable[[object], Callable[..., Any] | None] | None = None,
         watched: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._held = _by_storage(held or {})
         self._watched = _by_storage(watched or {})
         self.read_past: dict[str, None] = {}
-        self._kernels = kernels or {}
+        self._kernel_of = kernel_of or (lambda operator: None)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run an operator on fakes; an in-place one gets fakes for real tensors, and memory of held ones is refused."""
@@ -98,9 +98,10 @@ class CaptureMode(FakeTensorMode):
         if any(real):
             writes = isinstance(func, OpOverload) and func._schema.is_mutable
             self._check_read([leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real], writes)
-        if func in self._kernels:
+        kernel = self._kernel_of(func)
+        if kernel is not None:
             with self:
-                result = self._kernels[func](*args, **(kwargs or {}))
+                result = kernel(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if isinstance(func, OpOverload) and func._schema.is_mutable and any(real):

@@ -30,7 +30,7 @@ from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, o
 from roamc.graph.keep import keep_saved
 from roamc.graph.rewrite import Writer
 from roamc.operators.corrections import correct
-from roamc.operators.fakes import FAKES, kept_whole
+from roamc.operators.fakes import fake_kernel, kept_whole
 from roamc.units import format_bytes
 
 LossFunction = Callable[..., torch.Tensor]
@@ -132,7 +132,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     check_devices(request.leaves, list(parameters.values()))
     check_hooks(parameters)
     trained = _trained(request, parameters)
-    mode = compat.CaptureMode({name: parameters[name] for name in trained}, FAKES, buffers)
+    mode = compat.CaptureMode({name: parameters[name] for name in trained}, fake_kernel, buffers)
     traced = _Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
     check_written(module.graph, [*parameters, *buffers], mode.read_past)

@@ -77,7 +77,9 @@ def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
     Returns:
         ``fake`` itself where the real kernel gives the same, else fake tensors made anew.
     """
-    fix = FIXES.get(node.target) or (pointwise.lies if ops.rule(node.target).strides is not Strides.AS_NOTED else None)  # type: ignore
+    target: Any = node.target
+    by_column = ops.rule(target).strides is not Strides.AS_NOTED
+    fix = FIXES.get(target) or (pointwise.with_real_strides if by_column else None)
     if fix is None:
         return fake
     noted, node.meta["val"] = node.meta["val"], fake
@@ -306,13 +308,39 @@ def _like(position: int) -> Fix:
     return fix
 
 
-def _as_wide_as_first(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The CPU gives the dtype of the first argument; torch notes the wider of the two."""
-    first, noted = given(node)[0][0], node.meta["val"]
-    if first.device.type != "cpu" or first.dtype is noted.dtype:
-        return None
+def _dtype_of(position: int) -> Fix:
+    """The CPU gives the dtype of that argument; torch notes the widest of all arguments."""
+
+    def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
+        read, noted = given(node)[0][position], node.meta["val"]
+        if read.device.type != "cpu" or read.dtype is noted.dtype:
+            return None
+        with mode:
+            return torch.empty_like(noted, dtype=read.dtype)
+
+    return fix
+
+
+def _prelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """One loop writes both results; it reads input and weight, then the gradient, and torch notes the input's order."""
+    (gradient, *others), noted = given(node)[0], node.meta["val"]
     with mode:
-        return torch.empty_like(noted, dtype=first.dtype)
+        fixed = [pointwise.ordered_by((*others, gradient), result) for result in noted]
+    if fixed == [None, None]:
+        return None
+    return tuple(old if new is None else new for old, new in zip(noted, fixed, strict=True))
+
+
+def _rrelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Noise times gradient where slopes were drawn, else the gradient of a leaky ReLU; torch's formula reads both."""
+    (gradient, read, noise, *_), noted, settings = given(node)[0], node.meta["val"], settings_of(node)
+    drawn = settings["training"] and settings["upper"] - settings["lower"] > NARROWEST_SLOPES
+    operands = (noise if drawn else read, gradient)
+    dtype = torch.promote_types(operands[0].dtype, gradient.dtype)
+    with mode:
+        typed = noted if noted.dtype is dtype else torch.empty_like(noted, dtype=dtype)
+        fixed = pointwise.ordered_by(operands, typed)
+    return fixed if fixed is not None else (None if typed is noted else typed)
 
 
 def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -346,6 +374,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 SUM = 0
 """The mode of ``EmbeddingBag`` that adds rows up."""
 
+NARROWEST_SLOPES = 1e-6
+"""Randomised leaky ReLU takes slopes from a range no wider than this as one slope."""
+
 WHERE_IT_STARTS = frozenset({aten.as_strided_scatter.default, aten.as_strided_copy.default})
 """Operators that read a storage by offsets from its start: allowed for an argument that starts its storage."""
 
@@ -360,7 +391,7 @@ WHOLE_STORAGE = frozenset(
 )
 """Operators that read, swap or resize a whole storage: capture refuses them, but for :data:`WHERE_IT_STARTS`."""
 
-FIXES: dict[OpOverload, Fix] = {
+FIXES: dict[OpOverload, Fix] = {  # no operator of these has a row with ``strides`` in the operator table
     aten._native_batch_norm_legit_functional.default: _in_turn(_functional_batch_norm, _statistics(1, 2, 3, 4)),
     aten.native_batch_norm.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
     aten._native_batch_norm_legit.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
@@ -378,8 +409,8 @@ FIXES: dict[OpOverload, Fix] = {
     aten.log_sigmoid_forward.default: _dense,
     aten.pow.Scalar: _dense,
     aten.normal.Tensor_Tensor: _dense,
-    aten.mse_loss_backward.default: _dense,
-    aten.smooth_l1_loss_backward.default: _dense,
+    aten.mse_loss_backward.default: _in_turn(_dtype_of(1), _dense),
+    aten.smooth_l1_loss_backward.default: _in_turn(_dtype_of(1), _dense),
     aten.huber_loss_backward.default: _dense,
     aten.binary_cross_entropy.default: _like(0),
     aten.binary_cross_entropy_backward.default: _like(1),
@@ -387,8 +418,12 @@ FIXES: dict[OpOverload, Fix] = {
     aten.max_unpool2d.default: _in_order_of(0),
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,
-    aten.huber_loss.default: _as_wide_as_first,
-    aten.soft_margin_loss.default: _as_wide_as_first,
+    aten.huber_loss.default: _in_turn(_dtype_of(0), _like(0)),
+    aten.soft_margin_loss.default: _dtype_of(0),
+    aten.soft_margin_loss_backward.default: _in_turn(_dtype_of(1), _like(2)),
+    aten.log_sigmoid_backward.default: _like(0),
+    aten._prelu_kernel_backward.default: _prelu_backward,
+    aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.native_group_norm_backward.default: _norm_backward,
     aten.convolution_backward.default: _masked,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload, decompositions, suggested_format, whole
+from roamc.operators import ops
 from roamc.operators.pointwise import laid_out
+from roamc.operators.table import Strides
 
 aten = torch.ops.aten
 
@@ -98,19 +101,14 @@ def _pointwise(overload: OpOverload) -> Callable[..., Any]:
         if "meta" in devices or len(devices) > 1 or all(operand.is_contiguous() for operand in operands):
             return NotImplemented
         told = overload(*map(_on_meta, arguments), **{name: _on_meta(value) for name, value in keywords.items()})
+        if not isinstance(told, Tensor):
+            return NotImplemented
         noted = torch.empty_strided(told.shape, told.stride(), dtype=told.dtype, device=operands[0].device)
         mended = laid_out(overload, operands, noted)
         return noted if mended is None else mended
 
     return fake
 
-
-ARITHMETIC: tuple[OpOverload, ...] = (
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default),
-    *(aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default),
-    *(aten.softplus_backward.default, aten.elu_backward.default, aten.leaky_relu_backward.default),
-)
-"""Pointwise operators that models are full of; what a model runs may depend on how a result of these lies."""
 
 BATCH_NORMS: tuple[OpOverload, ...] = (
     aten.native_batch_norm.default,
@@ -138,8 +136,24 @@ def kept_whole() -> AbstractContextManager[None]:
 
 FAKES: dict[OpOverload, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
-    **{overload: _pointwise(overload) for overload in ARITHMETIC},
     **{overload: _batch_norm(overload) for overload in BATCH_NORMS},
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Operator to its fake kernel, with the operator's arguments; where it returns NotImplemented torch's is used."""
+"""Operator to its fake kernel, for those that have one of their own; see :func:`fake_kernel`."""
+
+
+@functools.cache
+def fake_kernel(target: object) -> Callable[..., Any] | None:
+    """Return what makes the results of an operator while a step is traced, in the place of torch's fake kernel.
+
+    Args:
+        target: an operator, or anything else that can be called in a trace.
+
+    Returns:
+        A function of the operator's arguments; where it returns NotImplemented torch's fake kernel is used. None for an
+        operator that has no entry in :data:`FAKES` and whose rule leaves ``strides`` to torch.
+    """
+    if not isinstance(target, OpOverload):
+        return None
+    by_column = ops.rule(target).strides is not Strides.AS_NOTED
+    return FAKES.get(target) or (_pointwise(target) if by_column else None)

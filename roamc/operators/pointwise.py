@@ -9,7 +9,7 @@ follow a decomposition that reads its operands in another order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from roamc.operators import ops
 from roamc.operators.table import Strides
 
 
-def lies(node: fx.Node, mode: FakeTensorMode) -> Any:
+def with_real_strides(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Return the result of a pointwise operator with the strides that the real kernel gives it.
 
     Args:
@@ -51,6 +51,20 @@ def laid_out(target: OpOverload, arguments: Iterable[Any], noted: Tensor) -> Ten
         A new tensor; None if ``noted`` has these strides, or there are fewer than two operands, or none of floats.
     """
     operands = [value for value in arguments if isinstance(value, Tensor) and value.dim()]
+    backwards = ops.rule(target).strides is Strides.OPERANDS_BACKWARDS
+    return ordered_by(operands[::-1] if backwards else operands, noted)
+
+
+def ordered_by(operands: Sequence[Tensor], noted: Tensor) -> Tensor | None:
+    """Return a tensor like ``noted`` with the strides that a kernel gives it which reads ``operands`` in this order.
+
+    Args:
+        operands: tensors of one dimension or more; the strides of the first decide before those of the others.
+        noted: what torch's fake kernel gives.
+
+    Returns:
+        A new tensor; None if ``noted`` has these strides, or there are fewer than two operands, or none of floats.
+    """
     if len(operands) < 2 or all(tensor.is_contiguous() for tensor in (noted, *operands)):
         return None
     if torch.broadcast_shapes(*(operand.shape for operand in operands)) != noted.shape:  # a loss that was reduced
@@ -59,8 +73,7 @@ def laid_out(target: OpOverload, arguments: Iterable[Any], noted: Tensor) -> Ten
     if not common.is_floating_point:
         return None
     promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
-    backwards = ops.rule(target).strides is Strides.OPERANDS_BACKWARDS
-    strides = ordered_strides(promoted[::-1] if backwards else promoted)
+    strides = ordered_strides(promoted)
     if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
         return None
     return torch.empty_strided(noted.shape, strides, dtype=noted.dtype, device=noted.device)

@@ -251,7 +251,7 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "softplus", "softshrink")]
         + [f"aten::{name}_backward" for name in ("silu", "mish", "hardshrink")]
-        + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss"],
+        + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss", "aten::complex", "aten::polar"],
         Row(strides=Strides.OPERANDS),
     ),
     "aten::leaky_relu_backward": Row(strides=Strides.OPERANDS_BACKWARDS),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roamc.compat import CaptureMode, fake_input
-from roamc.operators.fakes import FAKES
+from roamc.operators.fakes import fake_kernel
 from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
 
 ENDS = torch.tensor([2, 5], dtype=torch.int32)
@@ -23,7 +23,7 @@ OPERANDS = {
 def assert_same_geometry(*operands: Tensor | None) -> None:
     """Shape, stride and dtype of a grouped product are the same of fake and of real operands."""
     real = torch._grouped_mm(*operands)
-    mode = CaptureMode(kernels=FAKES)
+    mode = CaptureMode(kernel_of=fake_kernel)
     fakes = [None if x is None else fake_input(mode, x, x.device) for x in operands]
     with mode:
         fake = torch._grouped_mm(*fakes)
