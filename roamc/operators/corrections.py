@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, OpOverload, suggested_format
+from roamc.compat import FakeTensorMode, OpOverload, identity, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
@@ -55,7 +55,7 @@ def correct(graph: fx.Graph) -> dict[str, str]:
         if not moved.isdisjoint(node.all_input_nodes) and _derivable(node):
             _lay_out_arguments(node, mode, copies)
             fresh = _derive(node, mode, copies)
-        elif not changed.isdisjoint(node.all_input_nodes) and _shares(node):
+        elif _shares(node) and (not changed.isdisjoint(node.all_input_nodes) or _astray(node)):
             fresh = derived(node, mode)
         fixed = corrected(node, fresh, mode)
         if _geometry(fixed) != _geometry(noted):
@@ -112,6 +112,16 @@ def _refuse(node: fx.Node) -> None:
 def _shares(node: fx.Node) -> bool:
     rule = ops.rule(node.target)
     return bool(rule.view_of or rule.mutates)
+
+
+def _astray(node: fx.Node) -> bool:
+    """Whether ``node`` is noted as a view of none of its arguments.
+
+    torch replaces a product with a number by one with a tensor, where the number becomes an input, and leaves the views
+    of the product as they were noted.
+    """
+    read = {identity(tensor) for argument in node.all_input_nodes for _, tensor in tensors_of(argument)}
+    return bool(read) and any(identity(tensor) not in read for _, tensor in tensors_of(node))
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:

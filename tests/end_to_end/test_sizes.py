@@ -212,3 +212,38 @@ def test_sizes_that_depend_on_data_fall_back_with_a_warning_that_says_so() -> No
             assert_same(run_backward(model, square, (noise(rows, 8),)), run_backward(twin, square, (noise(rows, 8),)))
     (message,) = said
     assert re.search(r"the size of \w+ \(test_sizes.py:\d+\) depends on data", message)
+
+
+class Scaled(nn.Module):
+    """Scales its result by a number of the caller's, in front of products whose transposes backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        result: Tensor = self.down(torch.relu(self.up(x))) * factor
+        return result
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+@pytest.mark.parametrize("route", ["compile", "optimize"])
+def test_a_float_that_changes_is_planned(route: str, budget: str | None) -> None:
+    """torch makes the number a tensor when it changes, and leaves the views behind the product as they were noted."""
+    found: dict[str, list[Tensor]] = {}
+    for side in ("aot_eager", "roamc"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Scaled()
+        if side == "aot_eager":
+            called: nn.Module = torch.compile(model, backend="aot_eager")
+        elif route == "compile":
+            called = compiled(model, memory_budget=budget)
+        else:
+            called = roamc.optimize(model, memory_budget=budget)
+        with warnings_of_roamc() as said:
+            for factor in (1.5, 2.0, 2.5):
+                called(noise(128, 8), factor).square().mean().backward()
+        assert not said
+        found[side] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert_same(found["roamc"], found["aot_eager"], route)
