@@ -31,31 +31,12 @@ from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import MARK, Code, Mark, best_codec, compress, values, written
 from roamc.passes.retain.decision import Decision
+from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.problem import Question, question
 from roamc.passes.retain.prune import not_needed
-from roamc.solvers.retain import EFFORT, Bounds, Codes, Frontier, RetainSolution, rank_of, schedule, validate
+from roamc.solvers.retain import EFFORT as SOLVER
+from roamc.solvers.retain import Bounds, Codes, Frontier, RetainSolution, rank_of, schedule, validate
 from roamc.units import Bytes, Seconds
-
-WORTH = 1_000
-"""A storage gets a codec only if it is larger than this fraction, 1 / WORTH, of all saved bytes."""
-
-GENEROUS = 2.0
-"""The second set takes every codec that costs, per saved byte, less than this many times the price."""
-
-NEAR = 0.02
-"""Where a target differs from the last by at most this share, only the codecs that won there, and none, are tried."""
-
-DESCENTS = 6
-"""The search for the lowest peak asks at most this many times for a peak below the lowest so far."""
-
-LOWER = 0.02
-"""The first of these questions asks for a peak lower by this share; each later one doubles the share."""
-
-LITTLE = 0.001
-"""The search for the lowest peak ends when a question lowers the peak by no more than this share."""
-
-ENOUGH = 0.002
-"""An answer is good enough if it adds at most this share of the step's time above the bound: prices are rougher."""
 
 _CLOSE = 1e-9
 
@@ -96,7 +77,7 @@ class Choice:
     codecs won last: see :meth:`forget`. It does not change the graph.
 
     Attributes:
-        graph, options, order, profile, prices, allowed: as given to the constructor.
+        graph, options, order, profile, prices, allowed, effort: as given to the constructor.
         memory: the memory model of ``graph``.
     """
 
@@ -108,6 +89,7 @@ class Choice:
         profile: DeviceProfile,
         prices: Mapping[str, Seconds],
         allowed: str = "all",
+        effort: Effort = EFFORT,
     ) -> None:
         """Prepare questions about ``graph``.
 
@@ -118,8 +100,10 @@ class Choice:
             profile: the device profile that predicts the time of codecs.
             prices: predicted seconds of every operator of ``graph``, by name.
             allowed: ``"all"``, or ``"light"`` to recompute only operators that are light on any device.
+            effort: how many questions to ask, and which differences to ignore.
         """
         self.allowed = allowed
+        self.effort = effort
         self.graph = graph
         self.options = options
         self.order = tuple(order)
@@ -132,7 +116,7 @@ class Choice:
         self._won: tuple[Bytes, tuple[Candidate, ...]]
         self.forget()
 
-    def decide(self, target: Bytes, *, together: bool = False, simulations: int = EFFORT.simulations) -> Decision:
+    def decide(self, target: Bytes, *, together: bool = False, simulations: int = SOLVER.simulations) -> Decision:
         """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
         Args:
@@ -153,7 +137,7 @@ class Choice:
         self,
         target: Bytes,
         known: Known,
-        simulations: int = EFFORT.simulations,
+        simulations: int = SOLVER.simulations,
         sets: Sequence[tuple[Candidate, ...]] = (),
     ) -> Decision:
         """As :meth:`decide`, to begin with what is ``known``; what is found goes there too.
@@ -202,15 +186,15 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        known = self._known if together else {}
-        least = int(self.bounds.alone * (1 + LITTLE))
+        known, effort = self._known if together else {}, self.effort
+        least = int(self.bounds.alone * (1 + effort.little_share))
         self.forget()
         found = self._decide(least, known)
-        for number in range(DESCENTS):
+        for number in range(effort.descents):
             if found.peak_bytes <= least:
                 break
-            lower = self._decide(max(least, int(found.peak_bytes * (1 - LOWER * 2**number))), known)
-            little = found.peak_bytes - lower.peak_bytes <= LITTLE * found.peak_bytes
+            lower = self._decide(max(least, int(found.peak_bytes * (1 - effort.lower_share * 2**number))), known)
+            little = found.peak_bytes - lower.peak_bytes <= effort.little_share * found.peak_bytes
             if lower.peak_bytes < found.peak_bytes:
                 found = lower
             if little:
@@ -233,8 +217,8 @@ class Choice:
 
     @functools.cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The saved storages that a codec makes smaller, without those below :data:`WORTH`, in the graph's order."""
-        least = sum(storage.nbytes for storage in self.memory.saved) // WORTH
+        """The saved storages that a codec makes smaller, without the smallest, in the graph's order."""
+        least = sum(storage.nbytes for storage in self.memory.saved) // self.effort.worth_share
         lossy = self.options.codecs
         fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value, lossy)) is not None]
         large = [(value, best) for value, best in fitting if value.storage.nbytes > least]
@@ -269,10 +253,10 @@ class Choice:
     def _sets(self, target: Bytes, bound: Seconds, known: Known) -> list[tuple[Candidate, ...]]:
         """The sets of codecs to try, each once, the most likely first; () stands for no codecs."""
         asked, won = self._won
-        if won and abs(asked - target) <= NEAR * target:
+        if won and abs(asked - target) <= self.effort.near_share * target:
             return [won, ()]
         price = self.bounds.price(target) if self.candidates else 0.0
-        rates = (price, GENEROUS * price, math.inf) if bound < math.inf else (math.inf,)
+        rates = (price, self.effort.generous_factor * price, math.inf) if bound < math.inf else (math.inf,)
         first, *others = [tuple(c for c in self.candidates if c.rate < rate) for rate in rates]
         helps = self._frontier((), known).bound(target) > bound * (1 + _CLOSE)
         return list(dict.fromkeys([first, (), *others] if helps else [(), first, *others]))
@@ -280,7 +264,7 @@ class Choice:
     def _good(self, decision: Decision, target: Bytes, bound: Seconds) -> bool:
         """Whether the best choice would not be worth looking for."""
         step = self._alone + decision.added_seconds
-        return decision.peak_bytes <= target and decision.added_seconds <= bound + ENOUGH * step
+        return decision.peak_bytes <= target and decision.added_seconds <= bound + self.effort.enough_share * step
 
     def _fewer(self, codes: tuple[Candidate, ...], solution: RetainSolution, target: Bytes) -> tuple[Candidate, ...]:
         """Those of ``codes`` that the solution needs; () if it needs all of them or misses ``target``."""
@@ -387,7 +371,7 @@ def _places(memory: MemoryModel, position: Mapping[str, int], names: Iterable[st
 
 
 def choose(
-    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = EFFORT.simulations
+    asked: Question, target: Bytes, known: Frontier | None = None, simulations: int = SOLVER.simulations
 ) -> RetainSolution:
     """Choose reruns so that no step has more than ``target`` live bytes, at the least added time, and verify them.
 

@@ -21,26 +21,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from roamc.cost import objects
+from roamc.planning.effort import EFFORT, Effort
 from roamc.units import Bytes, Seconds
-
-ROUNDS = 6
-"""Maximum number of times that ``retain`` is asked in the search for one budget."""
-
-CLOSE = 0.01
-"""A plan that fits ends the search if the next target would be higher by at most this fraction of the budget."""
-
-DESCENTS = 8
-"""Maximum number of plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes."""
-
-DESCENT = 0.005
-"""Each of these plans is to need less than the lowest plan so far by this fraction of it."""
-
-NEARLY = 1.1
-"""A quick search for a budget makes the plan of ``"min"`` only if it has a plan that needs at most this multiple of the
-budget; else it refuses the budget at once."""
-
-ALIGNED = 1000
-"""``retain`` is asked for less than the budget by 1/ALIGNED of it, because tensors are rounded up to the alignment."""
 
 
 class Made(Protocol):
@@ -81,11 +63,13 @@ class _Search:
         budget: bytes.
         fitted: the largest target whose plan fitted the budget; 0 if there is none yet.
         failed: the smallest target whose plan did not.
+        effort: limits and shares.
     """
 
     budget: Bytes
     fitted: Bytes = 0
     failed: Bytes = 1 << 62
+    effort: Effort = EFFORT
 
     def next(self, target: Bytes, tried: Tried) -> Bytes | None:
         """Note the plan that was ``tried`` for ``target`` and return the next target; None to end the search."""
@@ -96,23 +80,31 @@ class _Search:
             self.failed = min(self.failed, target)
             if tried.asked_bytes > target:  # retain knows of none lower
                 return None
-        wanted = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.budget // ALIGNED
-        if fits and min(wanted, self.failed) <= target + self.budget * CLOSE:
+        wanted = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.effort.aligned(self.budget)
+        if fits and min(wanted, self.failed) <= target + self.budget * self.effort.close_share:
             return None
         if not self.fitted < wanted < self.failed:  # known already: look in between, or lower
             wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
         return wanted if 0 < wanted < self.failed else None
 
 
-def fit(ask: Callable[[Bytes], Sequence[T]], lowest: Callable[[], T], budget: Bytes, *, quick: bool = False) -> T:
+def fit(
+    ask: Callable[[Bytes], Sequence[T]],
+    lowest: Callable[[], T],
+    budget: Bytes,
+    *,
+    quick: bool = False,
+    effort: Effort = EFFORT,
+) -> T:
     """Find the plan that keeps ``budget`` at the least added time; that of ``"min"`` if none does.
 
     Args:
         ask: takes a budget in bytes and returns the plans made in search of one for it, as :func:`search` does.
         lowest: makes the plan of ``"min"``, as :func:`lower` does; only called where that may be the answer.
         budget: bytes; 0 for ``"min"``.
-        quick: do not make the plan of ``"min"`` if all plans made for the budget need more than :data:`NEARLY` times as
-            much. The lowest of them is then returned.
+        quick: do not make the plan of ``"min"`` if all plans made for the budget need more than
+            ``effort.nearly_factor`` times as much. The lowest of them is then returned.
+        effort: limits and shares.
 
     Returns:
         A plan. If its ``needed_bytes`` are above ``budget``, the budget is refused.
@@ -124,13 +116,15 @@ def fit(ask: Callable[[Bytes], Sequence[T]], lowest: Callable[[], T], budget: By
     kept = found.needed_bytes <= budget
     if kept and not any(one.strained for one in tried):
         return found
-    if quick and found.needed_bytes > budget * NEARLY:
+    if quick and found.needed_bytes > budget * effort.nearly_factor:
         return found
     smallest = lowest()
     return best([found, smallest], budget) if kept and smallest.needed_bytes <= budget else smallest
 
 
-def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes) -> list[T]:
+def search(
+    first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], budget: Bytes, effort: Effort = EFFORT
+) -> list[T]:
     """Make plans in search of the one that keeps ``budget`` at the least added time.
 
     Args:
@@ -138,6 +132,7 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
         least: lower bound of the bytes that this plan needs.
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``.
         budget: bytes, above 0.
+        effort: limits and shares.
 
     Returns:
         All plans that were made, at least one; only that of ``first`` if it keeps the budget. :func:`best` chooses.
@@ -147,8 +142,8 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
         found.append(first())
         if found[0].needed_bytes <= budget:
             return found
-    known, target = _Search(budget), _begin(budget)
-    for _ in range(ROUNDS):
+    known, target = _Search(budget, effort=effort), _begin(budget, effort)
+    for _ in range(effort.budget_rounds):
         found.append(attempt(target))
         wanted = known.next(target, found[-1])
         if wanted is None:
@@ -157,36 +152,37 @@ def search(first: Callable[[], T], least: Bytes, attempt: Callable[[Bytes], T], 
     return found
 
 
-def lower(found: Sequence[T], attempt: Callable[[Bytes], T]) -> T:
+def lower(found: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT) -> T:
     """Find the plan of ``"min"`` by asking for budgets a little below the lowest plan so far.
 
     Args:
         found: the plans with the fewest bytes that were found without a budget; at least one.
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
             ``strained`` is read.
+        effort: limits and shares.
 
     Returns:
         The lowest of all these plans; of equally low ones that with the least added time.
     """
     lowest = min(found, key=_bytes_then_time)
-    target: Bytes | None = _begin(_below(lowest))
-    for _ in range(DESCENTS):
+    target: Bytes | None = _begin(_below(lowest, effort), effort)
+    for _ in range(effort.descents):
         tried = attempt(target) if target else None
         if target is None or tried is None or tried.strained:  # retain knows of none lower
             break
         lowest = min(lowest, tried, key=_bytes_then_time)
-        target = _Search(_below(lowest)).next(target, tried)
+        target = _Search(_below(lowest, effort), effort=effort).next(target, tried)
     return lowest
 
 
-def _below(lowest: Made) -> Bytes:
+def _below(lowest: Made, effort: Effort) -> Bytes:
     """Return the budget to ask for next, a little below what the lowest plan so far needs."""
-    return lowest.needed_bytes - max(1, int(lowest.needed_bytes * DESCENT))
+    return lowest.needed_bytes - max(1, int(lowest.needed_bytes * effort.descent_share))
 
 
-def _begin(budget: Bytes) -> Bytes:
+def _begin(budget: Bytes, effort: Effort) -> Bytes:
     """Return the peak of live bytes to ask ``retain`` for first: the budget less alignment and tensor objects."""
-    return max(1, budget - budget // ALIGNED - objects(budget))
+    return max(1, budget - effort.aligned(budget) - objects(budget))
 
 
 def best(found: Sequence[M], budget: Bytes) -> M:

@@ -27,6 +27,7 @@ from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
 from roamc.passes import layout, reorder
+from roamc.planning.effort import EFFORT, Effort
 from roamc.rewriting import in_place
 from roamc.rewriting.in_place import Reuse, wanted
 from roamc.rewriting.order_problem import HANDOVER, order_problem
@@ -37,27 +38,18 @@ from roamc.units import Bytes, format_bytes
 NAME = "other orders"
 """Name of this stage in ``Plan.seconds``, in reports and in messages."""
 
-FIRST_NODES = 40_000
-"""Node limit of the layout search of the first order, where other orders can be tried afterwards."""
-
-TRIAL_NODES = 5_000
-"""Node limit of the layout search of each other order."""
-
-TRIALS = 12
-"""At most this many other orders are laid out."""
-
 
 def may_look_again(options: Options) -> bool:
     """Whether other orders may be tried: neither option ``order`` nor ``disable`` fixes the order."""
     return options.order == "best" and reorder.NAME not in options.disable
 
 
-def first_look(options: Options) -> Options:
-    """Return ``options`` for the layout of the first order, with ``layout_nodes`` at most :data:`FIRST_NODES`.
+def first_look(options: Options, effort: Effort = EFFORT) -> Options:
+    """Return ``options`` for the layout of the first order, with ``layout_nodes`` at most ``effort.first_nodes``.
 
     If the layout falls short, another order may do better than a long search; else :func:`decide` makes up for it.
     """
-    return dataclasses.replace(options, layout_nodes=min(options.layout_nodes, FIRST_NODES))
+    return dataclasses.replace(options, layout_nodes=min(options.layout_nodes, effort.first_nodes))
 
 
 def falls_short(placed: layout.Decision) -> bool:
@@ -83,7 +75,7 @@ class Found:
         return self.placed.peak_bytes
 
 
-def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
+def decide(graph: TrainGraph, first: Found, options: Options, effort: Effort = EFFORT) -> Found:
     """Choose the order with the lowest total among the present one and others with no higher peak of live bytes.
 
     The search ends with the first order whose total is no more than the live bytes of the present order, in its arena
@@ -93,6 +85,7 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
         graph: the graph in the order of ``first``, before in-place reuse; it stays as it is.
         first: that order and its layout, which falls short.
         options: what the user set.
+        effort: number of orders, and node limits.
 
     Returns:
         The order and its layout; ``ordered.laid_out`` names every order that was laid out, with its bytes.
@@ -101,15 +94,15 @@ def decide(graph: TrainGraph, first: Found, options: Options) -> Found:
     floor = first.placed.live_bytes + first.placed.outside_bytes
     best, tried = first, [(first.ordered.algorithm, first.total)]
     problem, names = scene.problem()
-    for other in islice(equal_peaks(problem, np.arange(problem.num_ops, dtype=np.int32)), TRIALS):
+    for other in islice(equal_peaks(problem, np.arange(problem.num_ops, dtype=np.int32)), effort.trial_orders):
         order = tuple(names[index] for index in other.order.tolist() if names[index] != HANDOVER)
-        found = Found(_with_order(first.ordered, other, order), scene.lay_out(order, TRIAL_NODES))
+        found = Found(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
         tried.append((other.name, found.total))
         progress.say(f"layout of order {len(tried)}: {format_bytes(found.total)}, at best {format_bytes(floor)}")
         best = min(best, found, key=lambda item: item.total)
         if best.total <= floor:
             break
-    if best.total > floor and options.layout_nodes > FIRST_NODES:
+    if best.total > floor and options.layout_nodes > effort.first_nodes:
         found = Found(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
         best = min(found, best, key=lambda item: item.total)
     return Found(dataclasses.replace(best.ordered, laid_out=tuple(tried)), best.placed)

@@ -18,6 +18,7 @@ from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import layout, reorder, retain, reuse
 from roamc.planning import layout_judge, other_orders, pipeline
+from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned, plan_of
@@ -96,12 +97,14 @@ class PlanMaker:
         fingerprint: hash of the captured graph.
         eager_needs: bytes that eager PyTorch takes at its worst step, workspaces and tensor objects included.
         allowed: the operators that may be recomputed, see :class:`Terms`.
+        effort: limits of the search for a plan, and which differences it ignores.
     """
 
     runner: Runner
     fingerprint: str
     eager_needs: Bytes = 0
     allowed: str = "all"
+    effort: Effort = EFFORT
 
     @property
     def options(self) -> Options:
@@ -158,14 +161,14 @@ class PlanMaker:
             step_seconds: as for :meth:`make`.
         """
         again = self.runner.plan is None and other_orders.may_look_again(self.options)
-        first = self._with(other_orders.first_look(self.options)) if again else self
+        first = self._with(other_orders.first_look(self.options, self.effort)) if again else self
         passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
         end = first.runner.run(ordered, passes)
         if again and other_orders.falls_short(end.decisions[layout.NAME]):
             end = self._other_orders(end)
         begun = time.perf_counter()
         layout_judge.check_layout(end.graph)
-        plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds)
+        plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds, self.effort)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 
@@ -174,7 +177,7 @@ class PlanMaker:
         begun = time.perf_counter()
         first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
         graph = end.graph.replace(reuse={}, layout=None)
-        best = other_orders.decide(graph, first, self.options)
+        best = other_orders.decide(graph, first, self.options, self.effort)
         decisions = {reorder.NAME: best.ordered, layout.NAME: best.placed}
         anew: tuple[str, ...] = (*decisions, reuse.NAME)
         if best.ordered.order == first.ordered.order:

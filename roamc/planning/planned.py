@@ -13,13 +13,11 @@ from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
 from roamc.passes import layout, reorder, retain
 from roamc.planning import other_orders
+from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
-
-PADDING = 0.001
-"""A peak counts as optimal up to this fraction above the bound of live bytes: sizes are rounded up to the alignment."""
 
 SMALLER = ", or use a smaller batch"
 """End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
@@ -41,7 +39,7 @@ class Planned:
     plan: Plan
 
 
-def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds) -> Plan:
+def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds, effort: Effort = EFFORT) -> Plan:
     """Write the plan of a graph behind the whole pipeline.
 
     Args:
@@ -49,6 +47,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         fingerprint: hash of the captured graph.
         limit: budget in bytes; 0 for the lowest peak, None for no budget.
         step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
+        effort: how far above its bound a peak may be and count as optimal.
     """
     graph, decisions = end.graph, end.decisions
     placed: layout.Decision = decisions[layout.NAME]
@@ -56,7 +55,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
     kept: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
     peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
     statuses = {placed.status, ordered.status if ordered else "gap"}
-    if peak_bytes > bound_bytes * (1 + PADDING):
+    if peak_bytes > bound_bytes * (1 + effort.padding_share):
         statuses.add("gap")
     return Plan(
         name=graph.name,

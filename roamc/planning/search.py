@@ -23,12 +23,13 @@ from roamc.options import Options
 from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import check_lossy
 from roamc.planning import budget_search, other_orders, pipeline
+from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
 from roamc.planning.plan_check import check_numbers, check_origin
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
-from roamc.planning.planned import PADDING, Planned, check_budget
-from roamc.solvers.retain import EFFORT
+from roamc.planning.planned import Planned, check_budget
+from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,15 @@ class PlanSearch:
         plans: all plans that were made so far, those for other targets and refused ones included, in that order.
     """
 
-    def __init__(self, graph: TrainGraph, options: Options, *, deep: bool = False, many: bool = False) -> None:
+    def __init__(
+        self,
+        graph: TrainGraph,
+        options: Options,
+        *,
+        deep: bool = False,
+        many: bool = False,
+        effort: Effort = EFFORT,
+    ) -> None:
         """Run the passes that decide the same for every budget.
 
         Args:
@@ -93,6 +102,7 @@ class PlanSearch:
             deep: also derive the metadata of all nodes again after every pass.
             many: more plans than that of :meth:`run` will be asked for. Without it, :meth:`run` and :meth:`fit` may use
                 up the graph, after which nothing more can be asked for.
+            effort: limits of the search for a plan, and which differences it ignores.
 
         Raises:
             OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
@@ -100,7 +110,8 @@ class PlanSearch:
         """
         self._begun = time.perf_counter()
         _check_names(options)
-        self._maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
+        maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
+        self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self.terms = self._maker.options, self._maker.terms
         self.plans, self._many = list[Plan](), many
         self._ordered: dict[tuple[bool, str], State] = {}
@@ -152,7 +163,7 @@ class PlanSearch:
             return _made_already(self.minimum(terms.allowed))
 
         ask = functools.partial(self._search, terms)
-        planned = budget_search.fit(ask, lowest, terms.limit, quick=quick).planned
+        planned = budget_search.fit(ask, lowest, terms.limit, quick=quick, effort=self._maker.effort).planned
         return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, budget_bytes=terms.limit))
 
     def minimum(self, allowed: str = "all") -> Planned:
@@ -167,8 +178,8 @@ class PlanSearch:
             if found[0].plan.needed_bytes > self._least(terms):
                 found.append(self._first(terms))
             self._choice(allowed).forget()
-            attempt = functools.partial(self._attempt, terms)
-            self._minimum[allowed] = budget_search.lower([_made_already(planned) for planned in found], attempt).planned
+            attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in found]
+            self._minimum[allowed] = budget_search.lower(plans, attempt, self._maker.effort).planned
         return self._minimum[allowed]
 
     def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
@@ -178,7 +189,8 @@ class PlanSearch:
         def first() -> _Attempt:
             return _made_already(self._first(terms))
 
-        return budget_search.search(first, self._least(terms), functools.partial(self._attempt, terms), limit)
+        attempt = functools.partial(self._attempt, terms)
+        return budget_search.search(first, self._least(terms), attempt, limit, self._maker.effort)
 
     def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
         """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
@@ -191,7 +203,7 @@ class PlanSearch:
         terms: Terms | None = None,
         *,
         together: bool = False,
-        simulations: int = EFFORT.simulations,
+        simulations: int = RETAIN_EFFORT.simulations,
     ) -> Planned:
         """Make a plan with a peak of ``target`` live bytes asked of ``retain``, which may not reach it.
 
@@ -213,11 +225,11 @@ class PlanSearch:
         terms = terms or Terms(0, self.terms.allowed)
         made = list[Planned]()
         for kept in self._choice(terms.allowed).lowest(together=together):
-            close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + PADDING)
+            close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + self._maker.effort.padding_share)
             if not made or made[0].plan.needed_bytes > close:  # else this one can hardly need less
                 made.append(self._made(kept, terms))
         least = min(planned.plan.needed_bytes for planned in made)
-        low = [planned for planned in made if planned.plan.needed_bytes <= least + least // budget_search.ALIGNED]
+        low = [planned for planned in made if planned.plan.needed_bytes <= least + self._maker.effort.aligned(least)]
         return min(low, key=lambda planned: planned.plan.added_seconds)
 
     def _made(self, kept: retain.Decision, terms: Terms) -> Planned:

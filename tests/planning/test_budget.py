@@ -16,6 +16,7 @@ from roamc.errors import BudgetError, OptionError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning import budget_search, search
+from roamc.planning.effort import EFFORT
 from roamc.planning.plan import Plan
 from tests.graphs import WithLoss, assert_same, captured_step, clones, joint_graph, model_graph
 from tests.planning.test_pipeline import run_program
@@ -115,9 +116,9 @@ def test_search_keeps_the_budget_wherever_the_passes_are_off_by_a_little(seed: i
         return Guess(foreseen + random.Random(seed + target).randint(-noise, noise), foreseen, 1000 - foreseen)
 
     found = budget_search.best(budget_search.search(lambda: first, 0, attempt, 600), 600)
-    assert len(asked) <= budget_search.ROUNDS
+    assert len(asked) <= EFFORT.budget_rounds
     assert found.needed_bytes <= 600
-    assert found.needed_bytes >= 600 - step - 3 * noise - 600 * budget_search.CLOSE
+    assert found.needed_bytes >= 600 - step - 3 * noise - 600 * EFFORT.close_share
     assert budget_search.search(lambda: first, 0, attempt, 1000) == [first]
     asked.clear()
     assert min(guess.needed_bytes for guess in budget_search.search(lambda: first, 0, attempt, 100)) <= 200 + noise
@@ -191,7 +192,10 @@ def test_lowest_plan_is_looked_for_so_often_and_no_more() -> None:
         return Guess(target, target, 1.0)
 
     assert budget_search.lower([Guess(100_000, 100_000, 0.0)], falling).needed_bytes == asked[-1] < 96_500
-    assert len(asked) == budget_search.DESCENTS
+    assert len(asked) == EFFORT.descents
+    asked.clear()
+    budget_search.lower([Guess(100_000, 100_000, 0.0)], falling, dataclasses.replace(EFFORT, descents=2))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes,
 from roamc.options import Options
 from roamc.passes import layout, normalize, reorder, reuse
 from roamc.planning import other_orders, search
+from roamc.planning.effort import EFFORT
 from roamc.planning.plan import Plan
 from roamc.rewriting.in_place import all_reuses
 from tests.end_to_end.helpers import TORCH
@@ -129,6 +131,13 @@ def test_an_order_that_the_user_names_stays(options: Options) -> None:
     plan = planned(5, "step", options)
     assert not plan.decisions.get("reorder", {}).get("laid_out")
     assert other_orders.NAME not in plan.seconds
+
+
+def test_as_many_other_orders_are_laid_out_as_the_effort_says() -> None:
+    few = dataclasses.replace(EFFORT, trial_orders=0)
+    plan = search.PlanSearch(graph_of(5, "step"), NO_SEARCH, effort=few).run().plan
+    assert len(planned(5, "step").decisions["reorder"]["laid_out"]) > 1
+    assert len(plan.decisions["reorder"]["laid_out"]) == 1
 
 
 def test_works_without_in_place_reuse() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -62,6 +63,21 @@ def choice_of(graph: TrainGraph) -> Choice:
 
 def peak_of(graph: TrainGraph) -> int:
     return int(live_bytes(build_memory(graph)).max())
+
+
+def test_the_lowest_peak_is_asked_for_as_often_as_the_effort_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = cleaned(*tower(), ROUTES[0])
+    choice, asked = choice_of(graph), list[int]()
+    choice.effort = dataclasses.replace(choice.effort, descents=0)
+    decide = choice._decide
+
+    def noted(target: int, *args: Any, **sets: Any) -> Decision:
+        asked.append(target)
+        return decide(target, *args, **sets)
+
+    monkeypatch.setattr(choice, "_decide", noted)
+    choice.lowest()
+    assert len(asked) == 2, "the first question and the one for less time"
 
 
 @pytest.mark.parametrize("route", ROUTES)
