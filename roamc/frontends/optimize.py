@@ -122,7 +122,11 @@ def plan(
     """
     check_module(model, "plan")
     if (loss_fn is None) != (optimizer is None):
-        raise RoamcError("plan takes loss_fn and optimizer together, or neither")
+        missing = "optimizer" if optimizer is None else "loss_fn"
+        raise RoamcError(
+            f"plan takes loss_fn and optimizer together, for a whole step, or neither, for the model's forward and "
+            f"backward: {missing} is missing"
+        )
     if loss_fn is not None and optimizer is not None:
         named, options = _parted(loss_fn, keywords)
         step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
