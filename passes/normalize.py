@@ -134,7 +134,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     whole = [name for name in decision.dropouts if name in inner and not _comes_apart(by_name[name])]
     if unknown or loose or whole:
         odd = (unknown + loose + whole)[0]
-        raise PlanError(f"normalize: the plan names {odd!r}, which this graph does not have as such")
+        raise PlanError(f"the plan names {odd!r}, which this graph does not have as such")
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
     phase = dict(graph.phase)
@@ -142,7 +142,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     dead, dropouts = frozenset(decision.dead), frozenset(decision.dropouts)
     for node in reversed(list(graph.graph.nodes)):  # what reads a dropout goes first, what it no longer reads after it
         if node.name in dead and node.users:
-            raise PlanError(f"normalize: the plan takes out {node.name!r}, which other nodes read")
+            raise PlanError(f"the plan takes out {node.name!r}, which other nodes read")
         if node.name in dead:
             graph.graph.erase_node(node)
         elif node.name in dropouts:

@@ -66,8 +66,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     allowed = {(_maker(memory, reuse), reuse.position): memory.storages[reuse.result].nbytes for reuse in now}
     for name, position in decision.overwrites:
         if (name, position) not in allowed:
-            raise PlanError(f"reuse: {name} cannot write over its argument {position} in this graph")
+            raise PlanError(f"{name} cannot write over its argument {position} in this graph")
     nbytes = sum(allowed[overwrite] for overwrite in decision.overwrites)
     if decision.nbytes != nbytes:
-        raise PlanError(f"reuse: the plan says nbytes {decision.nbytes}, and its results have {nbytes}: plan again")
+        raise PlanError(f"the plan says nbytes {decision.nbytes}, and its results have {nbytes}: plan again")
     return graph.replace(reuse=dict(decision.overwrites))

@@ -162,11 +162,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """
     temporaries = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
     if set(decision.offset) | set(decision.with_allocator) != temporaries:
-        raise PlanError("layout: the plan's storages are not this graph's temporaries")
+        raise PlanError("the plan's storages are not this graph's temporaries")
     if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
-        raise PlanError(f"layout: alignment must be a power of two, not {decision.alignment}")
+        raise PlanError(f"alignment must be a power of two, not {decision.alignment}")
     if decision.alignment > LARGEST_ALIGNMENT:
-        raise PlanError(f"layout: alignment must be at most {LARGEST_ALIGNMENT} bytes, not {decision.alignment}")
+        raise PlanError(f"alignment must be at most {LARGEST_ALIGNMENT} bytes, not {decision.alignment}")
     return graph.replace(
         layout=Layout(
             arena_bytes=decision.arena_bytes,

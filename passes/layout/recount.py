@@ -47,7 +47,7 @@ def _trimmed(trims: Sequence[Trim], memory: MemoryModel) -> Int64s:
     for trim in trims:
         unknown = [name for name in (trim.after, trim.before) if name and name not in step]
         if unknown:
-            raise PlanError(f"layout: {trim} names {unknown[0]!r}, which is no operator of this graph")
+            raise PlanError(f"{trim} names {unknown[0]!r}, which is no operator of this graph")
         gone[step[trim.after] + 1 if trim.after else 0 : step[trim.before] if trim.before else steps] += trim.nbytes
     return gone
 

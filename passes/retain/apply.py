@@ -22,7 +22,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             or operators that may not run again by what it allows.
     """
     if decision.allowed not in ALLOWED:
-        raise PlanError(f"retain: {decision.allowed!r} is none of {', '.join(ALLOWED)}")
+        raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
     if decision.codes:
         graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
     if decision.order and (decision.codes or decision.reruns):
@@ -44,4 +44,4 @@ def _check_allowed(graph: TrainGraph, decision: Decision) -> None:
     nodes = {node.name: node for node in operators(graph.graph)}
     for _, name, *_ in decision.reruns:
         if name in nodes and not ALLOWED[LIGHT](nodes[name]):
-            raise PlanError(f"retain: {name} would run again, and only light operators may under {LIGHT!r}: plan again")
+            raise PlanError(f"{name} would run again, and only light operators may under {LIGHT!r}: plan again")

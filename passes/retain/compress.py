@@ -132,11 +132,11 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
     if name == shapes.NAME:
         if not value.saved.late:
             return None
-        raise PlanError(f"retain: {value.saved.late[0].reader.name} reads elements of {value.storage.name}")
+        raise PlanError(f"{value.saved.late[0].reader.name} reads elements of {value.storage.name}")
     codec = codec_of(name)
     coding = codec.fit(value.saved)
     if coding is None:
-        raise PlanError(f"retain: codec {name!r} does not fit {value.storage.name}")
+        raise PlanError(f"codec {name!r} does not fit {value.storage.name}")
     return codec, coding
 
 
@@ -186,7 +186,7 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     known = {value.storage.name: value for value in values(writer.memory)}
     for code in codes:
         if code.storage not in known:
-            raise PlanError(f"retain: this graph has no storage {code.storage!r} that could be kept smaller")
+            raise PlanError(f"this graph has no storage {code.storage!r} that could be kept smaller")
         writer.add(known[code.storage], coding_of(known[code.storage], code.codec))
     writer.write()
     return writer.finished().replace(encodings=(*graph.encodings, *writer.encodings))

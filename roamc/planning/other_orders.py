@@ -28,8 +28,7 @@ from roamc.graph.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
 from roamc.passes import layout, reorder
 from roamc.planning.effort import EFFORT, Effort
-from roamc.rewriting import in_place
-from roamc.rewriting.in_place import Reuse, wanted
+from roamc.rewriting.in_place import Reuse, all_reuses, due, wanted
 from roamc.rewriting.order_problem import HANDOVER, order_problem
 from roamc.solvers.order import OrderProblem
 from roamc.solvers.order.equal_peak import NamedOrder, equal_peaks
@@ -141,21 +140,18 @@ class _Scene:
         """Return what pass layout would decide behind reorder and reuse, for operators in the order of ``names``."""
         order = [self.number[name] for name in names]
         limited = dataclasses.replace(self.options, layout_nodes=min(self.options.layout_nodes, node_limit))
-        return layout.lay_out(rearranged(self.memory, order, due(self.memory, order, self.reuses)), self.graph, limited)
+        return layout.lay_out(rearranged_with_reuse(self.memory, order, self.reuses), self.graph, limited)
 
 
-def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> dict[int, int]:
-    """Return what pass reuse decides for operators in ``order``.
+def rearranged_with_reuse(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> MemoryModel:
+    """Return the memory of the graph behind reorder and reuse, as pass reuse decides for operators in ``order``.
 
     Args:
         memory: of the graph before in-place reuse.
         order: numbers of its operators, first to last.
         reuses: the results that may be written over an argument.
-
-    Returns:
-        Index of the storage of a result to that of the argument that the result is written over.
     """
-    return {one.result: one.reused for one in in_place.due(memory, order, reuses)}
+    return rearranged(memory, order, {one.result: one.reused for one in due(memory, order, reuses)})
 
 
 def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
@@ -168,7 +164,7 @@ def eager_floor(graph: TrainGraph, memory: MemoryModel) -> layout.Floor:
         memory: its memory.
     """
     order = range(len(memory.operators))
-    rewritten = rearranged(memory, order, due(memory, order, in_place.all_reuses(memory)))
+    rewritten = rearranged_with_reuse(memory, order, all_reuses(memory))
     return layout.eager_floor(rewritten, boundary=graph.boundary)
 
 

@@ -6,13 +6,15 @@ memory budget after another.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from roamc import decode, progress
+from roamc.errors import PlanError
 from roamc.graph import TrainGraph, value_flow, verify
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Flow
@@ -103,6 +105,24 @@ def until(fact: str, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
     return passes[: max(at for at, each in enumerate(passes) if fact in each.provides) + 1]
 
 
+@contextlib.contextmanager
+def errors_name(name: str) -> Iterator[None]:
+    """Put the name of the pass in front of the message of a PlanError that is raised within.
+
+    Passes share the code of :mod:`roamc.rewriting`, which does not know on behalf of which pass it runs.
+
+    Args:
+        name: of the pass.
+
+    Raises:
+        PlanError: what was raised, as "name: message".
+    """
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from error
+
+
 @dataclass(frozen=True)
 class State:
     """A graph between two passes.
@@ -163,7 +183,8 @@ class Runner:
         constraints, memory = verify.constraints(state.graph), build_memory(state.graph)
         if decision is None:
             decision = self._decision(each, state.graph)
-        graph, flow = each.apply(state.graph, decision), state.flow
+        with errors_name(each.name):
+            graph, flow = each.apply(state.graph, decision), state.flow
         verify.check_graph(graph, each.name, constraints, deep=self.deep)
         if graph is not state.graph or build_memory(graph) is not memory:
             flow = value_flow.check(graph, flow, each.name, self.options.codecs)
@@ -173,6 +194,7 @@ class Runner:
     def _decision(self, each: Pass, graph: TrainGraph) -> Any:
         """Return the decision of a pass: that of the plan if there is one, else its own."""
         if self.plan is None:
-            return each.decide(graph, self.options)
+            with errors_name(each.name):
+                return each.decide(graph, self.options)
         where = f"the plan's decision of pass {each.name!r}"
         return decode.read(each.decision, self.plan.decisions[each.name], where)

@@ -110,13 +110,15 @@ def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
     if ordered["peak_bytes"] != peak:
         _refuse(reorder.NAME, "peak_bytes", ordered["peak_bytes"], peak)
     if ordered["status"] == "optimal" and ordered["bound_bytes"] != peak:
-        raise PlanError(f"reorder: the status is 'optimal' and the peak is not the bound of {ordered['bound_bytes']}")
+        bound = ordered["bound_bytes"]
+        raise PlanError(f"{reorder.NAME}: the status is 'optimal' and the peak is not the bound of {bound}")
 
 
 def _check_layout(placed: Mapping[str, Any], graph: TrainGraph) -> None:
     """Count what follows from places and trims. The judge has counted the least that is needed, this is the most."""
     assert graph.layout is not None  # the judge of layouts has seen it
-    counted = layout.recounted(graph, graph.layout)
+    with pipeline.errors_name(layout.NAME):
+        counted = layout.recounted(graph, graph.layout)
     most = counted.pop("needed_bytes")
     for name, value in counted.items():
         if placed[name] != value:

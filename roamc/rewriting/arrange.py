@@ -33,7 +33,7 @@ def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
     by_name = {node.name: node for node in graph.graph.nodes}
     wanted = {op.node.name for op in build_memory(graph).operators}
     if set(order) != wanted or len(order) != len(wanted):
-        raise PlanError("reorder: the plan's order is not a permutation of this graph's operators")
+        raise PlanError("the plan's order is not a permutation of this graph's operators")
     placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
     for name in order:
         _place(by_name[name], wanted, placed)
@@ -55,7 +55,7 @@ def _place(node: fx.Node, wanted: set[str], placed: dict[fx.Node, None]) -> None
         missing = [n for n in current.all_input_nodes if n not in placed]
         early = [n.name for n in missing if n.name in wanted]
         if early:
-            raise PlanError(f"reorder: {current.name} would run before {early[0]}, which it reads")
+            raise PlanError(f"{current.name} would run before {early[0]}, which it reads")
         if missing:
             pending.extend(missing)
             continue

@@ -107,12 +107,12 @@ class _Writer(Versions):
                 self._run_again(again, node)
             self.redirect(node)
         if due:
-            raise PlanError(f"retain: this graph has no operator {next(iter(due))!r}")
+            raise PlanError(f"this graph has no operator {next(iter(due))!r}")
 
     def _run_again(self, again: Rerun, at: fx.Node) -> None:
         first = self.makers.get(again.operator)
         if first is None or not may_run_again(first):
-            raise PlanError(f"retain: this graph has no operator {again.operator!r} that could run again")
+            raise PlanError(f"this graph has no operator {again.operator!r} that could run again")
         target, args, kwargs = recompute_variant(first)
         count = results_of(target, first)
         args, kwargs = fx.map_arg((args, kwargs), lambda argument: self.version(argument, at))
@@ -125,7 +125,7 @@ class _Writer(Versions):
         renewed = [node for node in self.results(first) if self.memory.storage_of(node).name in again.renews]
         missing = set(again.renews).difference(self.memory.storage_of(node).name for node in renewed)
         if missing:
-            raise PlanError(f"retain: {again.operator} does not make the storage {min(missing)!r}")
+            raise PlanError(f"{again.operator} does not make the storage {min(missing)!r}")
         for node in renewed:
             self.renew(node, fresh if node is first else self._picked(node, fresh, at))
 

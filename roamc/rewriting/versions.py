@@ -43,7 +43,7 @@ class Versions:
     def __init__(self, graph: TrainGraph) -> None:
         mode = mode_of(graph.graph)
         if mode is None:
-            raise PlanError("retain: a graph without tensors has nothing to make again")
+            raise PlanError("a graph without tensors has nothing to make again")
         self.graph = graph
         self.mode: FakeTensorMode = mode
         self.memory: MemoryModel = build_memory(graph)

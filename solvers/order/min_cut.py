@@ -98,18 +98,6 @@ def min_cut_bound(
     return bound, work
 
 
-def operator_min_cut(problem: OrderProblem, op: OpIndex) -> Bytes:
-    """Return the least bytes that must be live while `op` runs, whatever runs before it, in a problem with one stage.
-
-    Counted are the buffers alive then, the results and the workspace of `op`. No order of the problem has fewer
-    bytes at the step of `op`, so this bounds the peak of every order from below.
-
-    problem: it must have one stage; `one_stage` makes one of a problem with several.
-    op: the operator's number.
-    """
-    return operator_bound(make_network(problem), op)[0]
-
-
 def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
     """Return what the cuts of all operators of a problem with one stage share."""
     need = problem.workspace.copy()

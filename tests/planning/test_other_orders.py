@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from roamc.graph import TrainGraph
-from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes, rearranged
+from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes
 from roamc.options import Options
 from roamc.passes import layout, normalize, reorder, reuse
 from roamc.planning import other_orders, search
@@ -156,7 +156,7 @@ def test_the_foretold_memory_is_that_of_the_rewritten_graph(seed: int, route: st
     ordered = reorder.decide(graph, NO_SEARCH)
     number = {operator.node.name: index for index, operator in enumerate(memory.operators)}
     order = [number[name] for name in ordered.order]
-    foretold = rearranged(memory, order, other_orders.due(memory, order, reuses))
+    foretold = other_orders.rearranged_with_reuse(memory, order, reuses)
     graph = reorder.apply(graph, ordered)
     before = build_memory(graph)
     graph = reuse.apply(graph, reuse.decide(graph, NO_SEARCH))

@@ -405,6 +405,23 @@ def planned_gpt() -> tuple[TrainGraph, str]:
         (("peak_bytes",), 1, "plan: the plan says peak_bytes 1, and what it does makes"),
         (("added_seconds",), 0, "plan: the plan says added_seconds 0, and what it does makes"),
         (("decisions", "retain", "allowed"), "banana", "'banana' is none of all, light"),
+        (
+            ("decisions", "retain", "order"),
+            ["a"],
+            "^retain: the plan's order is not a permutation of this graph's operators",
+        ),
+        (("decisions", "reorder", "order"), ["a"], "^reorder: the plan's order is not a permutation of"),
+        (
+            ("decisions", "checkpoint", "reruns"),
+            [["nobody", "a", ["a"]]],
+            "^checkpoint: this graph has no operator 'nobo",
+        ),
+        (
+            ("decisions", "retain", "reruns"),
+            [["nobody", "a", ["a"], 0.0]],
+            "^retain: this graph has no operator 'nobody'",
+        ),
+        (("decisions", "normalize", "dropouts"), ["nobody"], "^normalize: the plan names "),
         (("decisions", "evil"), {"a": 1}, "a decision of evil, which is no pass"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",

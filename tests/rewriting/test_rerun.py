@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roamc.cost import workspaces
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, verify
+from roamc.graph import Phase
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.operators.random import save_rng_state
 from roamc.options import Options
-from roamc.passes import normalize
 from roamc.passes.retain.problem import question
 from roamc.rewriting.arrange import arrange
-from roamc.rewriting.expiry import droppable, expiries
 from roamc.rewriting.rerun import Rerun, rerun
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, schedule
 from roamc.solvers.status import Status
-from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.graphs import graph_and_inputs, model_graph
 from tests.random_graphs import random_model
-
-X = torch.randn(8, 8)
-
-
-def cleaned(graph: TrainGraph) -> TrainGraph:
-    return normalize.apply(graph, normalize.decide(graph, Options()))
-
-
-def some_reruns(graph: TrainGraph, seed: int, share: float, ahead: bool = False) -> list[Rerun]:
-    """Of all operators and their readers, a random share: the operator runs again in front of the reader, or ahead."""
-    rng = random.Random(seed)
-    memory = build_memory(graph)
-    names = [op.node.name for op in memory.operators]
-    nodes = {op.node.name: op.node for op in memory.operators}
-    until = expiries(memory, nodes, names, range(len(names)), boundary=graph.boundary)
-    chosen = []
-    for storage, may_drop in zip(memory.counted, droppable(memory, memory.counted), strict=True):
-        for user in memory.uses[storage.index] if may_drop else ():
-            if user < until[storage.producer] and rng.random() < share:
-                at = rng.randint(storage.producer + 1, user) if ahead else user
-                chosen.append((at, storage.producer, storage.name))
-    return [Rerun(names[at], names[maker], (storage,)) for at, maker, storage in sorted(chosen)]
-
-
-def check(graph: TrainGraph, inputs: list[Any], reruns: Sequence[Rerun], said: str, *, deep: bool = True) -> TrainGraph:
-    """Run before and after: results, written inputs and the generator are the same, and all bytes are foreseen."""
-    used, again = clones(inputs), clones(inputs)
-    torch.manual_seed(5)
-    expected, _ = run_real(graph, used)
-    state = torch.get_rng_state()
-    kept = verify.constraints(graph)
-    after = rerun(graph, reruns)
-    verify.check_graph(after, "retain", kept, deep=deep)
-    torch.manual_seed(5)
-    got, measured = run_real(after, again)
-    assert torch.equal(torch.get_rng_state(), state), said
-    assert_same([*expected, *used], [*got, *again], said)
-    assert measured == live_bytes(build_memory(after)).tolist(), said
-    return after
+from tests.rewriting.cases import X, chain, check, cleaned, some_reruns
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
@@ -113,11 +69,6 @@ def test_random_reruns_of_models_leave_every_bit(name: str, route: str) -> None:
     check(graph, inputs, reruns, f"{name}, {route}", deep=False)
 
 
-def chain(function: Callable[..., Any], phases: str, *inputs: Tensor) -> tuple[TrainGraph, list[Any]]:
-    given = list(inputs or (X,))
-    return cleaned(traced(function, *given, phases=phases)), given
-
-
 def test_bytes_are_free_between_the_two_runs() -> None:
     graph, inputs = chain(lambda x: ((y := x.sin()), (y + (y.sum() * 2)).sum())[1], "FFFBB")
     before = live_bytes(build_memory(graph)).tolist()
@@ -138,49 +89,6 @@ def test_a_rerun_ahead_of_its_reader_waits_for_it() -> None:
     assert after.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
 
 
-def test_what_read_a_version_reads_the_newest_when_it_runs_again() -> None:
-    """A rerun in front of the first reader, too: else that version would live until the second rerun reads it."""
-
-    def function(x: Tensor) -> Tensor:
-        sine, total = x.sin(), x.sum()
-        cosine = sine.t().cos()
-        return (cosine * (cosine.sum() * total)).sum()
-
-    graph, inputs = chain(function, "")
-    names = [op.node.name for op in build_memory(graph).operators]
-    assert names == ["sin", "sum_1", "cos", "sum_2", "mul", "mul_1", "sum_3"]
-    again = [Rerun(before, name, (name,)) for before, name in (("cos", "sin"), ("mul_1", "sin"), ("mul_1", "cos"))]
-    after = build_memory(check(graph, inputs, again, "a version read twice"))
-    runs = [op.node.name for op in after.operators]
-    assert runs == ["sum_1", "sin_1", "cos", "sum_2", "mul", "sin_2", "cos_1", "mul_1", "sum_3"]
-    assert live_bytes(after).tolist()[runs.index("mul")] == 12
-
-
-def test_first_run_that_nobody_reads_any_more_is_taken_out() -> None:
-    graph, inputs = chain(lambda x: ((y := x.sin()), (x.sum() + y).sum())[1], "FFBB")
-    after = check(graph, inputs, [Rerun("add", "sin", ("sin",))], "sin later")
-    assert [op.node.name for op in build_memory(after).operators] == ["sum_1", "sin_1", "add", "sum_2"]
-
-
-def test_views_are_made_again_of_the_new_version() -> None:
-    graph, inputs = chain(lambda x: ((y := x.sin().t()), y.sum() + y[::3].exp().sum())[1], "")
-    last = next(op.node.name for op in build_memory(graph).operators if op.node.name == "exp")
-    check(graph, inputs, [Rerun(last, "sin", ("sin",))], "views")
-
-
-def test_one_result_of_several_is_renewed_and_the_others_stay() -> None:
-    def norm(x: Tensor) -> Tensor:
-        y, mean, rstd = torch.ops.aten.native_layer_norm(x, [8], None, None, 1e-5)
-        return (y * mean).sum() + (y + rstd).sum()
-
-    graph, inputs = chain(norm, "")
-    names = [op.node.name for op in build_memory(graph).operators]
-    after = check(graph, inputs, [Rerun("add", "native_layer_norm", ("native_layer_norm#0",))], "layer norm")
-    add = next(node for node in after.graph.nodes if node.name == "add")
-    assert [str(argument.args[0]) for argument in add.args] == ["native_layer_norm_1", "native_layer_norm"]
-    assert len(names) + 1 == len(build_memory(after).operators)
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_random_operators_draw_the_same_again(times: int) -> None:
     def model(x: Tensor) -> tuple[Tensor, ...]:
@@ -196,18 +104,6 @@ def test_random_operators_draw_the_same_again(times: int) -> None:
     after = check(graph, inputs, again, "dropout")
     states = [node for node in after.graph.nodes if "save_rng_state" in str(node.target)]
     assert len(states) == 1, "one state serves all reruns"
-
-
-@pytest.mark.parametrize("route", ["step", "joint"])
-def test_batch_norm_runs_again_without_the_old_statistics(route: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
-    graph, inputs = graph_and_inputs(model, (torch.randn(2, 3, 9, 9),), lambda m, x: m(x).square().mean(), route)
-    graph = cleaned(graph)
-    reruns = [again for again in some_reruns(graph, 3, 1.0) if "batch_norm_legit" in again.operator]
-    assert reruns
-    after = check(graph, inputs, reruns, "batch norm", deep=False)
-    again = [node for node in after.graph.nodes if node.target is torch.ops.aten._native_batch_norm_legit.no_stats]
-    assert len(again) == len(reruns)
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,4 @@ def codec_of(name: str) -> Codec:
     for codec in CODECS:
         if codec.name == name:
             return codec
-    raise PlanError(f"retain: there is no codec {name!r}; there are {', '.join(codec.name for codec in CODECS)}")
+    raise PlanError(f"there is no codec {name!r}; there are {', '.join(codec.name for codec in CODECS)}")

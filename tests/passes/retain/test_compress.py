@@ -26,7 +26,7 @@ from roamc.passes.retain.problem import droppable
 from roamc.rewriting.rerun import Rerun, rerun
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real
 from tests.models import NanoGPT, next_token, tokens
-from tests.rewriting.test_rerun import some_reruns
+from tests.rewriting.cases import some_reruns
 
 ROUTES = ("step", "joint")
 

@@ -22,6 +22,7 @@ from tests.solvers.layout.cases import (
     training_problem,
 )
 from tests.solvers.layout.test_tree_search import ABOVE_BOUND, from_rows
+from tests.solvers.recorded import recorded, unread
 
 
 @PROPERTY
@@ -209,3 +210,11 @@ def test_a_trick_can_be_switched_off() -> None:
     assert not any(name.endswith("+improve") for name, _ in without.candidates)
     searched = solve(problem, effort=replace(EFFORT, node_limit=0))
     assert "tree_search" not in dict(searched.candidates)
+
+
+def test_every_field_of_effort_is_read() -> None:
+    effort, read = recorded(replace(EFFORT, first_search_nodes=100))
+    columns = [list(column) for column in zip(*ABOVE_BOUND[0][0], strict=True)]
+    solve(make_problem(*columns, 1, gaps=[Gap(0, 1, 2)]), effort=effort)  # for CP-SAT
+    solve(hard_problem(80, 1), node_limit=20_000, seconds=60, effort=effort)  # against the clock
+    assert unread(EFFORT, read) == []

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roamc.solvers.order import min_cut
 from roamc.solvers.order.bound import hottest_ops, lower_bound, operator_bound, reachability_bound
 from roamc.solvers.order.effort import EFFORT
 from roamc.solvers.order.evaluate import peak_bytes
-from roamc.solvers.order.min_cut import min_cut_bound, operator_min_cut
+from roamc.solvers.order.min_cut import make_network, min_cut_bound
 from roamc.solvers.order.problem import OrderProblem, make_problem
 from tests.solvers.order.cases import PROPERTY, best_peak, problems, simulated_live, training_problem
 
@@ -28,7 +29,7 @@ def test_bounds_and_best_peak_come_in_this_order(problem: OrderProblem) -> None:
 @given(problems(most_ops=8, stages=1), st.data())
 def test_min_cut_is_the_least_over_all_sets_that_may_run_before(problem: OrderProblem, data: st.DataObject) -> None:
     op = data.draw(st.integers(0, problem.num_ops - 1))
-    assert operator_min_cut(problem, op) == least_at(problem, op)
+    assert min_cut.operator_bound(make_network(problem), op)[0] == least_at(problem, op)
 
 
 def least_at(problem: OrderProblem, op: int) -> int:
@@ -53,7 +54,8 @@ def test_min_cut_is_at_least_reachability_and_that_at_least_the_operator_alone(p
     everything = np.arange(problem.num_ops, dtype=np.int32)
     reachable = reachability_bound(problem, everything)
     assert (reachable >= operator_bound(problem)).all()
-    assert all(operator_min_cut(problem, op) >= reachable[op] for op in everything.tolist())
+    network = make_network(problem)
+    assert all(min_cut.operator_bound(network, op)[0] >= reachable[op] for op in everything.tolist())
 
 
 def test_min_cut_sees_what_reachability_does_not() -> None:
@@ -61,7 +63,7 @@ def test_min_cut_sees_what_reachability_does_not() -> None:
     buffers = [(5, 0, [1], False), (3, 1, [4], False), (5, 2, [3], False), (3, 3, [4], False), (1, 0, [3], False)]
     problem = make_problem([0] * 5, [(0, 2)], buffers)
     assert reachability_bound(problem, np.array([3], dtype=np.int32)).tolist() == [9]
-    assert operator_min_cut(problem, 3) == 12
+    assert min_cut.operator_bound(make_network(problem), 3)[0] == 12
 
 
 def test_min_cut_reuses_the_input_that_costs_least() -> None:
@@ -69,7 +71,7 @@ def test_min_cut_reuses_the_input_that_costs_least() -> None:
     buffers = [(8, 0, [2, 3], False), (8, 1, [2], False), (8, 2, [], False)]
     apart = make_problem([0] * 4, [], buffers)
     problem = make_problem([0] * 4, [], buffers, reusable=[[], [], [0, 1]])
-    assert (operator_min_cut(apart, 2), operator_min_cut(problem, 2)) == (24, 16)
+    assert [min_cut.operator_bound(make_network(each), 2)[0] for each in (apart, problem)] == [24, 16]
 
 
 def test_min_cut_stops_at_its_limit() -> None:

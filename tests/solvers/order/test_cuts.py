@@ -8,7 +8,7 @@ from roamc.solvers.order.cut_guided import cut_guided
 from roamc.solvers.order.disjunction import disjunctive_bound
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.list_schedule import lescea, lpmf
-from roamc.solvers.order.min_cut import least_before, make_network, min_cut_bound, operator_min_cut
+from roamc.solvers.order.min_cut import least_before, make_network, min_cut_bound, operator_bound
 from roamc.solvers.order.problem import OrderProblem, dependencies, make_problem
 from tests.solvers.order.cases import PROPERTY, best_peak, is_legal, problems, random_layers, training_problem
 
@@ -28,7 +28,7 @@ def test_the_set_before_an_operator_reaches_its_bound(problem: OrderProblem, dat
     after[op] = False
     order = np.concatenate([program[before], [op], program[after]])
     assert is_legal(problem, order.tolist())
-    assert live_bytes(problem, order)[int(before.sum())] == least == operator_min_cut(problem, op)
+    assert live_bytes(problem, order)[int(before.sum())] == least == operator_bound(make_network(problem), op)[0]
 
 
 @PROPERTY

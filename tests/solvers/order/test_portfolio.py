@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.order import EFFORT, Effort, Pieces, make_problem, solve, validate, without_reuse
+from roamc.solvers.order.equal_peak import equal_peaks
 from roamc.solvers.order.portfolio import ALGORITHMS, NO_PIECES
 from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, renumber, reusables
 from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem
+from tests.solvers.recorded import recorded, unread
 
 
 @PROPERTY
@@ -189,3 +191,11 @@ def test_a_trick_can_be_switched_off() -> None:
     with_rounds, without = (solve(problem, pieces=cuts, effort=replace(EFFORT, cut_rounds=count)) for count in (256, 0))
     assert with_rounds.peak_bytes < without.peak_bytes == solve(problem, pieces=NO_PIECES).peak_bytes
     assert with_rounds.work > without.work
+
+
+def test_every_field_of_effort_is_read() -> None:
+    effort, read = recorded(replace(EFFORT, work_limit=1_000_000))
+    solve(random_layers(60, 30), effort=effort)
+    problem = training_problem(20, reuse=True)
+    list(equal_peaks(problem, solve(problem, effort=effort).order, effort))
+    assert unread(EFFORT, read) == []

@@ -24,9 +24,11 @@ from roamc.solvers.retain import (
     validate,
 )
 from roamc.solvers.retain.drops import list_drops, try_drops
+from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
+from tests.solvers.recorded import recorded, unread
 from tests.solvers.retain.cases import chain, layered, problems
 
 
@@ -191,3 +193,13 @@ def test_what_must_not_run_again_is_kept_for_a_rerun() -> None:
     drops = list_drops(drop, drop.keep_everything(), 160)
     seconds = try_drops(drop, state, drops, np.arange(len(drops.gap)), 160)[:, 0, 0]
     assert (seconds < np.inf).all()
+
+
+def test_every_field_of_effort_is_read() -> None:
+    effort, read = recorded(EFFORT)
+    few, many = chain(1), layered(20, 0)
+    solve(few, int(0.8 * full_peak(few)), effort=effort)  # few enough gaps for all combinations
+    for budget in (0, full_peak(many) // 2, int(1.02 * solve(many, 0, work_limit=10**6).peak_bytes)):
+        solve(many, budget, effort=effort)
+    reference_order(many.order, many.sequence, effort)
+    assert unread(EFFORT, read) == []
