@@ -479,7 +479,7 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "attention keeps blocks of scores": (
         aten._scaled_dot_product_flash_attention_for_cpu,
         (floats(1, 2, 256, 64), floats(1, 2, 300, 64), floats(1, 2, 300, 64)),
-        2 * 4 * 64 * (300 + 64),
+        2 * 4 * 64 * (300 + 64 + 2),
     ),
     "attention backward keeps two": (
         lambda q, k, v, o, s: aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -24,15 +24,15 @@ PACKED: Bytes = 64 << 10
 def forward_bytes(query: torch.Tensor, key: torch.Tensor) -> Bytes:
     """Return the workspace of fused attention forward in bytes, for :data:`~roamc.operators.costs.products.THREADS`.
 
-    Each thread has a block of scores and the block's rows of the result in float32; in half precision also a copy of
-    the block of scores in that precision.
+    Each thread has a block of scores, the block's rows of the result, and the largest score and the sum of every row,
+    in float32; in half precision also a copy of the block of scores in that precision.
 
     Args:
         query: ``[..., queries, head]``.
         key: ``[..., keys, head]``.
     """
     block = _block(query, key)
-    sums = 4 * min(query.shape[-2], _together(query.shape[-2])) * query.shape[-1]
+    sums = 4 * min(query.shape[-2], _together(query.shape[-2])) * (query.shape[-1] + 2)
     return THREADS * (sums + block * (4 if query.itemsize == 4 else 6))
 
 
