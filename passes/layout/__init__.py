@@ -4,7 +4,7 @@
     checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
               same step overlap; the peak is what offsets and lives say (:mod:`roamc.graph.verify`)
 
-:mod:`roamc.passes.layout.placement` says which storages may stay with the allocator, :mod:`roamc.passes.layout.trim`
+:mod:`roamc.passes.layout.placement` says which storages may stay with the allocator, :mod:`roamc.solvers.layout.trim`
 which pages of the arena are trimmed: given back to the system while nothing lies there.
 :mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one
 with the lowest peak.
@@ -27,7 +27,7 @@ from roamc.passes.layout.choose import best
 from roamc.passes.layout.eager import SMALL, Floor, eager_floor
 from roamc.passes.layout.placement import Table, apart_bytes, excess, make_table
 from roamc.passes.layout.recount import recounted
-from roamc.passes.layout.trim import Gap
+from roamc.solvers.layout.trim import Gap
 from roamc.units import Bytes
 
 __all__ = [

@@ -8,7 +8,6 @@ caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets ever
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +31,8 @@ from roamc.passes.layout.placement import (
     peak,
     placements,
 )
-from roamc.passes.layout.trim import LARGE, LEAST, Room, Trimming, trimmed, trimmings
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
+from roamc.solvers.layout.trim import LARGE, LEAST, Room, Trimming, trimmed, trimmings, untrimmed
 from roamc.units import Bytes
 
 PRICE, SMALL_PRICE = 256, 32
@@ -163,7 +162,7 @@ def _laid_out(
     )
     outside = outside_live(table, placement.with_allocator)
     alive = most_alive(table.born, table.dead, table.steps)
-    for trimming in trimmings(room) if shrinks else itertools.islice(trimmings(room), 1):
+    for trimming in trimmings(room) if shrinks else (untrimmed(room),):
         tensors = room.arena_bytes - trimmed(trimming.gaps, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)

@@ -10,7 +10,7 @@ tensors alone take at their worst step.
     relu    20 kB    25 kB + at most 16 B   below it: good, though more than eager has here
     addmm   30 kB    28 kB + anything       good
 
-Only for small graphs. In large ones the arena is trimmed where it is idle, see :mod:`roamc.passes.layout.trim`.
+Only for small graphs. In large ones the arena is trimmed where it is idle, see :mod:`roamc.solvers.layout.trim`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import numpy.typing as npt
 
 from roamc.graph.eager_memory import eager_lifetimes
 from roamc.graph.memory import Int64s, MemoryModel, Place, sizes, timeline
+from roamc.solvers.layout.trim import LEAST
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]
 
-SMALL: Bytes = 8 << 20
-"""Graphs of which eager holds fewer bytes are compared moment by moment: their arenas are not trimmed."""
+SMALL: Bytes = LEAST
+"""Graphs of which eager holds fewer bytes are compared moment by moment: their arenas are too small to be
+trimmed."""
 
 NUMBERS: Bytes = 32
 """Bytes that any operator may take for the Python numbers among its arguments: tensors of one element."""

@@ -21,7 +21,7 @@ from roamc.passes.layout.placement import (
     peak,
     placements,
 )
-from roamc.passes.layout.trim import LARGE
+from roamc.solvers.layout.trim import LARGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 

@@ -1,13 +1,11 @@
-"""Trims of the arena: nothing lies in them, they lower the peak, and programs that have them give the same bits."""
+"""Trims of the arena lower the peak, programs that have them give the same bits, and the judge finds faults in them."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,13 +14,12 @@ from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.passes import layout
-from roamc.passes.layout import trim
-from roamc.passes.layout.trim import LARGE, Gap, Room, trimmed, trimmings
 from roamc.planning import search
 from roamc.planning.layout_judge import check_layout
 from roamc.planning.planned import Planned
 from roamc.runtime.blocks import Block
 from roamc.runtime.program import Pair, Whole
+from roamc.solvers.layout import trim
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
 from tests.random_graphs import random_model
 
@@ -30,55 +27,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="arenas are trimmed on Linux only"),
     pytest.mark.usefixtures("arenas_of_any_size"),
 ]
-
-
-def room(rows: list[tuple[int, int, int, int]], outside: list[int]) -> Room:
-    """Storages as (offset, size, born, dead) in large pages and steps, and large pages outside per moment."""
-    offset, size, born, dead = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    top = int((offset + size).max(initial=0)) * LARGE
-    return Room(top, offset * LARGE, size * LARGE, born, dead, (np.array(outside, dtype=np.int64) * LARGE,))
-
-
-def test_the_top_goes_while_the_outside_is_large() -> None:
-    # step      0     1     2    between
-    # arena    4+4    4   4+4         the upper half is empty at step 1
-    # outside   0     3     0
-    *_, lowest = trimmings(room([(0, 4, 0, 3), (4, 4, 0, 1), (4, 4, 2, 3)], [0, 3, 0, 0]))
-    assert lowest.total == 8 * LARGE
-    assert lowest.gaps == (Gap(5 * LARGE, 8 * LARGE, 1, 1),), "the highest pages, and no more than needed"
-    assert lowest.trimmed_bytes == lowest.large == 3 * LARGE
-
-
-def test_a_trim_lasts_into_the_next_step() -> None:
-    *_, lowest = trimmings(room([(0, 8, 1, 2)], [2, 0, 0, 8]))
-    assert lowest.gaps == (Gap(0, 8 * LARGE, 2, 3),)
-    assert trimmed(lowest.gaps, 3).tolist() == [8 * LARGE, 0, 8 * LARGE, 8 * LARGE]
-
-
-def test_a_full_arena_and_a_small_one_have_no_trims() -> None:
-    assert all(not found.gaps for found in trimmings(room([(0, 8, 0, 2)], [0, 5, 0])))
-    assert len(list(trimmings(room([(0, 3, 0, 1)], [0, 3, 0])))) == 1
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_choices_are_legal_and_what_they_say(seed: int) -> None:
-    draw = random.Random(seed)
-    steps = draw.randrange(1, 12)
-    rows = []
-    for _ in range(draw.randrange(1, 12)):
-        born = draw.randrange(steps)
-        rows.append((draw.randrange(12), draw.randrange(1, 6), born, draw.randrange(born + 1, steps + 1)))
-    given = room(rows, [draw.randrange(20) for _ in range(steps + 1)])
-    found = list(trimmings(given))
-    for choice in found:
-        top = given.arena_bytes - trimmed(choice.gaps, steps)
-        assert choice.total == int((top + given.outsides[0]).max()), seed
-        for gap in choice.gaps:
-            moments = {(gap.first + i) % (steps + 1) for i in range(gap.length)}
-            for offset, size, born, dead in rows:
-                apart = gap.high <= offset * LARGE or (offset + size) * LARGE <= gap.low
-                assert apart or moments.isdisjoint(range(born, dead)), f"seed {seed}: {gap}"
-    assert min(found, key=lambda choice: choice.total).total <= found[0].total
 
 
 @pytest.fixture

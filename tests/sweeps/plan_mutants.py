@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
-from roamc.passes.layout import trim
 from roamc.planning import layout_judge, search
 from roamc.planning.plan import Plan
+from roamc.solvers.layout import trim
 from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
 from tests.models import NanoGPT, make, next_token, tokens

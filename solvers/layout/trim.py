@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roamc.graph.memory import Int64s, Step
-from roamc.passes.layout.eager import SMALL, Bools
-from roamc.units import Bytes
+from roamc.solvers.arrays import BoolArray, LongArray
+from roamc.solvers.layout.problem import Bytes, Step
 
 LARGE: Bytes = 2 << 20
 """Bytes of a large page of the system. It comes in a tenth of the time of the same bytes in small pages."""
@@ -32,7 +31,7 @@ PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
 MOST = 1024
 """Maximum number of pieces of an arena; a larger arena has larger pieces."""
 
-LEAST: Bytes = SMALL
+LEAST: Bytes = 8 << 20
 """Size in bytes below which an arena is not trimmed."""
 
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
@@ -54,11 +53,11 @@ class Room:
     """
 
     arena_bytes: Bytes
-    offset: Int64s
-    size: Int64s
-    born: Int64s
-    dead: Int64s
-    outsides: tuple[Int64s, ...]
+    offset: LongArray
+    size: LongArray
+    born: LongArray
+    dead: LongArray
+    outsides: tuple[LongArray, ...]
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,17 @@ class Trimming:
         return LARGE * sum(max(0, count) for count in pages)
 
 
+def untrimmed(room: Room) -> Trimming:
+    """Return the choice of no trims."""
+    return Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
+
+
 def trimmings(room: Room) -> Iterator[Trimming]:
     """Yield choices of trims: first none, then, if the arena is large enough, several, each aiming at a lower peak.
 
     The sequence of falling peaks begins anew for each size of :data:`PIECES`.
     """
-    yield Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
+    yield untrimmed(room)
     if room.arena_bytes >= LEAST:
         for piece in PIECES:
             yield from _trimmings(room, piece * -(-room.arena_bytes // (piece * MOST)))
@@ -122,7 +126,7 @@ def _trimmings(room: Room, piece: Bytes) -> Iterator[Trimming]:
             yield Trimming(gaps.merged(chosen), int((over.max(axis=1) + aims).sum()))
 
 
-def trimmed(gaps: Sequence[Gap], steps: int) -> Int64s:
+def trimmed(gaps: Sequence[Gap], steps: int) -> LongArray:
     """Return the trimmed bytes at each moment, int64[n + 1], for n = ``steps``."""
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
@@ -130,7 +134,7 @@ def trimmed(gaps: Sequence[Gap], steps: int) -> Int64s:
     return gone
 
 
-def _busy(room: Room, piece: Bytes) -> tuple[Bools, Int64s]:
+def _busy(room: Room, piece: Bytes) -> tuple[BoolArray, LongArray]:
     """Whether something lies in a piece at a moment, bool[pieces, n + 1], and bytes of each piece."""
     count, moments = -(-room.arena_bytes // piece), len(room.outsides[0])
     change = np.zeros((count, moments + 1), dtype=np.int32)
@@ -145,14 +149,14 @@ def _busy(room: Room, piece: Bytes) -> tuple[Bools, Int64s]:
 class _Gaps:
     """All gaps of all pages as arrays; moments go round."""
 
-    def __init__(self, busy: Bools, size: Int64s) -> None:
+    def __init__(self, busy: BoolArray, size: LongArray) -> None:
         self.moments = busy.shape[1]
         rows = [row for page in range(len(busy)) for row in _free_runs(busy[page], page)]
         self.page, self.first, self.length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         self.size = size[self.page]
         self.low = np.concatenate(([0], np.cumsum(size)))[self.page]
 
-    def cover(self, over: Int64s) -> list[int] | None:
+    def cover(self, over: LongArray) -> list[int] | None:
         """Choose gaps that together bring ``over`` to 0 or below, by number; None if the aim is out of reach.
 
         In turn for the moment that is highest above the aim: of the gaps that include it, those that help at the most
@@ -188,17 +192,17 @@ class _Gaps:
                 found.append(Gap(low, low + size, first, length))
         return tuple(found)
 
-    def _helps(self, over: Int64s, gaps: Int64s) -> Int64s:
+    def _helps(self, over: LongArray, gaps: LongArray) -> LongArray:
         """At how many moments above the aim each gap lies."""
         above = (over > 0).sum(axis=0)
         before = np.concatenate(([0], np.cumsum(np.concatenate((above, above)))))
-        counted: Int64s = before[self.first[gaps] + self.length[gaps]] - before[self.first[gaps]]
+        counted: LongArray = before[self.first[gaps] + self.length[gaps]] - before[self.first[gaps]]
         return counted
 
-    def _take(self, over: Int64s, gap: int, sign: int) -> None:
+    def _take(self, over: LongArray, gap: int, sign: int) -> None:
         _add(over, int(self.first[gap]), int(self.length[gap]), sign * int(self.size[gap]))
 
-    def _needless(self, over: Int64s, gap: int) -> bool:
+    def _needless(self, over: LongArray, gap: int) -> bool:
         """Whether all stays within the aim without a chosen gap; its bytes are then added to ``over`` again."""
         self._take(over, gap, 1)
         if (over <= 0).all():
@@ -207,14 +211,14 @@ class _Gaps:
         return False
 
 
-def _add(rows: Int64s, first: Step, length: int, nbytes: Bytes) -> None:
+def _add(rows: LongArray, first: Step, length: int, nbytes: Bytes) -> None:
     """Add ``nbytes`` to ``length`` moments from ``first`` on, in place, going on with the first behind the last."""
     moments = rows.shape[1]
     rows[:, first : first + length] += nbytes
     rows[:, : max(0, first + length - moments)] += nbytes
 
 
-def _free_runs(busy: Bools, page: int) -> Iterator[tuple[int, int, int]]:
+def _free_runs(busy: BoolArray, page: int) -> Iterator[tuple[int, int, int]]:
     """(page, first moment, length) of every run of moments in which the page is free; none if it is never used."""
     if not busy.any():
         return
