@@ -78,9 +78,9 @@ def train_step(
     it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
 
     What Python reads during the first call with a batch of some shape is fixed for that shape. Modules, what tracing
-    reads of them, groups of the optimizer, and what the loss function names are watched: a change makes another plan.
-    Attributes of other objects are not. What Python writes beside tensors (lists, counters, prints) it writes in that
-    call only.
+    reads of them, groups of the optimizer, and what the loss function names are watched, and what it reads of objects
+    that it names: a change makes another plan. What Python writes beside tensors (lists, counters, prints) it writes in
+    that call only. Ctrl-C waits until tracing is over; pressed once more, it does not.
 
     Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
     program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the
