@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from roamc.capture.step import LossFunction
 from roamc.errors import RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
+from roamc.frontends.eager_calls import checked
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import search
@@ -30,6 +32,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """Compile ``model`` in place with roamc and return it; names in its ``state_dict`` stay as they are.
 
     Nothing is planned before the first call. Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works.
+    Where torch.compile runs a whole call in eager, a warning says so; with option ``strict`` the call ends in an error.
     A deep copy or a pickle of the model is a plain module: call ``optimize`` on it again.
 
     Args:
@@ -46,9 +49,9 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     record = Record(type(model).__name__)
 
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, parsed, record)
+        return record.calls.counted(compile_graph(gm, example_inputs, parsed, record))
 
-    compat.compile_in_place(model, roamc)
+    compat.compile_in_place(model, roamc, functools.partial(checked, weakref.ref(model), record, parsed))
     _RECORDS[model] = record
     return model
 
