@@ -481,8 +481,10 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
-def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> None:
-    """Call ``model.compile`` with dynamic shapes off.
+def compile_in_place(
+    model: torch.nn.Module, backend: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Call ``model.compile`` with dynamic shapes off; ``around`` then gets what calls the model, and returns another.
 
     Dynamo leaves out recurrent layers, and models of torch's own classes, by default; here it traces them, too.
     """
@@ -493,15 +495,16 @@ def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any]) -> Non
         # Dynamo skips the frames of torch's own modules unless they are called from a frame that it traces.
         wrapped = external_utils.wrap_inline(model._call_impl)
         model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
+    compiled: Any = model._compiled_call_impl
+    model._compiled_call_impl = around(compiled)
     if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()) or not hasattr(config, "allow_rnn"):
         return
-    compiled: Any = model._compiled_call_impl
 
     def with_recurrent_layers(*args: Any, **kwargs: Any) -> Any:
         with config.patch(allow_rnn=True):
             return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = with_recurrent_layers
+    model._compiled_call_impl = around(with_recurrent_layers)
 
 
 def is_traced(value: object) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import external_utils
+from torch._dynamo import convert_frame, eval_frame, external_utils
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
@@ -52,6 +55,33 @@ def compiled_function() -> str:
     return str(resumed["name"] if resumed else frame.f_code.co_name)
 
 
+def eager_caller() -> CodeType | None:
+    """Return the code that calls the function that dynamo compiles now and runs in eager itself, under torch.compile.
+
+    None if it is the function that torch.compile was given, or if dynamo has compiled a part of the caller as well.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _is_entry(frame):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+        if frame.f_code.co_filename == eval_frame.__file__:
+            return None
+        frame = frame.f_back
+    if frame is None or any(name.startswith("__compiled_fn") for name in frame.f_code.co_names):
+        return None
+    return frame.f_code
+
+
+def _is_entry(frame: FrameType) -> bool:
+    """Whether dynamo has been called with this frame: its caller is what calls the function that is compiled."""
+    if frame.f_code.co_filename != convert_frame.__file__ or frame.f_code.co_name != "__call__":
+        return False
+    return frame.f_back is None or frame.f_back.f_code.co_filename != convert_frame.__file__
+
+
+_TRANSPARENT = (str(Path(torch.__file__).parent), contextlib.__file__)
+"""Files whose functions may stand between a function that is compiled and what called it."""
+
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_\d+")
 """How dynamo names the rest of a function behind a break."""
 
@@ -64,6 +94,11 @@ def _compiled_frame() -> Any:
         return InstructionTranslator.current_tx().output.root_tx
     except AttributeError:
         return None
+
+
+def eager_is_asked_for() -> bool:
+    """Whether compiled functions run in eager now because the user says so, by ``torch.compiler.set_stance``."""
+    return eval_frame._stance.stance in ("force_eager", "eager_on_recompile", "eager_then_compile")
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:

@@ -7,9 +7,12 @@ fall back on it; and an operator of the program may have ended just before it, s
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import inspect
 import signal
+import threading
+from collections.abc import Iterator
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any
 
@@ -51,6 +54,39 @@ def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> boo
         return False
     home = type(error).__module__.partition(".")[0]
     return home != "torch" and getattr(builtins, type(error).__name__, None) is not type(error)
+
+
+@contextlib.contextmanager
+def uninterrupted(waits: int | None = None) -> Iterator[None]:
+    """Let what runs inside end before Ctrl-C takes effect.
+
+    A step cut short would leave some parameters updated, and torch may end the process where an exception comes out
+    of Python code that it calls while it traces.
+
+    Args:
+        waits: how often Ctrl-C has to wait; one more takes effect at once, as what runs inside may hang. None: always.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    handler: Any = before
+    pending: list[Any] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if waits is not None and len(pending) == waits:
+            pending.clear()
+            handler(number, frame)
+        else:
+            pending.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pending:
+        handler(*pending[0])
 
 
 def _takes_a_frame(frame: FrameType) -> bool:

@@ -41,10 +41,10 @@ def reason_of(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def lost_budget(options: Options) -> str:
+def lost_budget(options: Options, what: str = "for this graph") -> str:
     """Return the part of a warning about a fallback that says the budget is not kept; empty without a budget."""
     budget = options.memory_budget
-    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT for this graph"
+    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT {what}"
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:

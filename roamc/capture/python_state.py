@@ -7,9 +7,11 @@
                  they name as global variables, have in their closures, as defaults or by functools.partial; and so on
                  through the functions that they name; of the object that a method belongs to, numbers and strings, and
                  what the method names of it; an object that is called counts as its method __call__
+    objects      of other objects, and of Python modules, that functions name: the attributes whose names occur in any
+                 of these functions, and so on through the objects among them
     torch        what is set for all: default dtype and device, kernels of attention, modes
 
-Attributes of other objects, such as those of a global configuration, are not watched.
+An object's attributes are those in its ``__dict__`` and in its ``__slots__``.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import sys
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,8 +48,13 @@ DEEP = 4
 LONG = 1_000
 """Elements up to which a container is looked into; a longer one is known by identity and length alone."""
 
+MANY = 10_000
+"""Elements of containers within containers that are looked into, all together, for one variable or attribute."""
 
-CONTAINERS = (list, tuple, set, frozenset, dict)
+OBJECTS = 100
+"""Objects that functions name and whose attributes are watched; those named later are known by identity alone."""
+
+CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
 NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
 """Types that are looked at among the global variables, defaults and closure contents of a function."""
@@ -63,6 +73,43 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class Unknown(Same):
+    """An object that is known by identity alone because its content lies too deep or is too long."""
+
+    __slots__ = ()
+
+
+Place = tuple[int, str]
+"""An attribute of an object: the object's identity, and the attribute's name."""
+
+
+class Seen:
+    """What the description of one key has met so far.
+
+    Attributes:
+        functions: identities of the functions described, and pairs of an object and its method: each comes once.
+        around: identities of the containers and objects that are being described: one may hold itself.
+        left: elements that may still be looked into, see ``MANY``.
+        names: attributes that the functions read, of whatever object, in the order in which they came.
+        objects: objects and Python modules that the functions name, by identity.
+    """
+
+    def __init__(self) -> None:
+        self.functions: set[object] = set()
+        self.around: set[int] = set()
+        self.left = MANY
+        self.names: dict[str, None] = {}
+        self.objects: dict[int, object] = {}
+
+    def note(self, value: object) -> bool:
+        """Note an object whose attributes functions may read; return whether ``value`` is one."""
+        if isinstance(value, (*NAMED, type)) or not _is_watched(value):
+            return False
+        if len(self.objects) < OBJECTS:
+            self.objects.setdefault(id(value), value)
+        return True
 
 
 def of_modules(modules: Sequence[nn.Module]) -> tuple[object, ...]:
@@ -90,7 +137,7 @@ def _own_values(module: nn.Module) -> Iterator[object]:
         if name not in OWN and type(value) in PLAIN:
             yield name, of_plain(value)
         elif name not in OWN and type(value) in FUNCTIONS:
-            yield name, _described(value, 0, set())
+            yield name, _described(value, 0, Seen())
 
 
 def of_plain(value: object) -> tuple[object, ...]:
@@ -101,7 +148,7 @@ def of_plain(value: object) -> tuple[object, ...]:
     return kind, value
 
 
-def of_function(function: object, *, inside: bool = True) -> object:
+def of_function(function: object, *, inside: bool = True) -> tuple[object, dict[Place, object]]:
     """Return a hashable key of a function, such as the loss function, and of the variables that it names.
 
     These are global variables, closure contents and defaults of the types in ``NAMED``, and likewise those of the
@@ -112,8 +159,12 @@ def of_function(function: object, *, inside: bool = True) -> object:
         function: a function, a method, a functools.partial of one, or an object that is called. An object is known by
             identity, its ``__call__`` and, if they are plain, its attributes.
         inside: whether the content of lists, dicts and sets that are named counts; if not, their identity alone.
+
+    Returns:
+        The key, and a key of each attribute that the functions read of objects that they name; all are hashable.
     """
-    return _called(function, set(), inside=inside)
+    seen = Seen()
+    return _called(function, seen, inside=inside), _read_of_objects(seen)
 
 
 def of_torch() -> tuple[object, ...]:
@@ -153,9 +204,9 @@ class Slot:
         if not self.inside:
             return _identity(value)
         if known is None:
-            return _described(value, 0, set())
+            return _in_full(value)
         if id(value) not in known:
-            known[id(value)] = _described(value, 0, set())
+            known[id(value)] = _in_full(value)
         return known[id(value)]
 
 
@@ -277,6 +328,13 @@ def _identity(value: object) -> object:
     return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
 
 
+def _in_full(value: object) -> object:
+    """Return a hashable key of ``value``; of a function, with what it reads of the objects that it names."""
+    seen = Seen()
+    described = _described(value, 0, seen)
+    return (described, frozenset(_read_of_objects(seen).items())) if seen.objects else described
+
+
 def _described(value: Any, depth: int, seen: Seen) -> object:
     """Return a hashable key of ``value``: equal while its content is the same, within ``DEEP`` levels and ``LONG``."""
     kind = type(value)
@@ -288,15 +346,27 @@ def _described(value: Any, depth: int, seen: Seen) -> object:
         return "traced"
     if isinstance(value, torch.Tensor):
         return Same(value), value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, list | tuple | set | frozenset | Mapping):
-        return _container(value, depth, seen)
-    if isinstance(value, nn.Module | type):
+    if isinstance(value, np.ndarray | np.generic):
+        return _array(value)
+    if isinstance(value, nn.Module | type | types.ModuleType) or id(value) in seen.around:
         return Same(value)
-    return _record(value, depth, seen)
+    seen.around.add(id(value))
+    holds = isinstance(value, (*CONTAINERS, Mapping))
+    described = _container(value, depth, seen) if holds else _record(value, depth, seen)
+    seen.around.discard(id(value))
+    return described
+
+
+def _array(value: np.ndarray[Any, Any] | np.generic) -> object:
+    """Describe an array or number of numpy's by its elements."""
+    if value.size > LONG or value.dtype.hasobject:
+        return Same(value), value.shape, value.dtype.str
+    return type(value), value.shape, value.dtype.str, value.tobytes()
 
 
 def _container(value: Any, depth: int, seen: Seen) -> object:
-    if len(value) > LONG or depth == DEEP:
+    seen.left -= len(value)
+    if len(value) > LONG or depth == DEEP or seen.left < 0:
         return Same(value), len(value)
     if isinstance(value, Mapping):
         pairs = tuple(
@@ -308,23 +378,33 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 
 
 def _record(value: Any, depth: int, seen: Seen) -> object:
-    """Describe an object, such as a configuration, by identity, and by attributes unless one has no other key."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return Same(value)
-    if depth == DEEP or len(own) > LONG:
-        return Same(value)
+    """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
+    own = _attributes_in(value)
+    seen.left -= len(own)
+    if own and (depth == DEEP or len(own) > LONG or seen.left < 0):
+        return Unknown(value)
     inside = {name: _described(item, depth + 1, seen) for name, item in own.items()}
-    if any(isinstance(item, Same) for item in inside.values()):
-        return Same(value)
+    if any(isinstance(item, Unknown) for item in inside.values()):
+        return Unknown(value)
     return Same(value), tuple(inside.items())
 
 
-# -- functions as parts of a key ------------------------------------------------------------------------
+def _attributes_in(value: object) -> dict[str, Any]:
+    """Attributes that an object itself holds, in its ``__dict__`` and in its ``__slots__``, by name."""
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        found = {}
+    for kind in type(value).__mro__:
+        if "__slots__" in kind.__dict__:
+            for name, member in kind.__dict__.items():
+                if isinstance(member, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # nothing has been put there yet
+                        found[name] = member.__get__(value)
+    return found
 
-Seen = set[object]
-"""Identities of the functions that a key has described, and of pairs of an object and its method: each comes once."""
+
+# -- functions as parts of a key ------------------------------------------------------------------------
 
 
 def _called(value: Any, seen: Seen, *, inside: bool) -> object:
@@ -344,30 +424,35 @@ def _function(value: Any, seen: Seen, *, inside: bool = True) -> object:
         return _method(value.__self__, value.__func__, seen, inside=inside)
     if isinstance(value, functools.partial):
         return _partial(value, seen, inside=inside)
-    if not isinstance(value, types.FunctionType) or id(value) in seen or _is_torch(value.__module__):
+    if not isinstance(value, types.FunctionType) or id(value) in seen.functions or _is_torch(value.__module__):
         return Same(value)
-    seen.add(id(value))
+    seen.functions.add(id(value))
+    seen.names.update(dict.fromkeys(_attributes(value.__code__)))
     named = [(name, value.__globals__.get(name, _ABSENT)) for name in _names(value.__code__)]
     named += zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
     named += [("", default) for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())]
-    found = [(name, item) for name, item in named if isinstance(item, NAMED)]
+    found = [(name, item) for name, item in named if isinstance(item, NAMED) or seen.note(item)]
     return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in found)
 
 
 def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> object:
     """Describe a functools.partial: what it calls, and the arguments that it holds; another one with them is equal."""
-    if id(value) in seen:
+    if id(value) in seen.functions:
         return Same(value)
-    seen.add(id(value))
+    seen.functions.add(id(value))
     held = [*enumerate(value.args), *value.keywords.items()]
-    arguments = tuple((place, _named(item, seen, inside=inside)) for place, item in held)
+    arguments = tuple(
+        (place, _named(item, seen, inside=inside), _described(item, DEEP - 1, seen) if seen.note(item) else None)
+        for place, item in held
+    )
     return "partial", _called(value.func, seen, inside=inside), arguments
 
 
 def _method(owner: Any, function: Any, seen: Seen, *, inside: bool) -> object:
     """Describe a method and its object; the attributes of a module are looked at elsewhere."""
-    if (id(owner), id(function)) in seen:
+    if (id(owner), id(function)) in seen.functions:
         return Same(owner)
+    seen.note(owner)
     described = Same(owner), _called(function, seen, inside=inside)
     if isinstance(owner, nn.Module):
         return described
@@ -376,19 +461,19 @@ def _method(owner: Any, function: Any, seen: Seen, *, inside: bool) -> object:
 
 def _members(owner: Any, function: Any, seen: Seen, *, inside: bool) -> Iterator[object]:
     """Describe what a method names of its object and of the class, and what the methods among that name of them."""
-    seen.add((id(owner), id(function)))
+    seen.functions.add((id(owner), id(function)))
     for name in _attributes(function.__code__) if isinstance(function, types.FunctionType) else ():
         for value in _attribute(owner, name):
             if isinstance(value, NAMED):
                 yield name, _named(value, seen, inside=inside)
-            if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen:
+            if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen.functions:
                 yield from _members(owner, value, seen, inside=inside)
 
 
 def _attribute(owner: Any, name: str) -> Iterator[object]:
     """Find an attribute in an object and in all its classes, as ``super()`` may; of a property, its function."""
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    for own in (getattr(owner, "__dict__", {}), *(kind.__dict__ for kind in kinds)):
+    for own in (_attributes_in(owner), *(kind.__dict__ for kind in kinds)):
         if name in own:
             value = own[name]
             if isinstance(value, staticmethod | classmethod):
@@ -398,16 +483,67 @@ def _attribute(owner: Any, name: str) -> Iterator[object]:
 
 
 def _named(value: Any, seen: Seen, *, inside: bool) -> object:
-    """Describe one variable that a function names: a container one level deep, or by identity if not ``inside``."""
+    """Describe one variable that a function names: a container by identity if not ``inside``, as is any object."""
     if isinstance(value, FUNCTIONS):
         return _function(value, seen, inside=inside)
-    return Same(value) if isinstance(value, CONTAINERS) and not inside else _described(value, DEEP - 1, seen)
+    if seen.note(value) or (isinstance(value, CONTAINERS) and not inside):
+        return Same(value)
+    seen.left = MANY
+    return _described(value, 0, seen)
 
 
 def _plain_values(owner: object) -> object:
     """Numbers, strings and flags of the object that a method belongs to."""
-    own = getattr(owner, "__dict__", {})
+    own = _attributes_in(owner)
     return tuple((name, of_plain(value)) for name, value in own.items() if type(value) in PLAIN)
+
+
+def _read_of_objects(seen: Seen) -> dict[Place, object]:
+    """Return keys of the attributes that functions name of the objects they name, and of the objects found in these.
+
+    A method that is named of an object counts, with what it names in turn; so does ``__call__``.
+    """
+    found: dict[Place, object] = {}
+    looked: set[tuple[int, int]] = set()
+    while True:
+        extent = len(seen.names), len(seen.objects)
+        for owner in list(seen.objects.values()):
+            if (id(owner), extent[0]) in looked:
+                continue
+            looked.add((id(owner), extent[0]))
+            for name, value in _attributes_of(owner, seen.names):
+                if (id(owner), name) not in found:
+                    found[id(owner), name] = _named(value, seen, inside=True)
+        if extent == (len(seen.names), len(seen.objects)):
+            return found
+
+
+def _attributes_of(owner: object, names: Mapping[str, None]) -> list[tuple[str, object]]:
+    """Return the attributes of an object that have one of ``names``: its own, and what its classes have for all."""
+    own = _attributes_in(owner)
+    found = [(name, value) for name, value in own.items() if name in names]
+    if isinstance(owner, types.ModuleType):
+        return found
+    for kind in type(owner).__mro__:
+        if not _is_installed(sys.modules.get(kind.__module__)):
+            shared = (name for name in kind.__dict__ if (name in names or name == "__call__") and name not in own)
+            found += [(name, value) for name in shared for value in _attribute(kind, name)]
+    return found
+
+
+def _is_watched(value: object) -> bool:
+    """Whether attributes of an object may be what a step reads: it has some, and is neither torch's nor a library."""
+    if isinstance(value, types.ModuleType):
+        return not _is_installed(value)
+    return not _is_torch(type(value).__module__) and bool(_attributes_in(value))
+
+
+def _is_installed(module: types.ModuleType | None) -> bool:
+    """Whether a Python module comes with Python or was installed, so that it is not the user's to change."""
+    file = getattr(module, "__file__", None)
+    if module is None or module.__name__.partition(".")[0] in sys.stdlib_module_names:
+        return module is None or module.__name__ != "__main__"
+    return file is not None and ("site-packages" in file or "dist-packages" in file)
 
 
 def _content(cell: types.CellType) -> object:
@@ -425,8 +561,17 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _attributes(code: types.CodeType) -> tuple[str, ...]:
-    """Names of the attributes that a function and those inside it read, of whatever object."""
-    return _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+    """Names of the attributes that a function and those inside it read, of whatever object, by ``getattr`` as well."""
+    return tuple(dict.fromkeys((*_read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")), *_words(code))))
+
+
+def _words(code: types.CodeType) -> Iterator[str]:
+    """Strings in a function and in those inside it that may be names of attributes."""
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _words(part)
+        elif isinstance(part, str) and part.isidentifier():
+            yield part
 
 
 def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:

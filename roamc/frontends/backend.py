@@ -13,7 +13,8 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 from torch import fx
@@ -33,9 +34,10 @@ from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
 from roamc.planning import search
 from roamc.planning.plan import Plan
-from roamc.planning.planned import RAISE
+from roamc.planning.planned import RAISE, Planned
 from roamc.runtime.fallback import Boxed, interpreter
 from roamc.runtime.program import OnFailure, Pair, Whole
+from roamc.units import Bytes, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +65,35 @@ def roamc(
     return compile_graph(gm, example_inputs, parse_options(options), Record())
 
 
+class Calls:
+    """Counts the calls of what was compiled; it holds no program, so that functions which count keep none alive."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` as one whose calls are counted."""
+
+        def run(*args: Any) -> Any:
+            self.count += 1
+            return function(*args)
+
+        return run
+
+
 class Record:
     """The programs that roamc has made for one compiled object.
 
     Attributes:
         name: name of the model's class, or ``""`` if it is not known.
+        calls: how often what was compiled of a model, fallbacks included, has been called.
         programs: the last programs, oldest first, as many as ``limit`` says at most.
         fallbacks: one line for each time that planning or a program failed and something else ran in its place.
     """
 
     def __init__(self, name: str = "", limit: int = 64) -> None:
         self.name = name
+        self.calls = Calls()
         self._lock = Lock()
         self._limit = limit
         self.programs: list[Pair | Whole] = []
@@ -94,6 +114,24 @@ class Record:
         """The plans, oldest first; without those whose program has failed."""
         return [program.executable.planned.plan for program in self.programs if not program.executable.broken]
 
+
+@dataclass(frozen=True)
+class Small:
+    """Which pieces of a model that torch.compile splits need not keep a share of eager's memory as their budget.
+
+    Attributes:
+        nbytes: a piece for which eager takes at most these bytes.
+        share: a piece for which eager takes at most this share of the largest piece of the model before it.
+    """
+
+    nbytes: Bytes = 1 << 20
+    share: float = 0.01
+
+
+SMALL = Small()
+
+_LARGEST: weakref.WeakKeyDictionary[object, Bytes] = weakref.WeakKeyDictionary()
+"""Bytes that eager takes for the largest piece so far, by the model or function whose pieces they are."""
 
 LATEST: deque[Plan] = deque(maxlen=64)
 """Plans of the most recent torch.compile graphs of this process. Plans only: programs would keep their arenas."""
@@ -121,10 +159,12 @@ def compile_graph(
         BudgetError: no plan fits ``memory_budget``.
     """
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
-    split = compat_dynamo.graph_break(gm)
-    piece = split is not None or compat_dynamo.behind_a_break()
+    split, caller = compat_dynamo.graph_break(gm), compat_dynamo.eager_caller()
+    piece = split is not None or compat_dynamo.behind_a_break() or caller is not None
     job = _Job(_name(gm, record), options, record, about, split, piece)
     job.check_split()
+    if caller is not None:
+        job.check_caller(caller)
     if not has_open_sizes(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
     if notices.is_new(about, "sizes"):
@@ -157,7 +197,7 @@ class _Job:
         record: gets the programs.
         about: the model or function that warnings are about; each is given once.
         split: where dynamo ended the graph before the model's end; None if it did not.
-        piece: whether dynamo has split the model, before this graph or behind it.
+        piece: whether dynamo has split the model, before this graph or behind it, or runs what is around it in eager.
     """
 
     name: str
@@ -182,6 +222,47 @@ class _Job:
                 f"they may take more together: torch.compile splits the model at {self.split}. Change that line, or "
                 "use roamc.train_step",
             )
+
+    def check_caller(self, caller: CodeType) -> None:
+        """Warn that a budget holds for the parts of a function alone, which itself runs in eager."""
+        if self.options.memory_budget is not None:
+            notices.warn(
+                self.record if self.record.name else caller,
+                "in eager",
+                f"memory_budget={self.options.memory_budget!r} holds for each part of {caller.co_qualname} by itself "
+                "that torch.compile compiles, and they may take more together: it runs the function in eager, for "
+                "which TORCH_LOGS=graph_breaks has the reason. roamc.train_step may take the model as it is",
+            )
+
+    def excused(self, plan: Plan) -> bool:
+        """Whether a piece is too small for its share of eager's memory to matter, see :class:`Small`.
+
+        Args:
+            plan: that of the piece at its lowest peak.
+        """
+        if not self.piece or not is_share(self.options.memory_budget):
+            return False
+        largest = _LARGEST.get(self.about, 0)
+        return max(plan.baseline_bytes, plan.needed_bytes) <= max(SMALL.nbytes, int(largest * SMALL.share))
+
+    def note_size(self, plan: Plan) -> None:
+        """Remember the largest piece of the model so far."""
+        _LARGEST[self.about] = max(plan.baseline_bytes, _LARGEST.get(self.about, 0))
+
+    def say_excused(self, plan: Plan) -> str:
+        """Warn that a small piece takes more than its share; return the same as a note for its plan."""
+        budget = self.options.memory_budget
+        note = (
+            f"memory_budget={budget!r} is not kept by this small piece of a split model, which needs "
+            f"{format_bytes(plan.needed_bytes)}: it has its lowest peak"
+        )
+        notices.warn(
+            self.about,
+            "small piece",
+            f"{note}. Pieces of {self.name!r} for which eager takes at most {format_bytes(SMALL.nbytes)}, or "
+            f"{SMALL.share:.0%} of the largest before, may do so",
+        )
+        return note
 
     def say_dropped(self) -> None:
         """Warn that more combinations of sizes were used than keep a plan, so that one was dropped."""
@@ -302,24 +383,41 @@ class _Unit:
     def inference(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Plan a graph without backward; return its program, or an interpreter of ``gm`` if that fails."""
         static = compat_aot.static_inputs()
-        whole = self._guarded(lambda: self._plan_whole(joint.inference(gm, static, self.name)))
+        whole = self._guarded(lambda: self._plan_whole(lambda: joint.inference(gm, static, self.name)))
         return boxed(whole) if whole is not None else interpreter(gm)
 
     def _plan_pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
-        graph = joint.stitch(forward, backward, outputs, static, self.name)
-        planned = search.run(graph.replace(notes=self.notes), self.options)
+        planned = self._searched(lambda: joint.stitch(forward, backward, outputs, static, self.name))
         pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         parts = partitioned(planned.graph)
         self._remember(pair)
         return pair, parts
 
-    def _plan_whole(self, graph: TrainGraph) -> Whole:
-        planned = search.run(graph.replace(notes=self.notes), self.options)
+    def _plan_whole(self, make: Callable[[], TrainGraph]) -> Whole:
+        planned = self._searched(make)
         whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         self._remember(whole)
         return whole
+
+    def _searched(self, make: Callable[[], TrainGraph]) -> Planned:
+        """Plan the graph that ``make`` makes at each call; a small piece above its share gets the lowest peak."""
+        try:
+            planned = search.run(make().replace(notes=self.notes), self.options)
+        except (BudgetError, OptionError) as error:  # of a few bytes, a share may be less than one
+            if not self.job.piece or not is_share(self.options.memory_budget):
+                raise
+            least = error.plan if isinstance(error, BudgetError) else None
+            if isinstance(least, Plan) and not self.job.excused(least):
+                raise
+            planned = search.run(make().replace(notes=self.notes), replace(self.options, memory_budget="min"))
+            if not self.job.excused(planned.plan):
+                raise
+            note = self.job.say_excused(planned.plan)
+            planned = replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, note)))
+        self.job.note_size(planned.plan)
+        return planned
 
     def _remember(self, program: Pair | Whole) -> None:
         self.program = program

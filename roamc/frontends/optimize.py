@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from roamc.capture.step import LossFunction
 from roamc.errors import RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
+from roamc.frontends.eager_calls import checked
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import search
@@ -30,6 +32,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """Compile ``model`` in place with roamc and return it; names in its ``state_dict`` stay as they are.
 
     Nothing is planned before the first call. Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works.
+    Where torch.compile runs a whole call in eager, a warning says so; with option ``strict`` the call ends in an error.
     A deep copy or a pickle of the model is a plain module: call ``optimize`` on it again.
 
     Args:
@@ -46,9 +49,9 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     record = Record(type(model).__name__)
 
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, parsed, record)
+        return record.calls.counted(compile_graph(gm, example_inputs, parsed, record))
 
-    compat.compile_in_place(model, roamc)
+    compat.compile_in_place(model, roamc, functools.partial(checked, weakref.ref(model), record, parsed))
     _RECORDS[model] = record
     return model
 
@@ -78,9 +81,9 @@ def train_step(
     it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
 
     What Python reads during the first call with a batch of some shape is fixed for that shape. Modules, what tracing
-    reads of them, groups of the optimizer, and what the loss function names are watched: a change makes another plan.
-    Attributes of other objects are not. What Python writes beside tensors (lists, counters, prints) it writes in that
-    call only.
+    reads of them, groups of the optimizer, and what the loss function names are watched, and what it reads of objects
+    that it names: a change makes another plan. What Python writes beside tensors (lists, counters, prints) it writes in
+    that call only. Ctrl-C waits until tracing is over; pressed once more, it does not.
 
     Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
     program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import signal
 import threading
 import time
 import weakref
@@ -47,7 +46,7 @@ from roamc.frontends.arguments import (
 )
 from roamc.graph import TrainGraph, attribute
 from roamc.graph.fingerprint import fingerprint
-from roamc.interruptions import interruption
+from roamc.interruptions import interruption, uninterrupted
 from roamc.locks import Lock
 from roamc.options import Options
 from roamc.planning import search
@@ -91,6 +90,9 @@ def _lock_of(model: nn.Module) -> Lock:
     with _locks_lock.now:
         return _locks.setdefault(model, Lock())
 
+
+_LossKey = tuple[object, float | None, frozenset[tuple[python_state.Place, object]]]
+"""What is known of the loss function, the clipping, and what the function reads of objects that it names."""
 
 LOSS = 2
 """Index of what is known of the loss function in ``_Key.asked``."""
@@ -144,6 +146,7 @@ class TrainStep:
         self._steps: OrderedDict[_Key, _BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
         self._watches_inside = True
+        self._written: set[python_state.Place] = set()
         self._node_hooks = NodeHooks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -210,7 +213,7 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_steps"], state["_rule"], state["_node_hooks"]
+        del state["_steps"], state["_rule"], state["_node_hooks"], state["_written"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,6 +221,7 @@ class TrainStep:
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
         self._reduced = ()
+        self._written = set()
         self._node_hooks = NodeHooks()
 
     def _check_surroundings(self) -> None:
@@ -273,8 +277,22 @@ class TrainStep:
             hooks_key(modules, parameters, self._node_hooks),
         )
 
-    def _loss_key(self, *, inside: bool) -> tuple[object, ...]:
-        return python_state.of_function(self.loss_fn, inside=inside), self.clip_grad_norm
+    def _loss_key(self, *, inside: bool) -> _LossKey:
+        function, attributes = python_state.of_function(self.loss_fn, inside=inside)
+        watched = frozenset((place, value) for place, value in attributes.items() if place not in self._written)
+        return function, self.clip_grad_norm, watched
+
+    def _unwritten(self, outside: _LossKey, inside: _LossKey) -> _LossKey:
+        """Return the loss function's key without what tracing has just changed; no later key has it either.
+
+        ``outside`` and ``inside`` are the keys before tracing, without and with the content of lists.
+        """
+        after = self._loss_key(inside=True)
+        if self._watches_inside and after[0] != inside[0]:  # it appends to a list, say
+            self._watches_inside = False
+        self._written |= {place for place, _ in inside[2] ^ after[2]}
+        function, clip, attributes = inside if self._watches_inside else outside
+        return function, clip, frozenset(item for item in attributes if item[0] not in self._written)
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[_BoundStep, dict[int, Cohort]]:
         """The program for this batch, planned now if need be, and the optimizer's cohorts by number."""
@@ -285,10 +303,7 @@ class TrainStep:
         if key is None or bound is None or cohorts is None:
             outside, inside = self._loss_key(inside=False), self._loss_key(inside=True)
             bound, reads = self._build(leaves, nest)
-            if self._watches_inside and self._loss_key(inside=True) != inside:  # it appends to a list, say
-                self._watches_inside = False
-                asked = (*asked[:LOSS], outside, *asked[LOSS + 1 :])
-            fresh = _Key(asked, reads)
+            fresh = _Key((*asked[:LOSS], self._unwritten(outside, inside), *asked[LOSS + 1 :]), reads)
             if key is not None:
                 del self._steps[key]
             key, self._steps[fresh] = fresh, bound
@@ -367,7 +382,7 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
-        with _capturing(), python_state.followed(modules) as reads:
+        with uninterrupted(waits=1), _capturing(), python_state.followed(modules) as reads:
             captured = capture_step(request)
         attributes.check_carried(request.model, captured.changes, reads)
     except Exception as error:
@@ -443,7 +458,7 @@ class _BoundStep:
         """Run one step on the batch's leaves and return the loss; ``cohorts`` is from :meth:`cohorts_now`."""
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
-        with torch.no_grad(), _no_autocast(), _uninterrupted(), self._with_state(live), self._counted(live):
+        with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
             (loss,) = self.whole(self._arguments(leaves, live, cohorts))
         compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
@@ -575,23 +590,3 @@ def _no_autocast() -> Iterator[None]:
         for kind in active:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let a step end before Ctrl-C takes effect: a step cut short would leave some parameters updated."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):
-        yield
-        return
-    pending: list[Any] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pending:
-        before(*pending[0])

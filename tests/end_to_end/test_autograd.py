@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -408,38 +409,76 @@ def test_checkpoint_around_an_optimized_module() -> None:
     both(use)
 
 
+class Pieces(nn.Module):
+    """A large piece and a small one, with a graph break in between."""
+
+    def __init__(self, small_first: bool) -> None:
+        super().__init__()
+        deep = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.first, self.last = (nn.Linear(8, 8), deep) if small_first else (deep, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def train_pieces(small_first: bool, way: str, rows: int, **options: Any) -> tuple[list[roamc.Plan], list[str]]:
+    """Train :class:`Pieces` for a step; return the plans, and the warnings behind the one that the model is split."""
+    torch._dynamo.reset()
+    roamc.frontends.backend.LATEST.clear()
+    model = Pieces(small_first)
+    called = roamc.optimize(model, **options)
+    if way == "torch.compile":
+        called = torch.compile(Pieces(small_first), backend="roamc", options=options, dynamic=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        square(called, noise(rows, 8)).backward()
+    said = [str(each.message) for each in caught]
+    assert "for each piece of 'Pieces'" in said[0]
+    return roamc.plans(), said[1:]
+
+
 @pytest.mark.parametrize("small_first", [True, False])
 @pytest.mark.parametrize("way", ["torch.compile", "optimize"])
 def test_a_share_that_one_piece_of_a_model_cannot_keep_asks_for_bytes(small_first: bool, way: str) -> None:
-    class Pieces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            deep = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-            self.first, self.last = (nn.Linear(8, 8), deep) if small_first else (deep, nn.Linear(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            return self.last(x)
-
-    def train(**options: Any) -> None:
-        torch._dynamo.reset()
-        model = Pieces()
-        if way == "optimize":
-            called = roamc.optimize(model, **options)
-        else:
-            called = torch.compile(model, backend="roamc", options=options, dynamic=False)
-        with pytest.warns(UserWarning, match="for each piece of 'Pieces'"):
-            square(called, noise(32, 8)).backward()
-
+    rows = 32_768  # the small piece takes more than 1 MiB
     with pytest.raises(Exception, match="above memory_budget") as caught:
-        train(memory_budget="60%")
+        train_pieces(small_first, way, rows, memory_budget="60%")
     error = caught.value.inner_exception
     assert isinstance(error, roamc.BudgetError)
     assert str(error).endswith("this one cannot keep it: give memory_budget in bytes, which small pieces keep")
     assert "\n" not in str(error)
     assert error.plan is not None
-    train(memory_budget="100kB")
+    train_pieces(small_first, way, rows, memory_budget="100MB")
+
+
+@pytest.mark.parametrize("small_first", [True, False])
+@pytest.mark.parametrize("way", ["torch.compile", "optimize"])
+@pytest.mark.parametrize("share", ["60%", "0.01%"])
+def test_a_share_that_a_small_piece_cannot_keep_is_no_error(small_first: bool, way: str, share: str) -> None:
+    plans, said = train_pieces(small_first, way, 32, memory_budget=share)
+    assert len(said) == 1
+    assert f"memory_budget={share!r} is not kept by this small piece of a split model" in said[0]
+    small = plans[0 if small_first else 1]
+    assert any("is not kept by this small piece" in note for note in small.notes)
+    with pytest.raises(Exception, match="above memory_budget"):
+        train_pieces(small_first, way, 32, memory_budget="1kB")
+
+
+def test_a_piece_is_small_beside_the_largest_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = roamc.frontends.backend
+    monkeypatch.setattr(backend, "SMALL", backend.Small(nbytes=0, share=0.2))
+    _, said = train_pieces(False, "optimize", 32_768, memory_budget="80%")
+    assert len(said) == 1
+    with pytest.raises(Exception, match="above memory_budget"):
+        train_pieces(True, "optimize", 32_768, memory_budget="80%")
+
+
+def test_a_share_that_a_whole_small_model_cannot_keep_is_an_error() -> None:
+    model = roamc.optimize(nn.Linear(8, 8), memory_budget="60%")
+    with pytest.raises(Exception, match="above memory_budget"):
+        square(model, noise(4, 8)).backward()
 
 
 def test_graph_break_runs_piecewise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,6 +284,35 @@ def test_ctrl_c_while_the_optimizer_state_is_made(monkeypatch: pytest.MonkeyPatc
     train_until_interrupted()
 
 
+@pytest.mark.parametrize("way", ["the first step", "train_step.plan", "plan"])
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_a_step_is_traced_waits_once(way: str, presses: int) -> None:
+    reached = []
+
+    class Pressing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not reached:
+                for number in range(presses):
+                    signal.raise_signal(signal.SIGINT)
+                    reached.append(number)
+            return super().forward(x)
+
+    model = Pressing(4, 4)
+    twin = copy.deepcopy(model)
+    step = roamc.train_step(model, square, sgd(model), strict=True)
+    first = {
+        "the first step": lambda: step(noise(4, 4)),
+        "train_step.plan": lambda: step.plan(noise(4, 4)),
+        "plan": lambda: roamc.plan(model, noise(4, 4)),
+    }[way]
+    with pytest.raises(KeyboardInterrupt):
+        first()
+    assert reached == [0]
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_same(step(noise(4, 4)), eager_step(twin, square, sgd(twin), noise(4, 4)))
+
+
 def train_until_interrupted() -> None:
     """Train until Ctrl-C; what is left equals eager training for as many steps as the optimizer counts."""
     model = NanoGPT(layers=1)

@@ -1,0 +1,70 @@
+"""Calls of an optimized module that torch.compile runs in eager: roamc hears nothing of them, and keeps no budget.
+
+torch.compile does so for a module whose forward it cannot split at a graph break, such as one within a loop, or passes
+over, and for calls beyond its limit of recompilations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat_dynamo, notices
+from roamc.capture.batch import take_apart
+from roamc.errors import CaptureError
+from roamc.frontends.backend import Record
+from roamc.options import Options
+
+
+def checked(
+    model: weakref.ref[nn.Module], record: Record, options: Options, compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return what calls an optimized module as a function that says when a whole call has run in eager.
+
+    Args:
+        model: the module.
+        record: that of the module; counts the calls of what was compiled.
+        options: what the user set.
+        compiled: calls the module, by torch.compile.
+
+    Raises:
+        CaptureError: by the returned function, with option ``strict``: a call has run in eager.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        before = record.calls.count
+        result = compiled(*args, **kwargs)
+        if record.calls.count == before:
+            _check(model(), record, options, (args, kwargs), result)
+        return result
+
+    return call
+
+
+def _check(model: nn.Module | None, record: Record, options: Options, given: Any, result: Any) -> None:
+    """Warn of a call in which nothing ran that was compiled, unless it made no tensor or the user asked for eager."""
+    if model is None or compat_dynamo.eager_is_asked_for() or torch.jit.is_tracing() or not _made(model, given, result):
+        return
+    planned = record.calls.count > 0
+    what = "a call of the compiled model" if planned else "all of"
+    message = (
+        f"torch.compile runs {what} {record.name!r} in eager, and roamc has no part in it"
+        f"{notices.lost_budget(options, 'there')}. TORCH_LOGS=graph_breaks,recompiles says why: "
+        + ("torch._dynamo.config.recompile_limit may be reached" if planned else "often a graph break within a loop")
+        + "; roamc.train_step may take the model as it is"
+    )
+    if options.strict:
+        raise CaptureError(message)
+    notices.warn(record, f"eager {planned}", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+
+
+def _made(model: nn.Module, given: Any, result: Any) -> bool:
+    """Whether a call has returned a tensor that is neither an argument nor the module's."""
+    held = {id(leaf) for leaf in (*take_apart(given)[0], *model.parameters(), *model.buffers())}
+    return any(isinstance(leaf, torch.Tensor) and id(leaf) not in held for leaf in take_apart(result)[0])

@@ -1,0 +1,200 @@
+"""What a step reads of Python objects, not only of modules, may change between two steps: the next has eager's bits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
+from tests.end_to_end.test_python_state import changes_between_steps
+
+X = noise(4, 8)
+
+
+class Slotted:
+    """Has its values in slots, one of them private, one of them in the slots of a subclass."""
+
+    __slots__ = ("__hidden", "scale", "values")
+
+    def __init__(self) -> None:
+        self.scale, self.values, self.__hidden = 1.0, [1.0], 1.0
+
+    def hide(self, value: float) -> None:
+        self.__hidden = value
+
+    def factor(self) -> float:
+        return self.scale * self.values[0] * self.__hidden
+
+
+@dataclass(slots=True)
+class Settings:
+    scale: float = 1.0
+
+
+class Mixed:
+    """Holds values beside what has no content to compare: a module, a lock, a generator, an object around it."""
+
+    def __init__(self) -> None:
+        self.inner, self.lock, self.generator = nn.Tanh(), threading.Lock(), torch.Generator()
+        self.itself, self.act = self, torch.sigmoid
+        self.scale, self.cfg = 1.0, SimpleNamespace(scale=1.0, parent=self)
+        self.nested = [[1.0], {"deep": [1.0]}]
+
+    def factor(self) -> float:
+        return self.scale * self.cfg.scale * self.nested[0][0] * self.nested[1]["deep"][0]  # type: ignore[index, call-overload, return-value]
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return square(model, self.inner(x)) * self.factor()
+
+
+def deep_change(mixed: Any) -> None:
+    mixed.nested[1]["deep"][0] = 3.0
+
+
+OF_A_MIXED: dict[str, Callable[[Any], object]] = {
+    "a number": lambda mixed: setattr(mixed, "scale", 3.0),
+    "a number of an object": lambda mixed: setattr(mixed.cfg, "scale", 3.0),
+    "another object": lambda mixed: setattr(mixed, "cfg", SimpleNamespace(scale=3.0)),
+    "a list in a list": lambda mixed: mixed.nested[0].__setitem__(0, 3.0),
+    "a list in a dict in a list": deep_change,
+}
+
+MIXED = Mixed()
+SLOTTED: Any = Slotted()
+NESTED: dict[str, Any] = {}
+CONFIG: Any = SimpleNamespace()
+MODULE = types.ModuleType("constants_of_a_test")
+MODULE.SCALE = 1.0  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every test values of its own."""
+    nested = {"rows": [[1.0, 2.0], (1.0, [1.0])], "recent": deque([1.0])}
+    train = SimpleNamespace(weights=[[1.0]])
+    config = SimpleNamespace(scale=1.0, train=train, settings=Settings(), log=[], array=np.ones(2))
+    for name, value in {"SLOTTED": Slotted(), "NESTED": nested, "CONFIG": config}.items():
+        monkeypatch.setitem(globals(), name, value)
+
+
+def by_mixed(model: nn.Module, x: Tensor) -> Tensor:
+    return MIXED(model, x)
+
+
+def by_slotted(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * SLOTTED.factor()
+
+
+def by_nested(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * NESTED["rows"][0][0] * NESTED["rows"][1][1][0] * NESTED["recent"][0]
+
+
+def handed(config: Any) -> float:
+    return config.train.weights[0][0] * config.settings.scale * float(config.array[0])  # type: ignore[no-any-return]
+
+
+def by_config(model: nn.Module, x: Tensor) -> Tensor:
+    CONFIG.log.append(len(CONFIG.log))
+    return square(model, x) * handed(CONFIG) * getattr(CONFIG, "scale") * MODULE.SCALE  # noqa: B009
+
+
+NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], object]]] = {
+    "a slot": (by_slotted, lambda patch: patch.setattr(SLOTTED, "scale", 3.0)),
+    "a list in a slot": (by_slotted, lambda patch: SLOTTED.values.__setitem__(0, 3.0)),
+    "a private slot": (by_slotted, lambda patch: SLOTTED.hide(3.0)),
+    "a list in a list": (by_nested, lambda patch: NESTED["rows"][0].__setitem__(0, 3.0)),
+    "a list in a tuple in a list": (by_nested, lambda patch: NESTED["rows"][1][1].__setitem__(0, 3.0)),
+    "a deque": (by_nested, lambda patch: NESTED["recent"].__setitem__(0, 3.0)),
+    "a number by getattr": (by_config, lambda patch: patch.setattr(CONFIG, "scale", 3.0)),
+    "a list of an object in an object": (by_config, lambda patch: CONFIG.train.weights[0].__setitem__(0, 3.0)),
+    "a dataclass with slots": (by_config, lambda patch: patch.setattr(CONFIG.settings, "scale", 3.0)),
+    "an array of numpy": (by_config, lambda patch: CONFIG.array.fill(3.0)),
+    "a number of a Python module": (by_config, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
+    "a method": (by_slotted, lambda patch: patch.setattr(Slotted, "factor", lambda self: 5.0)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_part_of_an_object_that_the_loss_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_fn, change = NAMED[name]
+    step = changes_between_steps(loss_fn, lambda: change(monkeypatch))
+    assert len(step._steps) == 2
+
+
+@pytest.mark.parametrize("name", OF_A_MIXED)
+@pytest.mark.parametrize("way", ["named", "called", "its method"])
+def test_a_value_beside_a_module_in_a_loss_object(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = Mixed()
+    monkeypatch.setitem(globals(), "MIXED", mixed)
+    loss_fn = {"named": by_mixed, "called": mixed, "its method": mixed.__call__}[way]
+    changes_between_steps(loss_fn, lambda: OF_A_MIXED[name](mixed))
+
+
+class Reader(nn.Module):
+    """Reads attributes of objects that it holds, and of a global one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mixed, self.slotted, self.settings = nn.Linear(8, 8), SimpleNamespace(), Slotted(), Settings()
+        self.mixed.act, self.mixed.inner, self.mixed.scale = torch.tanh, nn.Tanh(), 1.0
+        self.array = np.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.mixed.scale * self.slotted.factor() * self.settings.scale
+        return self.mixed.act(x) * float(self.array[0]) * CONFIG.scale
+
+
+OF_A_READER: dict[str, Callable[[Any], object]] = {
+    "a value beside a module": lambda m: setattr(m.mixed, "scale", 3.0),
+    "a slot": lambda m: setattr(m.slotted, "scale", 3.0),
+    "a list in a slot": lambda m: m.slotted.values.__setitem__(0, 3.0),
+    "a dataclass with slots": lambda m: setattr(m.settings, "scale", 3.0),
+    "an array of numpy": lambda m: m.array.fill(3.0),
+    "a number of a global object": lambda m: setattr(CONFIG, "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_READER)
+def test_a_part_of_an_object_that_forward_reads(name: str) -> None:
+    model = Reader()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == 2:
+            OF_A_READER[name](model), OF_A_READER[name](twin)
+        assert_same(step(X), eager_step(twin, square, reference, X), f"loss of step {number}")
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step._steps) == 2
+
+
+def test_what_the_loss_does_not_read_of_an_object_makes_no_capture() -> None:
+    model = nn.Linear(8, 8)
+    step = roamc.train_step(model, by_config, sgd(model), strict=True)
+    for epoch in range(3):
+        CONFIG.epoch = epoch
+        step(X)
+    assert len(step._steps) == 1
+
+
+def test_what_the_loss_writes_to_an_object_makes_no_capture_and_hides_nothing_else() -> None:
+    meter = SimpleNamespace(last=None, scale=1.0)
+
+    def noting(model: nn.Module, x: Tensor) -> Tensor:
+        meter.last = square(model, x) * meter.scale * SLOTTED.factor() * NESTED["rows"][0][0]
+        return meter.last  # type: ignore[return-value]
+
+    step = changes_between_steps(noting, lambda: setattr(meter, "scale", 3.0))
+    assert len(step._steps) == 2
+    changes_between_steps(noting, lambda: NESTED["rows"][0].__setitem__(0, 7.0))
