@@ -7,7 +7,7 @@ import io
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -173,6 +173,16 @@ def test_forked_data_loader_workers_while_training(loader: DataLoader[Any]) -> N
     assert_same(tensors_of(model), tensors_of(twin))
 
 
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Torch uses one thread: in a child forked behind a parallel loop, GNU's OpenMP may wait forever, in eager too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("single_thread")
 def test_forked_child_runs_the_parents_step() -> None:
     model = wide()
     step = roamc.train_step(model, square, adamw(model), strict=True)
