@@ -45,7 +45,7 @@ def worker(name: str, dtype: str, threads: int) -> dict[str, Any]:
         call = (str(operator.node.target), str([_geometry(node) for node in operator.node.all_input_nodes]))
         if call not in rows:
             rows[call] = {"operator": call[0], "arguments": call[1], "count": 0}
-            rows[call]["estimated"] = workspace_bytes(operator.node, eager=True)
+            rows[call]["estimated"] = workspace_bytes(operator.node, threads, eager=True)
             rows[call]["measured"] = _measured(operator.node, heap)
         rows[call]["count"] += 1
     large = [row for row in rows.values() if max(row["estimated"], row["measured"]) >= SHARE * largest]
@@ -71,7 +71,9 @@ def operators_worker(dtype: str, threads: int) -> list[dict[str, Any]]:
             calls = operators(compat.trace(function, given, mode).graph)
             node = next(node for node in reversed(calls) if getattr(node.target, "_schema", None) is not None)
             row = {"operator": name, "arguments": layout, "count": 1}
-            rows.append(row | {"estimated": workspace_bytes(node, eager=True), "measured": _measured(node, heap)})
+            rows.append(
+                row | {"estimated": workspace_bytes(node, threads, eager=True), "measured": _measured(node, heap)}
+            )
     return rows
 
 

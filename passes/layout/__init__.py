@@ -149,9 +149,8 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
 
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
     """The storages as arrays; with what eager holds as a limit if there is no budget."""
-    device, alignment = main_device(graph).type, _alignment(graph, options)
     floor = graph.eager_floor if options.limit_bytes is None else None
-    return make_table(memory, device, alignment, boundary=graph.boundary, floor=floor, idle=options.keeps_arena)
+    return make_table(memory, graph, _alignment(graph, options), floor=floor, idle=options.keeps_arena)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:

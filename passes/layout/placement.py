@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.cost import workspaces
+from roamc.graph import TrainGraph, main_device
 from roamc.graph.memory import (
     Int64s,
     MemoryModel,
@@ -119,18 +120,18 @@ class Placement:
 
 
 def make_table(
-    memory: MemoryModel, device: str, alignment: Bytes, *, boundary: bool, floor: Floor | None = None, idle: bool = True
+    memory: MemoryModel, graph: TrainGraph, alignment: Bytes, *, floor: Floor | None = None, idle: bool = True
 ) -> Table:
-    """Describe the graph's storages in its present order.
+    """Describe a graph's storages in the order of ``memory``.
 
     Args:
-        memory: the graph's memory model.
-        device: type of the arena's device, such as ``"cpu"``.
+        memory: the memory model of ``graph``, in its own or another order.
+        graph: says the arena's device, the number of threads, and whether forward and backward run apart.
         alignment: the arena's alignment, in bytes.
-        boundary: whether forward and backward run apart.
         floor: what eager holds, if no moment is to be above that; None or empty if that is no limit.
         idle: whether the arena keeps its memory after backward.
     """
+    device, boundary = main_device(graph).type, graph.boundary
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}
@@ -138,7 +139,7 @@ def make_table(
     late = makers.intersection(i for op in memory.operators if op.node in starts for i in op.births)
     waiting = {storage.index for storage in memory.saved} if boundary else set()
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
-    workspace = workspaces(memory.operators)
+    workspace = workspaces(memory.operators, graph.threads)
     return Table(
         steps=len(memory.operators),
         boundary=memory.boundary if boundary else 0,

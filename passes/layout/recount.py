@@ -8,7 +8,7 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, main_device
+from roamc.graph import TrainGraph
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import Int64s, MemoryModel, build_memory, most_alive
 from roamc.passes.layout.choose import taken
@@ -20,13 +20,13 @@ from roamc.units import Bytes
 def recounted(graph: TrainGraph, layout: Layout) -> dict[str, Bytes]:
     """The numbers of :class:`roamc.passes.layout.Decision` that follow from ``layout``, by field.
 
-    ``needed_bytes`` is that of a caller whose idle arenas are freed, the most of all.
+    ``needed_bytes`` is for the graph's number of threads and a caller whose idle arenas are freed, the most of all.
 
     Raises:
         PlanError: a trim begins or ends at what is no operator.
     """
     memory = build_memory(graph)
-    table = make_table(memory, main_device(graph).type, layout.alignment, boundary=graph.boundary)
+    table = make_table(memory, graph, layout.alignment)
     apart = np.array([storage.name in layout.with_allocator for storage in memory.counted], dtype=bool)
     outside = outside_live(table, apart)
     tensors = layout.arena_bytes - _trimmed(layout.trims, memory) + outside

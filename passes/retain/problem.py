@@ -59,7 +59,9 @@ def question(
     """
     able = ALLOWED[allowed]
     memory = build_memory(graph)
-    problem, names = order_problem(graph, memory, wanted(memory, options), workspaces(memory.operators).tolist())
+    problem, names = order_problem(
+        graph, memory, wanted(memory, options), workspaces(memory.operators, graph.threads).tolist()
+    )
     nodes = {op.node.name: op.node for op in memory.operators}
     sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
     storages = buffers_of(memory)

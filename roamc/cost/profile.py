@@ -1,8 +1,8 @@
 """Device profiles: the rates at which one device computes and moves bytes; frozen data that is stored as JSON.
 
 Some profiles are shipped, others are measured. A measured profile lies in the user's cache folder, one file per device
-and number of threads. A plan follows from graph, options and profile: to get the same plan on different machines, name
-one profile for all of them.
+and number of threads. A plan follows from graph, options, profile and number of threads: to get the same plan on
+different machines, name one profile and set one number of threads for all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Workspace: memory that an operator takes for itself while it runs, beside its results; estimated, on a CPU.
 
 No interface of torch tells how much. The rules here were read off the heap with torch 2.13; ``benchmarks/workspace.py``
-measures it again. Where torch converts or copies an argument the rule is exact. Where the bytes depend on values, or on
-the number of threads, the estimate is at the upper end.
+measures it again. Where torch converts or copies an argument the rule is exact. Where the bytes depend on values
+the estimate is at the upper end. Some operators take buffers for each of torch's threads.
 
     mul(float, bool)               a copy of the mask as floats
     mm, bmm in half precision      see :mod:`roamc.operators.costs.products`
@@ -42,11 +42,12 @@ OBJECT: Bytes = 512
 """Bytes that :func:`objects` counts at least for every tensor."""
 
 
-def workspace_bytes(node: fx.Node, *, eager: bool = False) -> Bytes:
+def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Bytes:
     """Estimate the most bytes that ``node`` allocates beside its arguments and results while it runs.
 
     Args:
         node: a ``call_function`` node with fake tensors in its metadata.
+        threads: number of threads that torch computes with on a CPU.
         eager: estimate for eager PyTorch. Otherwise for an emitted program, in which kernels of
             :mod:`roamc.operators.kernels` may run in the place of torch's.
 
@@ -58,18 +59,21 @@ def workspace_bytes(node: fx.Node, *, eager: bool = False) -> Bytes:
         return 0
     call = call_of(node)
     cost = ops.rule(call.target).cost
+    copied = _copied(call, cost)
+    if cost.thread_workspace is not None:
+        copied += threads * cost.thread_workspace(call, made)
     workspace = (cost.eager_workspace if eager else None) or cost.workspace
     if workspace is not None:
-        return _copied(call, cost) + workspace(call, made)
+        return copied + workspace(call, made)
     if all(tensor.dtype == made.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
-        return _copied(call, cost)
+        return copied
     converts = not cost.any_dtypes and kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root")
-    return _copied(call, cost) + (_converted(call, made) if converts else 0)
+    return copied + (_converted(call, made) if converts else 0)
 
 
-def workspaces(operators: Iterable[Operator], *, eager: bool = False) -> Int64s:
+def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = False) -> Int64s:
     """Return the bytes of :func:`workspace_bytes` for each of n operators, int64[n]."""
-    return np.array([workspace_bytes(operator.node, eager=eager) for operator in operators], dtype=np.int64)
+    return np.array([workspace_bytes(operator.node, threads, eager=eager) for operator in operators], dtype=np.int64)
 
 
 def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:

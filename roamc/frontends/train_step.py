@@ -273,6 +273,7 @@ class TrainStep:
             sharing((*parameters, *buffers, *tensors)),
             _ties(modules),
             python_state.of_torch(),
+            torch.get_num_threads(),
             optimizer_key(self.optimizer, self._rule, parameters),
             hooks_key(modules, parameters, self._node_hooks),
         )
@@ -440,6 +441,7 @@ class _BoundStep:
         """Whether a step captured anew, with fingerprint ``mark``, has this program."""
         return (
             self.plan.fingerprint == mark
+            and self.plan.threads >= torch.get_num_threads()
             and self.sources == captured.sources
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}

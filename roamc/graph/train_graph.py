@@ -115,6 +115,7 @@ class TrainGraph:
         eager_floor: for small graphs, name of an operator, or of a moment at which the caller's code runs, to the bytes
             that eager holds there at least: if the caller keeps what forward hands out, and if not. Empty otherwise;
             see :func:`roamc.passes.layout.eager_floor`.
+        threads: number of threads on a CPU that operators' workspace is counted for; set by the pipeline.
         reuse: operator name to the position of the argument whose memory its result takes over. The fake tensors of
             both keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
         layout: offsets in the arena; None until the layout pass has run.
@@ -133,6 +134,7 @@ class TrainGraph:
     notes: tuple[str, ...] = ()
     eager_bytes: Bytes | None = None
     eager_floor: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict, repr=False)
+    threads: int = 1
     reuse: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)

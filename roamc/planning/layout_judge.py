@@ -173,7 +173,7 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
             continue
         if total > layout.peak_bytes:
             raise VerifyError(_too_low(total, node.name, layout.peak_bytes))
-        taken = total + workspace_bytes(node)
+        taken = total + workspace_bytes(node, graph.threads)
         needed, where = max((needed, where), (taken + objects(taken), node.name), key=operator.itemgetter(0))
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))

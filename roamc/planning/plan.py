@@ -17,7 +17,7 @@ from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
@@ -29,6 +29,8 @@ class Plan:
         name: name of the graph.
         fingerprint: hash of the graph that the plan was made for.
         versions: "roamc" and "torch" to the version that the plan was made with.
+        threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
+            for each.
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
         peak_bytes: predicted peak of everything that the step allocates: the arena without what is trimmed at that
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
@@ -55,6 +57,7 @@ class Plan:
     name: str
     fingerprint: str
     versions: Mapping[str, str]
+    threads: int
     budget_bytes: Bytes
     peak_bytes: Bytes
     needed_bytes: Bytes
@@ -90,7 +93,8 @@ class Plan:
     def to_json(self, *, seconds: bool = False) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads.
 
-        Without ``seconds``, the same graph, options, device profile and versions give the same text byte for byte.
+        Without ``seconds``, the same graph, options, device profile, versions and number of threads give the same text
+        byte for byte.
 
         Args:
             seconds: add the wall times of planning, which differ from run to run.
@@ -210,6 +214,8 @@ def _from_dict(data: Any) -> Plan:
         value = getattr(plan, item.name)
         for number in value.values() if isinstance(value, Mapping) else (value,):
             _check_size(number, f"plan: {item.name}")
+    if plan.threads < 1:
+        raise PlanError(f"plan: threads must be at least 1, not {plan.threads}")
     if plan.status not in STATUSES:
         raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
     return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})

@@ -7,6 +7,7 @@ which takes a search, nor that seconds are those of a profile.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,22 @@ def check_numbers(given: Plan, planned: Planned) -> None:
     _check_order(made.decisions.get(reorder.NAME), planned.graph)
     _check_layout(made.decisions[layout.NAME], planned.graph)
     _check_taken_over(given)
+
+
+def for_threads(planned: Planned, threads: int) -> Planned:
+    """Return the plan with ``needed_bytes`` for at least ``threads`` threads: counted again if it is made for fewer.
+
+    The count is that of a caller whose idle arenas are freed, which may be more than a new plan would say.
+    """
+    plan, placement = planned.plan, planned.graph.layout
+    if plan.threads >= threads:
+        return planned
+    assert placement is not None  # the judge of layouts has seen it
+    needed = max(plan.needed_bytes, layout.recounted(planned.graph.replace(threads=threads), placement)["needed_bytes"])
+    graph = planned.graph.replace(threads=threads, layout=dataclasses.replace(placement, needed_bytes=needed))
+    placed = {**plan.decisions[layout.NAME], "needed_bytes": needed}
+    decisions = {**plan.decisions, layout.NAME: placed}
+    return Planned(graph, dataclasses.replace(plan, threads=threads, needed_bytes=needed, decisions=decisions))
 
 
 def _check_words(plan: Plan) -> None:

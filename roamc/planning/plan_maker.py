@@ -10,6 +10,8 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+import torch
+
 from roamc import budget, cost
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
@@ -59,12 +61,13 @@ def prepared(
         VerifyError: the graph, or what a pass left of it, is invalid.
     """
     verify.check_graph(graph, "capture", deep=deep)
+    graph = graph.replace(threads=plan.threads if plan else torch.get_num_threads())
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))
     floor = other_orders.eager_floor(graph, memory) if peak < layout.SMALL else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
-    most = int((live + cost.workspaces(memory.operators, eager=True)).max(initial=0))
+    most = int((live + cost.workspaces(memory.operators, graph.threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))

@@ -59,6 +59,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         statuses.add("gap")
     return Plan(
         name=graph.name,
+        threads=graph.threads,
         fingerprint=fingerprint,
         versions={"roamc": __version__, "torch": torch.__version__},
         budget_bytes=limit or 0,
@@ -101,7 +102,7 @@ def _largest(graph: TrainGraph, count: int = 3) -> str:
     """Name the largest storages, and the workspace, at the step that needs most, for a message; at most ``count``."""
     memory = build_memory(graph)
     born, dead = lifetimes(memory)
-    own = workspaces(memory.operators)
+    own = workspaces(memory.operators, graph.threads)
     step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())
     alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
     parts = [(storage.name, storage.nbytes) for storage in alive]

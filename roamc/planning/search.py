@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from roamc import cost
 from roamc.budget import LIGHT, Budget
 from roamc.errors import REQUIRED, OptionError
@@ -26,7 +28,7 @@ from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
-from roamc.planning.plan_check import check_numbers, check_origin
+from roamc.planning.plan_check import check_numbers, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
@@ -45,7 +47,8 @@ def run(
     Args:
         graph: the graph as it was captured; its nodes are moved and erased in place.
         options: what the user set.
-        plan: a plan whose decisions are used instead of deciding; every ``apply`` and every check still runs.
+        plan: a plan whose decisions are used instead of deciding; every ``apply`` and every check still runs. If torch
+            uses more threads than the plan is made for, what it needs is counted again.
         deep: also derive the metadata of all nodes again after every pass (slow; for tests).
         quick: refuse a budget that is far out of reach at once, without looking for the smallest budget that can be
             kept; the error then names what the lowest plan so far needs.
@@ -70,6 +73,7 @@ def run(
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     check_numbers(plan, planned)
+    planned = for_threads(planned, torch.get_num_threads())
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
     return _finished(dataclasses.replace(planned, plan=asked), limit, begun)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tests.cost.test_cost import floats, node_of
 
 aten = torch.ops.aten
 MB = 2**20
-FEW = 32 << 10
+THREADS = 2
+FEW = (1 + THREADS) * (32 << 10)
 """What a convolution takes in any case."""
 
 
@@ -177,19 +179,92 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (floats(4, 4, 16, 32, 32), floats(4, 4, 8, 16, 16), floats(4, 4, 2, 2, 2)),
         8 * (MB // 4 + MB // 32) + 8 * 4 * 4 * 8 * 4 + FEW,
     ),
+    "bfloat16 across few rows: floats of 1024 neighbours": (
+        lambda x: aten._log_softmax(x, 1, False),
+        (floats(4, 64, 32, 32, dtype=torch.bfloat16),),
+        THREADS * 4 * 1024 * (64 + 2),
+    ),
+    "bfloat16 across long rows: floats of 32 at least": (
+        lambda x: aten._log_softmax(x, 1, False),
+        (floats(2, 50000, 64, dtype=torch.bfloat16),),
+        THREADS * 4 * 32 * (50000 + 2),
+    ),
+    "bfloat16 across: the softmax itself, always 64": (
+        lambda x: aten._softmax(x, 1, False),
+        (floats(2, 4096, 256, dtype=torch.bfloat16),),
+        THREADS * 4 * 64 * 4096,
+    ),
+    "bfloat16 across, backward: two buffers": (
+        lambda g, x: aten._softmax_backward_data(g, x, 1, torch.bfloat16),
+        (floats(4, 128, 32, 32, dtype=torch.bfloat16), floats(4, 128, 32, 32, dtype=torch.bfloat16)),
+        THREADS * 4 * 512 * (2 * 128 + 1),
+    ),
+    "bfloat16 across, backward of the logarithm: one": (
+        lambda g, x: aten._log_softmax_backward_data(g, x, -2, torch.bfloat16),
+        (floats(4, 128, 100, dtype=torch.bfloat16), floats(4, 128, 100, dtype=torch.bfloat16)),
+        THREADS * 4 * 100 * (128 + 1),
+    ),
+    "floats across": (lambda x: aten._log_softmax(x, 1, False), (floats(4, 64, 32, 32),), 0),
+    "bfloat16 images in channels last, from gradients of larger ones": (
+        lambda g: aten.upsample_nearest2d_backward(g, [64, 64], [8, 32, 32, 32], None, None),
+        (in_channels_last(8, 32, 64, 64).to(torch.bfloat16),),
+        THREADS * 4 * 32 * 32 * 32,
+    ),
+    "reflectors of a small matrix": (lambda x: aten.linalg_qr(x), (floats(64, 64),), 4 * 64 + 4 * 64 * 64),
+    "reflectors of a large matrix": (lambda x: aten.linalg_qr(x), (floats(1024, 1024),), 4 * 1024 + 4 * 192 * 1024),
 }
 
 
 @pytest.mark.parametrize("case", WORKSPACES)
 def test_workspace_of_an_operator(case: str) -> None:
     function, inputs, expected = WORKSPACES[case]
-    assert workspace_bytes(node_of(function, *inputs)) == expected
+    assert workspace_bytes(node_of(function, *inputs), 2) == expected
 
 
 def test_eager_windows_take_an_image_first() -> None:
     node = node_of(lambda x: aten.im2col(x, [3, 3], [1, 1], [1, 1], [1, 1]), floats(4, 8, 64, 128))
-    assert workspace_bytes(node, eager=True) == MB
+    assert workspace_bytes(node, 2, eager=True) == MB
 
 
 def test_eager_margins_lie_behind_their_mean() -> None:
-    assert workspace_bytes(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), eager=True) == 0
+    assert workspace_bytes(node_of(aten.soft_margin_loss, floats(512, 512), floats(512, 512)), 2, eager=True) == 0
+
+
+Q, K, V = floats(2, 2, 800, 64), floats(2, 2, 600, 64), floats(2, 2, 600, 64)
+Q16, K16, V16 = (part.bfloat16() for part in (Q, K, V))
+STATE, STATE16 = aten._scaled_dot_product_flash_attention_for_cpu(Q, K, V), floats(2, 2, 800)
+FOR_EACH_THREAD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "attention": (aten._scaled_dot_product_flash_attention_for_cpu, (Q, K, V)),
+    "attention in half precision": (aten._scaled_dot_product_flash_attention_for_cpu, (Q16, K16, V16)),
+    "attention backward": (
+        lambda g, q, k, v, o, s: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, s, 0.0, False
+        ),
+        (STATE[0], Q, K, V, *STATE),
+    ),
+}
+
+
+@pytest.fixture
+def threads_of_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("case", FOR_EACH_THREAD)
+def test_each_thread_takes_buffers(case: str, threads: int, threads_of_torch: None) -> None:
+    function, inputs = FOR_EACH_THREAD[case]
+    said = workspace_bytes(node_of(function, *inputs), threads)
+    torch.set_num_threads(threads)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        results = function(*inputs)
+    live = list(
+        itertools.accumulate(
+            event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+        )
+    )
+    assert results is not None
+    taken = max(live) - live[-1]
+    assert 0.97 * said <= taken <= said + 1024

@@ -243,3 +243,12 @@ def test_nothing_has_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         step(*batch)
     assert len(captures) == 1
+
+
+def test_more_threads_need_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    step = roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)
+    for threads, planned_for in ((2, [2]), (6, [2, 6]), (1, [2, 6])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        step(X)
+        assert sorted(plan.threads for plan in step.plans) == planned_for

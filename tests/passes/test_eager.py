@@ -33,7 +33,7 @@ def halves() -> TrainGraph:
 def table_of(graph: TrainGraph, *, idle: bool = True) -> Table:
     memory = build_memory(graph)
     floor = eager_floor(memory, boundary=graph.boundary)
-    return make_table(memory, "cpu", 64, boundary=graph.boundary, floor=floor, idle=idle)
+    return make_table(memory, graph, 64, floor=floor, idle=idle)
 
 
 def over(table: Table, with_allocator: list[bool]) -> int:

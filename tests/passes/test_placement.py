@@ -30,7 +30,7 @@ MB = torch.zeros(512, 512)  # 2**20 bytes
 
 
 def table_of(graph: TrainGraph) -> Table:
-    return make_table(build_memory(graph), "cpu", UNIT, boundary=graph.boundary)
+    return make_table(build_memory(graph), graph, UNIT)
 
 
 def padded_live(graph: TrainGraph) -> int:

@@ -42,7 +42,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roamc.passes.layout.choose.LITTLE", 0)
     monkeypatch.setattr("roamc.passes.layout.placement.LITTLE", 0)
     # Buffers of a product in bfloat16 are larger than all that these graphs hold.
-    monkeypatch.setattr("roamc.operators.costs.others.products", lambda first, second, made: 0)
+    for part in ("shared_bytes", "thread_bytes"):
+        monkeypatch.setattr(f"roamc.operators.costs.products.{part}", lambda first, second, made: 0)
     plain = Block.give_back
 
     def give_back(block: Block, low: int, high: int) -> None:

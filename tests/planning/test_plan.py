@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -497,3 +498,47 @@ def test_plan_with_light_reruns_is_taken_under_any_budget(budget: str | None) ->
     assert plan.decisions["retain"]["reruns"]
     again = search.run(graph, Options(memory_budget=budget), Plan.from_json(plan.to_json())).plan
     assert again.to_json() == plan.to_json()
+
+
+def in_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+
+
+def test_what_a_plan_needs_is_counted_for_the_threads_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.randn(1, 2, 256, 64)
+    graph = traced(lambda x: F.scaled_dot_product_attention(x, x, x).sum(), query)
+    plans = []
+    for count in (1, 16):
+        in_threads(monkeypatch, count)
+        plans.append(search.run(copied(graph), Options()).plan)
+    one, many = plans
+    assert (one.threads, many.threads) == (1, 16)
+    assert one.peak_bytes == many.peak_bytes
+    assert many.needed_bytes - one.needed_bytes > 15 * 4 * 64 * 256, "a block of scores for each"
+
+
+def test_plan_for_fewer_threads_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = model_graph("nanogpt", "step")[0]
+    in_threads(monkeypatch, 1)
+    made = search.run(copied(graph), Options(memory_budget="70%")).plan
+    in_threads(monkeypatch, 16)
+    more = search.run(copied(graph), Options(), made).plan
+    assert more.threads == 16
+    assert made.needed_bytes < more.needed_bytes
+    assert (made.peak_bytes, made.decisions["reorder"]) == (more.peak_bytes, more.decisions["reorder"])
+    assert search.run(copied(graph), Options(), Plan.from_json(more.to_json())).plan == more
+    with pytest.raises(BudgetError, match=f"needs .*{more.needed_bytes} bytes"):
+        search.run(copied(graph), Options(memory_budget=more.needed_bytes - 1), made)
+
+
+def test_plan_for_more_threads_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = model_graph("nanogpt", "step")[0]
+    in_threads(monkeypatch, 16)
+    made = search.run(copied(graph), Options()).plan
+    in_threads(monkeypatch, 1)
+    assert search.run(copied(graph), Options(), made).plan == made
+
+
+def test_plan_for_no_threads_is_refused() -> None:
+    with pytest.raises(PlanError, match="threads must be at least 1, not 0"):
+        Plan.from_json(changed(threads=0))

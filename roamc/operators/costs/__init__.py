@@ -8,7 +8,8 @@
     arguments.py                    tests of strides: arguments that pass are read as they are, others copied
     attention.py, convolutions.py,
     linear_algebra.py, lookups.py,
-    products.py, others.py          formulas for workspace, on a CPU
+    products.py, softmax.py,
+    others.py                       formulas for workspace, on a CPU
 
 :func:`roamc.operators.ops.rule` joins a row with what the operator's tags say.
 """

@@ -1,13 +1,13 @@
 """Workspace of fused attention on a CPU: torch's kernel takes a block of queries, and for it block after block of keys.
 
-A block of scores is (queries of a block) x (keys of a block). Every thread has buffers of its own.
+A block of scores is (queries of a block) x (keys of a block). Every thread has buffers of its own, whatever it does.
 """
 
 from __future__ import annotations
 
 import torch
 
-from roamc.operators.costs.products import THREADS
+from roamc.operators.call import Call, tensor_at
 from roamc.units import Bytes
 
 QUERIES = ((768, 256), (192, 64), (0, 32))
@@ -21,41 +21,41 @@ PACKED: Bytes = 64 << 10
 """Bytes that products in half precision take for each thread in the backward pass."""
 
 
-def forward_bytes(query: torch.Tensor, key: torch.Tensor) -> Bytes:
-    """Return the workspace of fused attention forward in bytes, for :data:`~roamc.operators.costs.products.THREADS`.
+def per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in fused attention forward; ``made`` is not read.
 
-    Each thread has a block of scores, the block's rows of the result, and the largest score and the sum of every row,
-    in float32; in half precision also a copy of the block of scores in that precision.
-
-    Args:
-        query: ``[..., queries, head]``.
-        key: ``[..., keys, head]``.
+    They are a block of scores, the block's rows of the result, and the largest score and the sum of every row, in
+    float32; in half precision also a copy of the block of scores in that precision.
     """
-    block = _block(query, key)
+    query, key = tensor_at(call, 0), tensor_at(call, 1)
     sums = 4 * min(query.shape[-2], _together(query.shape[-2])) * (query.shape[-1] + 2)
-    return THREADS * (sums + block * (4 if query.itemsize == 4 else 6))
+    return sums + _block(query, key) * (4 if query.itemsize == 4 else 6)
 
 
-def backward_bytes(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Bytes:
-    """Return the workspace of fused attention backward in bytes, for :data:`~roamc.operators.costs.products.THREADS`.
+def backward(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that fused attention backward takes beside those of each thread; ``made`` is not read.
 
-    Each thread has a block of scores and a block of their gradients in float32. In half precision it has both in that
-    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`.
-
-    Args:
-        gradient: of the result, ``[batch, heads, queries, head]``. It is copied once, for all threads, unless it lies
-            in memory as a contiguous ``[batch, queries, heads, head]``.
-        query: ``[batch, heads, queries, head]``.
-        key: ``[batch, heads, keys, head]``.
+    They are those of a copy of the result's gradient, ``[batch, heads, queries, head]``, which is made unless it lies
+    in memory as a contiguous ``[batch, queries, heads, head]``.
     """
-    copied = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.numel() * gradient.itemsize
+    gradient = tensor_at(call, 0)
+    return 0 if gradient.transpose(1, 2).is_contiguous() else gradient.numel() * gradient.itemsize
+
+
+def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in fused attention backward; ``made`` is not read.
+
+    They are a block of scores and a block of their gradients in float32. In half precision the thread has both in that
+    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`.
+    """
+    query, key = tensor_at(call, 1), tensor_at(call, 2)
     if query.itemsize == 4:
-        return copied + THREADS * 8 * _block(query, key)
-    return copied + THREADS * (12 * _block(query, key) + 8 * key.shape[-2] * key.shape[-1] + PACKED)
+        return 8 * _block(query, key)
+    return 12 * _block(query, key) + 8 * key.shape[-2] * key.shape[-1] + PACKED
 
 
 def _block(query: torch.Tensor, key: torch.Tensor) -> int:
-    """The number of scores in a block."""
+    """Return the number of scores in a block of ``query [..., queries, head]`` and ``key [..., keys, head]``."""
     return min(query.shape[-2], _together(query.shape[-2])) * min(key.shape[-2], KEYS)
 
 

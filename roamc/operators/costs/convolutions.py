@@ -13,7 +13,6 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, tensor_at
-from roamc.operators.costs.products import THREADS
 from roamc.units import Bytes
 
 BLOCK = 16
@@ -23,24 +22,35 @@ FEW = 16
 """Convolutions of fewer input channels have kernels of their own, which copy the weight more often in backward."""
 
 SMALL: Bytes = 32 << 10
-"""Bytes that every convolution of oneDNN takes."""
+"""Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
 ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that oneDNN convolves; others take torch's own kernels."""
 
 
-def convolution(call: Call, made: torch.Tensor) -> Bytes:
+def forward(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``aten.convolution`` with the result ``made``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if image.dtype not in ONEDNN:
         return _columns(weight, made) if not call.args[6] else _columns(weight, image)
     again = weight.nbytes + SMALL
     if _channels_last(image):
-        per_image = THREADS * image.nbytes // max(1, image.shape[0]) if call.args[6] else 0
-        return again + per_image + _of_groups(weight, call.args[8])
-    if call.args[6]:
-        return _transposed(image, made, call.args[3]) + again
-    return _forward(image, weight, made) + again + _gathered(image, weight, call.args[3])
+        return again + _of_groups(weight, call.args[8])
+    return again + (_transposed(image, made, call.args[3]) if call.args[6] else _forward(image, weight, made))
+
+
+def forward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in ``aten.convolution``; ``made`` is not read.
+
+    Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image.
+    """
+    image, weight, strides = tensor_at(call, 0), tensor_at(call, 1), prod(call.args[3])
+    if image.dtype not in ONEDNN:
+        return 0
+    of_image = image.nbytes // max(1, image.shape[0])
+    if _channels_last(image) or call.args[6]:
+        return SMALL + (of_image if _channels_last(image) and call.args[6] else 0)
+    return SMALL + (of_image // strides if strides > 1 and prod(weight.shape[2:]) == 1 else 0)
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> Bytes:
@@ -59,25 +69,44 @@ def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> 
     return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(made) - made.nbytes)
 
 
-def convolution_backward(call: Call, made: torch.Tensor) -> Bytes:
+def backward(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``aten.convolution_backward``; ``made`` is not read."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if image.dtype not in ONEDNN:
         return _columns(weight, gradient)
-    per_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
     again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
         again += 7 * weight.nbytes
     if _channels_last(image):
-        return again + weight.nbytes + THREADS * per_image + _padded(call)
+        return again + weight.nbytes + _padded(call)
     wide, groups = image.dtype is torch.float32, call.args[-2]
-    if groups > 1 and max(weight.shape[2:]) > 3 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK:
-        again += 2 * THREADS * weight.nbytes + (0 if wide else _blocks(image))
+    if _large_windows_of_few(weight, groups):
+        again += 0 if wide else _blocks(image)
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
     if strided and call.args[-1][0]:
         most = max(most, 2 * _blocked(image), _blocks(image, BLOCK // 2) + _blocks(gradient, BLOCK // 2))
-    return most + again + (0 if wide else THREADS * per_image)
+    return most + again
+
+
+def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in ``aten.convolution_backward``; ``made`` is not read.
+
+    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice.
+    """
+    gradient, image, weight = (tensor_at(call, at) for at in range(3))
+    if image.dtype not in ONEDNN:
+        return 0
+    of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
+    if _channels_last(image):
+        return SMALL + of_image + _padded_image(call)
+    grouped = 2 * weight.nbytes if _large_windows_of_few(weight, call.args[-2]) else 0
+    return SMALL + grouped + (0 if image.dtype is torch.float32 else of_image)
+
+
+def _large_windows_of_few(weight: torch.Tensor, groups: int) -> bool:
+    """Whether a convolution has groups of less than a block of channels, and windows larger than 3 x 3."""
+    return groups > 1 and max(weight.shape[2:]) > 3 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK
 
 
 def _of_groups(weight: torch.Tensor, groups: int) -> Bytes:
@@ -98,21 +127,34 @@ def _weight_in_blocks(weight: torch.Tensor, groups: int) -> Bytes:
 def _padded(call: Call) -> Bytes:
     """Backward, channels last: the weight of a grouped convolution, the channels of each group padded to whole blocks.
 
-    In 16 bits half of that once more, and for each thread one image and one gradient, padded likewise. Nothing for
-    groups of one channel with windows up to 3 x 3 or without a gradient of the weight: they have kernels of their own.
+    In 16 bits half of that once more.
     """
-    gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    groups: int = call.args[-2]
-    of_weight: bool = call.args[-1][1]
-    leave, enter = max(1, weight.shape[0] // groups), max(1, weight.shape[1])
-    small = max(weight.shape[2:]) <= 3
-    if groups == 1 or (leave == enter == 1 and (small or not of_weight)):
+    weight = tensor_at(call, 2)
+    if not _pads(call):
         return 0
-    blocks = _weight_in_blocks(weight, groups)
-    if image.dtype is torch.float32:
-        return blocks
-    both = image.nbytes * BLOCK // min(BLOCK, enter) + gradient.nbytes * BLOCK // min(BLOCK, leave)
-    return blocks * 3 // 2 + THREADS * both // max(1, image.shape[0])
+    blocks = _weight_in_blocks(weight, call.args[-2])
+    return blocks if weight.dtype is torch.float32 else blocks * 3 // 2
+
+
+def _padded_image(call: Call) -> Bytes:
+    """Backward, channels last, in 16 bits: one image and its gradient, padded as :func:`_padded` pads the weight."""
+    gradient, image, weight = (tensor_at(call, at) for at in range(3))
+    if not _pads(call) or image.dtype is torch.float32:
+        return 0
+    leave, enter = max(1, weight.shape[0] // call.args[-2]), max(1, weight.shape[1])
+    both: Bytes = image.nbytes * BLOCK // min(BLOCK, enter) + gradient.nbytes * BLOCK // min(BLOCK, leave)
+    return both // max(1, image.shape[0])
+
+
+def _pads(call: Call) -> bool:
+    """Whether groups are padded; not if they are of one channel and have a kernel of their own.
+
+    Those are the ones with windows up to 3 x 3, or without a gradient of the weight.
+    """
+    weight, groups, of_weight = tensor_at(call, 2), call.args[-2], call.args[-1][1]
+    single = weight.shape[1] <= 1 and weight.shape[0] <= groups
+    small = max(weight.shape[2:]) <= 3
+    return not (groups == 1 or (single and (small or not of_weight)))
 
 
 def _gradients(
@@ -144,13 +186,6 @@ def _blocked(tensor: torch.Tensor) -> Bytes:
 def _packed(tensor: torch.Tensor) -> Bytes:
     """:func:`_blocked`, but 5 to 8 channels lie in one block of half the size."""
     return _blocks(tensor, BLOCK // 2) if BLOCK // 4 < tensor.shape[1] <= BLOCK // 2 else _blocked(tensor)
-
-
-def _gathered(image: torch.Tensor, weight: torch.Tensor, strides: list[int]) -> Bytes:
-    """Pixels that a strided 1 x 1 convolution gathers first, of one image for each thread."""
-    if prod(weight.shape[2:]) > 1 or prod(strides) == 1:
-        return 0
-    return THREADS * image.nbytes // max(1, image.shape[0] * prod(strides))
 
 
 def _columns(weight: torch.Tensor, pixels: torch.Tensor) -> Bytes:

@@ -41,6 +41,7 @@ class Cost:
         like_first: a CPU's kernel copies the second argument unless both have channels last, or neither has.
         workspace: formula for the workspace on a CPU beside the copies of ``read_as`` and ``like_first``; None if that
             is only what arguments take that are converted to another dtype.
+        thread_workspace: formula for what each of torch's threads takes beside ``workspace``; None for nothing.
         eager_workspace: the same for eager PyTorch, where a kernel of roamc takes another amount; None if they agree.
     """
 
@@ -56,4 +57,5 @@ class Cost:
     read_as: Mapping[int, Ordered] = field(default_factory=dict)
     like_first: bool = False
     workspace: Workspace | None = None
+    thread_workspace: Workspace | None = None
     eager_workspace: Workspace | None = None

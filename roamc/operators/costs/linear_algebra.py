@@ -81,12 +81,13 @@ def eigen(call: Call, made: torch.Tensor) -> Bytes:
 def reflectors(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace of ``linalg_qr`` and ``linalg_householder_product``.
 
-    It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: an eighth of it, or
-    of ``LINES`` times its longer side if that is more.
+    It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: 3/8 of its longer
+    sides up to 192, then 3/16, and 96 at least if there are so many. One thread alone takes a third.
     """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
-    return _matrices(read) * short * read.itemsize + max(LINES, short) * long * read.itemsize // 8
+    lines = max(min(short, 2 * LINES), 3 * min(short, 512) // 8, 3 * short // 16)
+    return _matrices(read) * short * read.itemsize + lines * long * read.itemsize
 
 
 def copied_factor(call: Call, made: torch.Tensor) -> Bytes:

@@ -1,4 +1,4 @@
-"""Workspace of other operators on a CPU: products, norms, losses, sums, transforms, distances.
+"""Workspace of other operators on a CPU: norms, losses, sums, transforms, distances.
 
 Each formula takes a call and its first result ``made`` and returns bytes.
 """
@@ -11,15 +11,10 @@ from math import prod
 
 import torch
 
-from roamc.operators.call import Call, fakes, rows_of, tensor_at, tensors_in
-from roamc.operators.costs.arguments import in_order, matrix
-from roamc.operators.costs.attention import backward_bytes, forward_bytes
-from roamc.operators.costs.products import products
+from roamc.operators.call import Call, rows_of, tensor_at
+from roamc.operators.costs.arguments import channels_last
 from roamc.operators.kernels import piece_elements
 from roamc.units import Bytes
-
-ACROSS: Bytes = 288 << 10
-"""Bytes that a softmax in half precision takes along any dimension but the last."""
 
 FOURIER: Bytes = 104
 """Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
@@ -175,13 +170,12 @@ def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
     return half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
-def softmax_across_rows(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of a softmax: :data:`ACROSS` in half precision along any dimension but the last, else 0.
+def image_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return what each thread takes in an upsampling's backward: in half precision an image of ``made`` in float32.
 
-    torch computes such rows in float32, a few at a time.
+    That is with channels last; else nothing beside the copies.
     """
-    dim = next((argument for argument in call.args if isinstance(argument, int)), -1)
-    return ACROSS if made.itemsize == 2 and made.dim() > 1 and dim % made.dim() != made.dim() - 1 else 0
+    return 4 * made.numel() // max(1, made.shape[0]) if made.itemsize == 2 and channels_last(made) else 0
 
 
 def rolled(call: Call, made: torch.Tensor) -> Bytes:
@@ -211,27 +205,3 @@ def rms_norm(call: Call, made: torch.Tensor) -> Bytes:
     """
     read = tensor_at(call, 0)
     return read.numel() * (4 if read.itemsize == 4 else 10)
-
-
-def matrix_products(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``mm``, ``addmm``, ``bmm`` and ``baddbmm``: the kernel's buffers, see :func:`products`.
-
-    Batched products also copy factors whose strides the kernel does not read: in half precision all matrices of the
-    batch at once, else one after the other.
-    """
-    first, second = [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
-    if made.dim() < 3:
-        return products(first, second, made)
-    odd = [tensor for tensor in (first, second) if not (in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
-    together = made.shape[0] if made.itemsize == 2 else 1
-    return products(first, second, made) + sum(tensor.nbytes // tensor.shape[0] * together for tensor in odd)
-
-
-def attention(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of fused attention, see :func:`roamc.operators.costs.attention.forward_bytes`."""
-    return forward_bytes(tensor_at(call, 0), tensor_at(call, 1))
-
-
-def attention_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of fused attention backward, see :func:`roamc.operators.costs.attention.backward_bytes`."""
-    return backward_bytes(tensor_at(call, 0), tensor_at(call, 1), tensor_at(call, 2))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from roamc.operators.call import Call, fakes, tensors_in
+from roamc.operators.costs.arguments import in_order, matrix
 from roamc.units import Bytes
-
-THREADS = 2
-"""Threads whose buffers are counted: a fixed number, so that a plan does not depend on the machine that makes it."""
 
 ROWS, COLUMNS = 256, 64
 """Most rows and columns of the block of the result that a thread makes in one round."""
@@ -30,23 +29,53 @@ SELF: Bytes = 28 << 10
 """Bytes that a product of bfloat16 takes in any case."""
 
 
-def products(first: torch.Tensor, second: torch.Tensor, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``made = first [..., rows, depth] @ second [..., depth, columns]``."""
-    rows, depth, columns = first.shape[-2], first.shape[-1], second.shape[-1]
-    in_order = first.stride(-1) == 1
+def workspace(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the workspace of ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` beside that of each thread.
+
+    Batched products also copy factors whose strides the kernel does not read: in half precision all matrices of the
+    batch at once, else one after the other.
+    """
+    first, second = _factors(call)
+    shared = shared_bytes(first, second, made)
+    if made.dim() < 3:
+        return shared
+    odd = [tensor for tensor in (first, second) if not (in_order(tensor) if made.itemsize == 2 else matrix(tensor))]
+    together = made.shape[0] if made.itemsize == 2 else 1
+    return shared + sum(tensor.nbytes // tensor.shape[0] * together for tensor in odd)
+
+
+def per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes of the kernel's buffers that each thread takes in the same operators."""
+    first, second = _factors(call)
+    return thread_bytes(first, second, made)
+
+
+def _factors(call: Call) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(fakes(call.args)) if tensor.dim() > 1][-2:]
+
+
+def shared_bytes(first: torch.Tensor, second: torch.Tensor, made: torch.Tensor) -> Bytes:
+    """Return what ``made = first [..., rows, depth] @ second [..., depth, columns]`` takes on any number of threads."""
     if made.dtype is torch.float16:
-        return 0 if in_order else 4 * rows * columns
+        return 0 if first.stride(-1) == 1 else 4 * first.shape[-2] * second.shape[-1]
+    return SELF if made.dtype is torch.bfloat16 else 0
+
+
+def thread_bytes(first: torch.Tensor, second: torch.Tensor, made: torch.Tensor) -> Bytes:
+    """Return what each thread takes besides; arguments as for :func:`shared_bytes`."""
     if made.dtype is not torch.bfloat16:
         return 0
-    most = 2 * DEPTH if in_order and depth > 2 * DEPTH else DEPTH
+    rows, depth, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+    contiguous = first.stride(-1) == 1
+    most = 2 * DEPTH if contiguous and depth > 2 * DEPTH else DEPTH
     deep = min(_whole(depth), most)
-    copied = not in_order or (rows >= WIDE and depth >= TALL)
+    copied = not contiguous or (rows >= WIDE and depth >= TALL)
     high, broad = min(rows, ROWS), min(_whole(columns), COLUMNS)
     block = high * broad
     if copied and depth > deep:
         block = max(high * min(_whole(columns), WIDE), min(rows, TALL) * broad)
     copy = 2 * high * (deep + PADDED) if copied else 0
-    return THREADS * (copy + 2 * deep * COLUMNS + 4 * block) + SELF
+    return copy + 2 * deep * COLUMNS + 4 * block
 
 
 def _whole(count: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from roamc.operators.costs import flops, linear_algebra, lookups, others
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from roamc.operators.costs import attention, convolutions, flops, linear_algebra, lookups, others, products, softmax
 from roamc.operators.costs.arguments import image, in_order, matrix, plain
-from roamc.operators.costs.convolutions import convolution, convolution_backward
-from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.cost import Cost, Ordered
 from roamc.operators.costs.kinds import FREE
 
 _PRODUCT = Cost("matmul", flops.product)
@@ -20,17 +22,22 @@ _PICK = Cost("gather", picks_from=0)
 _FACTORS = Cost(workspace=linear_algebra.reflectors)
 _PIVOTS = Cost(workspace=linear_algebra.pivots)
 
+
+def _multiplied(kind: str, read_as: Mapping[int, Ordered] = MappingProxyType({})) -> Cost:
+    return Cost(kind, read_as=read_as, workspace=products.workspace, thread_workspace=products.per_thread)
+
+
 ROWS: dict[str, Cost] = {
     # Products.
-    "mm": Cost("matmul", read_as={0: matrix, 1: matrix}, workspace=others.matrix_products),
-    "addmm": Cost("matmul", read_as={1: matrix, 2: matrix}, workspace=others.matrix_products),
+    "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
+    "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
     "mv": Cost("matmul", flops.product, read_as={0: matrix, 1: matrix}),
     "addmv": Cost("matmul", flops.product_and_sum),
     **dict.fromkeys(("_int_mm", "dot", "vdot"), _PRODUCT),
     "linear": Cost("matmul", flops.linear),
     "addr": Cost("matmul", flops.outer_and_sum),
     **dict.fromkeys(("outer", "ger"), Cost("matmul", flops.outer)),
-    **dict.fromkeys(("bmm", "baddbmm"), Cost("batched_matmul", workspace=others.matrix_products)),
+    **dict.fromkeys(("bmm", "baddbmm"), _multiplied("batched_matmul")),
     "addbmm": Cost("batched_matmul", flops.product_and_sum),
     "matmul": Cost("batched_matmul", flops.product),
     **{f"_scaled_dot_product_{kernel}_attention": _ATTENTION for kernel in ("flash", "efficient", "cudnn")},
@@ -39,13 +46,27 @@ ROWS: dict[str, Cost] = {
         for kernel in ("flash", "efficient", "cudnn")
     },
     "_scaled_dot_product_flash_attention_for_cpu": Cost(
-        "attention", flops.attention, causal_blocks=True, workspace=others.attention
+        "attention", flops.attention, causal_blocks=True, thread_workspace=attention.per_thread
     ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": Cost(
-        "attention_backward", flops.attention_backward, causal_blocks=True, workspace=others.attention_backward
+        "attention_backward",
+        flops.attention_backward,
+        causal_blocks=True,
+        workspace=attention.backward,
+        thread_workspace=attention.backward_per_thread,
     ),
-    "convolution": Cost("convolution", read_as={0: image, 1: image}, workspace=convolution),
-    "convolution_backward": Cost("convolution_backward", read_as={0: image, 1: image}, workspace=convolution_backward),
+    "convolution": Cost(
+        "convolution",
+        read_as={0: image, 1: image},
+        workspace=convolutions.forward,
+        thread_workspace=convolutions.forward_per_thread,
+    ),
+    "convolution_backward": Cost(
+        "convolution_backward",
+        read_as={0: image, 1: image},
+        workspace=convolutions.backward,
+        thread_workspace=convolutions.backward_per_thread,
+    ),
     # Pointwise.
     **dict.fromkeys([f"{kind}_like" for kind in ("zeros", "ones", "full")], _FILL),
     **dict.fromkeys([f"new_{kind}" for kind in ("zeros", "ones", "full")], _FILL),
@@ -76,13 +97,19 @@ ROWS: dict[str, Cost] = {
         "random_backward", workspace=others.dropout_piece, eager_workspace=others.first_again
     ),
     # Over rows.
-    **dict.fromkeys(
-        ("_softmax", "_log_softmax"), Cost("softmax", read_as={0: plain}, workspace=others.softmax_across_rows)
+    "_softmax": Cost("softmax", read_as={0: plain}, thread_workspace=softmax.softmax_per_thread),
+    "_log_softmax": Cost("softmax", read_as={0: plain}, thread_workspace=softmax.log_softmax_per_thread),
+    "_safe_softmax": Cost(
+        "safe_softmax",
+        read_as={0: plain},
+        workspace=others.safe_softmax,
+        thread_workspace=softmax.softmax_per_thread,
     ),
-    "_safe_softmax": Cost("safe_softmax", read_as={0: plain}, workspace=others.safe_softmax),
-    **dict.fromkeys(
-        ("_softmax_backward_data", "_log_softmax_backward_data"),
-        Cost("softmax_backward", read_as={0: plain, 1: plain}, workspace=others.softmax_across_rows),
+    "_softmax_backward_data": Cost(
+        "softmax_backward", read_as={0: plain, 1: plain}, thread_workspace=softmax.softmax_backward_per_thread
+    ),
+    "_log_softmax_backward_data": Cost(
+        "softmax_backward", read_as={0: plain, 1: plain}, thread_workspace=softmax.log_softmax_backward_per_thread
     ),
     "logsumexp": Cost("softmax", workspace=others.first_again),
     "native_layer_norm": Cost("norm", read_as={0: plain}),
@@ -120,7 +147,9 @@ ROWS: dict[str, Cost] = {
     "max_pool2d_with_indices_backward": Cost("pool_backward", read_as={0: image, 7: image}),
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), Cost("pool_backward", like_first=True)),
     **{
-        f"upsample_{kind}2d_backward": Cost("pool_backward", read_as={0: image})
+        f"upsample_{kind}2d_backward": Cost(
+            "pool_backward", read_as={0: image}, thread_workspace=others.image_per_thread
+        )
         for kind in ("nearest", "bilinear", "bicubic")
     },
     "col2im": Cost("pool_backward", read_as={0: plain}),
