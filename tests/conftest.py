@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import signal
 import time
@@ -49,10 +50,12 @@ def arenas_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def allow_arenas_of_any_size(patch: pytest.MonkeyPatch) -> None:
     """What the fixture does, for a process of its own."""
     from roamc.passes import layout
-    from roamc.passes.layout import choose, placement
+    from roamc.passes.layout import EFFORT, choose, placement
     from roamc.planning import search
 
-    patch.setattr(layout, "SMALL", 0)
+    patch.setattr(layout, "EFFORT", dataclasses.replace(EFFORT, small_graph=0))
     patch.setattr(search, "above_eager", lambda planned, maker: 0)
     for module in (choose, placement):
-        patch.setattr(module, "is_above", lambda peak, eager: eager is not None and peak > eager + placement.LITTLE)
+        patch.setattr(
+            module, "is_above", lambda peak, eager: eager is not None and peak > eager + EFFORT.allocator_call
+        )

@@ -24,16 +24,17 @@ from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, build_memory
 from roamc.options import LARGEST_ALIGNMENT, Options
 from roamc.passes.layout.choose import best
-from roamc.passes.layout.eager import SMALL, Floor, eager_floor
+from roamc.passes.layout.eager import Floor, eager_floor
+from roamc.passes.layout.effort import EFFORT
 from roamc.passes.layout.placement import Table, apart_bytes, excess, make_table
 from roamc.passes.layout.recount import recounted
-from roamc.solvers.layout.trim import Gap
+from roamc.solvers.layout.trim import IdleRange
 from roamc.units import Bytes
 
 __all__ = [
     "ALIGNMENT",
+    "EFFORT",
     "NAME",
-    "SMALL",
     "Decision",
     "Floor",
     "above_eager",
@@ -118,7 +119,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         **apart_bytes(table, outside),
         peak_bytes=found.peak_bytes,
         needed_bytes=found.needed_bytes,
-        trims=tuple(trim for gap in found.trimming.gaps for trim in _trims(gap, names)),
+        trims=tuple(trim for gap in found.trimming.ranges for trim in _trims(gap, names)),
         trimmed_bytes=found.trimming.trimmed_bytes,
         status=str(solution.status.value),
         algorithm=solution.algorithm,
@@ -150,7 +151,8 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
     """The storages as arrays; with what eager holds as a limit if there is no budget."""
     floor = graph.eager_floor if options.limit_bytes is None else None
-    return make_table(memory, graph, _alignment(graph, options), floor=floor, idle=options.keeps_arena)
+    alignment = _alignment(graph, options)
+    return make_table(memory, graph, alignment, floor=floor, idle=options.keeps_arena, effort=EFFORT)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -179,7 +181,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     )
 
 
-def _trims(gap: Gap, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
+def _trims(gap: IdleRange, names: Sequence[str]) -> Iterator[tuple[Bytes, Bytes, str, str]]:
     """The trim of ``gap``; two trims, one up to the end of the step and one from its start, if it lasts into the next.
 
     ``names`` are those of all operators, first to last; ``""`` stands for the start or the end of the step.

@@ -18,8 +18,8 @@ from roamc.errors import VerifyError
 from roamc.graph.memory import Int64s, most_alive
 from roamc.options import Options
 from roamc.passes.layout.eager import Bools
+from roamc.passes.layout.effort import Effort
 from roamc.passes.layout.placement import (
-    LITTLE,
     Placement,
     Table,
     arena_live,
@@ -32,23 +32,9 @@ from roamc.passes.layout.placement import (
     placements,
 )
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
-from roamc.solvers.layout.trim import LARGE, LEAST, Room, Trimming, trimmed, trimmings, untrimmed
+from roamc.solvers.layout.effort import LARGE_PAGE
+from roamc.solvers.layout.trim import Room, Trimming, trimmed, trimmings, untrimmed
 from roamc.units import Bytes
-
-PRICE, SMALL_PRICE = 256, 32
-"""Bytes that one step may trim and take again for each byte of a lower peak: in large pages, and in small pages.
-Small pages cost what fresh memory from the allocator costs: 0.37 ms a MB, large ones 0.03."""
-
-LAYOUTS = 4
-"""At most this many of the cheapest placements are laid out, and of those within the budget, beside three others: the
-one to take without trims, the one with the lowest peak, and that without an arena."""
-
-WORTH = 64
-"""Trims have a fixed price of this fraction of the peak, 1 / WORTH: a few cost a hundredth of a small step's time."""
-
-WORSE = 256
-"""A peak counts as no higher than that of the placement to take without trims up to this fraction, 1 / WORSE, above."""
-
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
 """How good a layout is, less is better: it is above the budget; it is within, but above eager's peak; bytes by which
@@ -92,12 +78,12 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     Raises:
         VerifyError: the solver gave a layout that is not legal.
     """
-    limit = options.limit_bytes
+    limit, effort = options.limit_bytes, table.effort
     plain = placements(table, eager_bytes)
     estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
-    cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[:LAYOUTS]
+    cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
     # Trims may bring any of these under the budget; these need none.
-    within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][:LAYOUTS]
+    within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
     found: list[tuple[Rank, Laid]] = []
@@ -107,7 +93,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
         for laid in _laid_out(table, placement, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no trims: no other is to be much above it.
             highest = found[0][1].peak_bytes if found else laid.peak_bytes
-            higher = laid.peak_bytes > highest + max(LITTLE, highest // WORSE)
+            higher = laid.peak_bytes > highest + max(effort.allocator_call, highest // effort.higher_share)
             fits = limit is None or laid.needed_bytes <= limit
             above = fits and is_above(laid.peak_bytes, eager_bytes)
             over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
@@ -119,13 +105,14 @@ def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> I
     """Pairs of a lower bound on the cost, without fragmentation and with all idle ranges trimmed, and the placement."""
     for placement in ranked:
         arena = arena_live(table, placement.with_allocator)
-        if not shrinks or peak(arena) < LEAST:
-            yield cost(placement.total // 2, placement), placement
+        if not shrinks or peak(arena) < table.effort.trim.least_bytes:
+            yield cost(placement.total // 2, placement, table.effort), placement
             continue
         between = _moments(table, placement)
         highest = sum(peak(arena) + peak(outside) for outside in between)
         lowest = sum(peak(np.append(arena, 0) + outside) for outside in between)
-        yield cost(lowest // 2, placement) + (highest - lowest) // 2 // PRICE, placement
+        trims = (highest - lowest) // 2 // table.effort.trim_price
+        yield cost(lowest // 2, placement, table.effort) + trims, placement
 
 
 def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
@@ -136,7 +123,7 @@ def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
     anyway. For arenas too small to be trimmed this guess is left out.
     """
     arena = arena_live(table, placement.with_allocator)
-    if peak(arena) < LEAST:
+    if peak(arena) < table.effort.trim.least_bytes:
         return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, placement.with_allocator))
     gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
     found = []
@@ -162,13 +149,13 @@ def _laid_out(
     )
     outside = outside_live(table, placement.with_allocator)
     alive = most_alive(table.born, table.dead, table.steps)
-    for trimming in trimmings(room) if shrinks else (untrimmed(room),):
-        tensors = room.arena_bytes - trimmed(trimming.gaps, table.steps)[:-1] + outside
+    for trimming in trimmings(room, table.effort.trim) if shrinks else (untrimmed(room),):
+        tensors = room.arena_bytes - trimmed(trimming.ranges, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
-        if trimming.gaps:
+        if trimming.ranges:
             needed = max(needed, taken(table, inside, room.arena_bytes, outside, keeps=options.keeps_arena))
-        price = cost(trimming.total // 2, placement) + _effort(trimming)
+        price = cost(trimming.total // 2, placement, table.effort) + _price(trimming, table.effort)
         yield Laid(placement, solution, trimming, peak(tensors), needed, price)
 
 
@@ -186,15 +173,16 @@ def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, k
     """
     waits = bool((table.saved & inside).any())
     beside = int(outside[table.boundary]) if table.boundary and not waits and not keeps else 0
-    return beside + arena_bytes + LARGE
+    return beside + arena_bytes + LARGE_PAGE
 
 
-def _effort(trimming: Trimming) -> Bytes:
+def _price(trimming: Trimming, effort: Effort) -> Bytes:
     """The price of trims, in bytes of peak."""
-    if not trimming.gaps:
+    if not trimming.ranges:
         return 0
     small = trimming.trimmed_bytes - trimming.large
-    return trimming.total // 2 // WORTH + trimming.large // PRICE + small // SMALL_PRICE
+    pages = trimming.large // effort.trim_price + small // effort.small_trim_price
+    return trimming.total // 2 // effort.trim_share + pages
 
 
 def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:

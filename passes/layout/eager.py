@@ -23,14 +23,9 @@ import numpy.typing as npt
 
 from roamc.graph.eager_memory import eager_lifetimes
 from roamc.graph.memory import Int64s, MemoryModel, Place, sizes, timeline
-from roamc.solvers.layout.trim import LEAST
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]
-
-SMALL: Bytes = LEAST
-"""Graphs of which eager holds fewer bytes are compared moment by moment: their arenas are too small to be
-trimmed."""
 
 NUMBERS: Bytes = 32
 """Bytes that any operator may take for the Python numbers among its arguments: tensors of one element."""

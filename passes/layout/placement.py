@@ -37,28 +37,8 @@ from roamc.graph.memory import (
 )
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
+from roamc.passes.layout.effort import EFFORT, Effort
 from roamc.units import Bytes
-
-ALLOCATOR_STEPS = (0, 1, 2, 4, 16, 64, 1 << 60)
-"""Trials leave results without an ``out=`` form with the allocator that live at most this many steps."""
-
-ALLOCATOR_SHARES = (0.0, 1 / 64, 1 / 8, 1 / 2)
-"""For each entry, and each of ALLOCATOR_STEPS, a trial takes only results of at least this share of the largest one."""
-
-MOVES, CANDIDATES = 512, 12
-"""At most MOVES storages are moved between arena and allocator; each time the best is taken of the CANDIDATES largest
-on each side."""
-
-CROWDED = 0.995
-"""A step counts as crowded if it has more than this share of the bytes of the fullest one."""
-
-PRICE = 32
-"""Bytes that one step may pass through the allocator for each byte of a lower peak: fresh memory costs time.
-(AlexNet, batch 1, Adam: 2.6 % less peak with no arena at all, for steps 1.4 times as long.)"""
-
-LITTLE: Bytes = 64 << 10
-"""Price, in bytes of peak, of having any result with the allocator, and once more of having no arena: calls of the
-allocator take time, however few bytes they ask for."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +74,8 @@ class Table:
     allocated: Bools
     elsewhere: Bools
     workspace: Int64s
-    eager: Moments | None = None
+    eager: Moments | None
+    effort: Effort
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +101,13 @@ class Placement:
 
 
 def make_table(
-    memory: MemoryModel, graph: TrainGraph, alignment: Bytes, *, floor: Floor | None = None, idle: bool = True
+    memory: MemoryModel,
+    graph: TrainGraph,
+    alignment: Bytes,
+    *,
+    floor: Floor | None = None,
+    idle: bool = True,
+    effort: Effort = EFFORT,
 ) -> Table:
     """Describe a graph's storages in the order of ``memory``.
 
@@ -130,6 +117,7 @@ def make_table(
         alignment: the arena's alignment, in bytes.
         floor: what eager holds, if no moment is to be above that; None or empty if that is no limit.
         idle: whether the arena keeps its memory after backward.
+        effort: how many placements to try, and the prices by which they are compared.
     """
     device, boundary = main_device(graph).type, graph.boundary
     born, dead = lifetimes(memory)
@@ -154,6 +142,7 @@ def make_table(
         elsewhere=_mask(s.device != device or s.index in late for s in memory.counted) & temporary,
         workspace=workspace,
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,
+        effort=effort,
     )
 
 
@@ -185,7 +174,7 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
         mask = placement.with_allocator
         over = excess(table, mask, peak(arena_live(table, mask))) if table.eager else 0
         above = is_above(placement.peak_bytes, eager_bytes)
-        return above, over, cost(placement.total // 2, placement), placement.passed
+        return above, over, cost(placement.total // 2, placement, table.effort), placement.passed
 
     return sorted(found.values(), key=rank)
 
@@ -217,16 +206,17 @@ def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
     return max(0, int(np.where(ours <= eager.floor, 0, ours + eager.slack - eager.most).max(initial=0)))
 
 
-def cost(peak_bytes: Bytes, placement: Placement) -> Bytes:
+def cost(peak_bytes: Bytes, placement: Placement, effort: Effort) -> Bytes:
     """Return a peak plus the price, in bytes of peak, of what ``placement`` passes through the allocator."""
-    return peak_bytes + placement.passed // PRICE + LITTLE * ((placement.passed > 0) + placement.no_arena)
+    calls = effort.allocator_call * ((placement.passed > 0) + placement.no_arena)
+    return peak_bytes + placement.passed // effort.allocator_price + calls
 
 
 def _grid(table: Table, start: Bools) -> Iterator[Bools]:
     """For each trial, ``start`` and a part of the results without an ``out=`` form, by life and size."""
     life = table.dead - table.born
     largest = int(table.size[table.allocated].max(initial=0))
-    for steps, share in itertools.product(ALLOCATOR_STEPS, ALLOCATOR_SHARES):
+    for steps, share in itertools.product(table.effort.allocator_steps, table.effort.allocator_shares):
         yield start | (table.allocated & (life <= steps) & (table.size >= share * largest))
 
 
@@ -236,7 +226,7 @@ def _placement(table: Table, with_allocator: Bools) -> Placement:
         with_allocator=with_allocator,
         peak_bytes=peak(arena) + peak(outside_live(table, with_allocator)),
         total=2 * peak(arena) + peak(kept) + peak(dropped),
-        crowded=sum(int((live > peak(live) * CROWDED).sum()) for live in (arena, kept, dropped)),
+        crowded=sum(int((live > peak(live) * table.effort.crowded_share).sum()) for live in (arena, kept, dropped)),
         passed=int(table.size[with_allocator].sum() + 2 * table.size[table.allocated & ~with_allocator].sum()),
         no_arena=_no_arena(table, with_allocator),
     )
@@ -259,7 +249,7 @@ def _progress(placement: Placement) -> tuple[Bytes, int]:
 def _relieve(table: Table, placement: Placement) -> Placement:
     """Move storages between arena and allocator, one at a time, while that lowers the total or the crowded steps."""
     start = placement
-    for _ in range(MOVES if table.steps else 0):
+    for _ in range(table.effort.moves if table.steps else 0):
         tried = [_placement(table, with_allocator) for with_allocator in _moves(table, placement.with_allocator)]
         best = min(tried, key=_progress, default=placement)
         if _progress(best) >= _progress(placement):
@@ -283,10 +273,10 @@ def _moves(table: Table, with_allocator: Bools) -> Iterator[Bools]:
 
 
 def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
-    """Rows of the CANDIDATES largest chosen storages that are alive at ``step`` and not at ``other``."""
+    """Rows of the largest chosen storages that are alive at ``step``, not at ``other``: as many as are candidates."""
     alive, elsewhere = ((table.born <= at) & (at < table.dead) for at in (step, other))
     rows = np.flatnonzero(chosen & alive & ~elsewhere)
-    ordered = rows[np.argsort(-table.size[rows], kind="stable")][:CANDIDATES]
+    ordered = rows[np.argsort(-table.size[rows], kind="stable")][: table.effort.candidates]
     return [int(row) for row in ordered]
 
 

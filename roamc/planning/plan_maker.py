@@ -65,7 +65,7 @@ def prepared(
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))
-    floor = other_orders.eager_floor(graph, memory) if peak < layout.SMALL else {}
+    floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most = int((live + cost.workspaces(memory.operators, graph.threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))

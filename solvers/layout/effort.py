@@ -5,6 +5,9 @@ What compiled loops read stands beside them as plain constants: numba cannot rea
 
 from dataclasses import dataclass
 
+LARGE_PAGE = 2 << 20
+"""Bytes of a large page of the system."""
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -58,6 +61,26 @@ class Effort:
     cp_sat_storages: int = 64
     cp_sat_unit_nodes: int = 20_000
     slice_births: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TrimEffort:
+    """What the search for trims in :mod:`roamc.solvers.layout.trim` may try.
+
+    Attributes:
+        least_bytes: a smaller arena is not trimmed.
+        pieces: sizes in bytes of the pieces that the arena is cut into, the larger first; a piece is trimmed as a
+            whole. Each size is tried. Those of the system's large pages come again in a tenth of the time.
+        most_pieces: pieces of an arena at most; a larger arena has larger pieces. More find smaller idle ranges and
+            take longer.
+        shares: the peaks that are tried: the lowest that trims can reach, plus each of these shares of the most that
+            they can save.
+    """
+
+    least_bytes: int = 8 << 20
+    pieces: tuple[int, ...] = (LARGE_PAGE, LARGE_PAGE // 8)
+    most_pieces: int = 1024
+    shares: tuple[float, ...] = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 
 
 EFFORT = Effort()

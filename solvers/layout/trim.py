@@ -20,22 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.solvers.arrays import BoolArray, LongArray
+from roamc.solvers.layout.effort import LARGE_PAGE, TrimEffort
 from roamc.solvers.layout.problem import Bytes, Step
-
-LARGE: Bytes = 2 << 20
-"""Bytes of a large page of the system. It comes in a tenth of the time of the same bytes in small pages."""
-
-PIECES: tuple[Bytes, ...] = (LARGE, LARGE // 8)
-"""Sizes of the pieces that the arena is cut into; a piece is trimmed as a whole. Each size is tried."""
-
-MOST = 1024
-"""Maximum number of pieces of an arena; a larger arena has larger pieces."""
-
-LEAST: Bytes = 8 << 20
-"""Size in bytes below which an arena is not trimmed."""
-
-SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
-"""The peaks that are tried: the lowest that trims can reach, plus these shares of the most that they can save."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Gap:
+class IdleRange:
     """A range of the arena, bytes ``[low, high)``, in which nothing lies for ``length`` moments from ``first`` on.
 
     The n + 1 moments are those of :class:`Room`; a gap may go on from the last to the first.
@@ -78,23 +64,23 @@ class Trimming:
     """One choice of trims.
 
     Attributes:
-        gaps: the gaps that are trimmed.
+        ranges: the idle ranges that are trimmed.
         total: the peak of arena and outside with these trims, in bytes, summed over ``Room.outsides``.
     """
 
-    gaps: tuple[Gap, ...]
+    ranges: tuple[IdleRange, ...]
     total: Bytes
 
     @property
     def trimmed_bytes(self) -> Bytes:
         """Bytes that are trimmed and come again in one run of the graph."""
-        return sum(gap.high - gap.low for gap in self.gaps)
+        return sum(gap.high - gap.low for gap in self.ranges)
 
     @property
     def large(self) -> Bytes:
         """Bytes of ``trimmed_bytes`` that lie in whole large pages."""
-        pages = ((gap.high // LARGE) - -(-gap.low // LARGE) for gap in self.gaps)
-        return LARGE * sum(max(0, count) for count in pages)
+        pages = ((gap.high // LARGE_PAGE) - -(-gap.low // LARGE_PAGE) for gap in self.ranges)
+        return LARGE_PAGE * sum(max(0, count) for count in pages)
 
 
 def untrimmed(room: Room) -> Trimming:
@@ -102,31 +88,31 @@ def untrimmed(room: Room) -> Trimming:
     return Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
 
 
-def trimmings(room: Room) -> Iterator[Trimming]:
+def trimmings(room: Room, effort: TrimEffort) -> Iterator[Trimming]:
     """Yield choices of trims: first none, then, if the arena is large enough, several, each aiming at a lower peak.
 
-    The sequence of falling peaks begins anew for each size of :data:`PIECES`.
+    The sequence of falling peaks begins anew for each size in ``effort.pieces``.
     """
     yield untrimmed(room)
-    if room.arena_bytes >= LEAST:
-        for piece in PIECES:
-            yield from _trimmings(room, piece * -(-room.arena_bytes // (piece * MOST)))
+    if room.arena_bytes >= effort.least_bytes:
+        for piece in effort.pieces:
+            yield from _trimmings(room, piece * -(-room.arena_bytes // (piece * effort.most_pieces)), effort.shares)
 
 
-def _trimmings(room: Room, piece: Bytes) -> Iterator[Trimming]:
+def _trimmings(room: Room, piece: Bytes, shares: Sequence[float]) -> Iterator[Trimming]:
     """The choices for an arena that is cut into pieces of ``piece`` bytes."""
     busy, size = _busy(room, piece)
-    gaps = _Gaps(busy, size)
+    gaps = _IdleRanges(busy, size)
     totals = np.stack([room.arena_bytes + outside for outside in room.outsides])
     highest, lowest = totals.max(axis=1), (totals - size @ ~busy).max(axis=1)
-    for share in SHARES:
+    for share in shares:
         aims = lowest + (share * (highest - lowest)).astype(np.int64)
         over = totals - aims[:, None]
         if (chosen := gaps.cover(over)) is not None:
             yield Trimming(gaps.merged(chosen), int((over.max(axis=1) + aims).sum()))
 
 
-def trimmed(gaps: Sequence[Gap], steps: int) -> LongArray:
+def trimmed(gaps: Sequence[IdleRange], steps: int) -> LongArray:
     """Return the trimmed bytes at each moment, int64[n + 1], for n = ``steps``."""
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
@@ -146,7 +132,7 @@ def _busy(room: Room, piece: Bytes) -> tuple[BoolArray, LongArray]:
     return np.cumsum(change, axis=1)[:, :moments] > 0, np.diff(edges)
 
 
-class _Gaps:
+class _IdleRanges:
     """All gaps of all pages as arrays; moments go round."""
 
     def __init__(self, busy: BoolArray, size: LongArray) -> None:
@@ -180,16 +166,16 @@ class _Gaps:
             chosen += ranked[:count].tolist()
         return [gap for gap in reversed(chosen) if not self._needless(over, gap)]
 
-    def merged(self, chosen: Sequence[int]) -> tuple[Gap, ...]:
+    def merged(self, chosen: Sequence[int]) -> tuple[IdleRange, ...]:
         """The chosen gaps, neighbouring pages with the same gap as one."""
-        found: list[Gap] = []
+        found: list[IdleRange] = []
         columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
         for first, length, low, size in sorted(columns.T.tolist()):
             last = found[-1] if found else None
             if last is not None and (last.first, last.length, last.high) == (first, length, low):
-                found[-1] = Gap(last.low, low + size, first, length)
+                found[-1] = IdleRange(last.low, low + size, first, length)
             else:
-                found.append(Gap(low, low + size, first, length))
+                found.append(IdleRange(low, low + size, first, length))
         return tuple(found)
 
     def _helps(self, over: LongArray, gaps: LongArray) -> LongArray:

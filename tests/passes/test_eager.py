@@ -91,5 +91,5 @@ def test_no_random_graph_is_planned_above_eager(seed: int, route: str) -> None:
 
 def test_large_graphs_are_not_compared_moment_by_moment() -> None:
     planned = search.run(model_graph("resnet50", "joint")[0], Options())
-    assert planned.plan.baseline_bytes > layout.SMALL
+    assert planned.plan.baseline_bytes > layout.EFFORT.small_graph
     assert not planned.graph.eager_floor

@@ -10,9 +10,8 @@ from roamc.graph import TrainGraph
 from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
 from roamc.options import Options
 from roamc.passes.layout import choose
+from roamc.passes.layout.effort import EFFORT
 from roamc.passes.layout.placement import (
-    LITTLE,
-    PRICE,
     Placement,
     Table,
     cost,
@@ -21,7 +20,7 @@ from roamc.passes.layout.placement import (
     peak,
     placements,
 )
-from roamc.solvers.layout.trim import LARGE
+from roamc.solvers.layout.effort import LARGE_PAGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -83,7 +82,7 @@ def test_an_arena_that_is_taken_again_for_backward_lies_beside_what_is_saved(idl
         needed = choose.taken(table, inside, 8 << 20, outside, keeps=keeps)
         again = idle == "free" and "sin" in names_of(graph, placement)
         # sin, the loss, and what step 2 makes outside the arena
-        assert needed == (8 << 20) + LARGE + (int(outside[2]) if again else 0)
+        assert needed == (8 << 20) + LARGE_PAGE + (int(outside[2]) if again else 0)
         assert not again or outside[2] >= 2**20 + 4
 
 
@@ -102,11 +101,11 @@ def test_random_graph_splits_are_what_they_say(seed: int, route: str) -> None:
     ranked = placements(table)
     live = int(live_bytes(memory).max())
     own = np.array([s.place is Place.TEMPORARY for s in memory.counted])
-    assert all(
-        cost(ranked[0].total // 2, ranked[0]) <= cost(placement.total // 2, placement) for placement in ranked
-    ), said
+    costs = [cost(placement.total // 2, placement, EFFORT) for placement in ranked]
+    assert costs[0] == min(costs), said
     lowest = min(ranked, key=lambda placement: placement.total)
-    assert ranked[0].total <= lowest.total + 2 * (lowest.passed // PRICE + LITTLE + 1), said
+    price = lowest.passed // EFFORT.allocator_price + EFFORT.allocator_call
+    assert ranked[0].total <= lowest.total + 2 * (price + 1), said
     assert len({placement.with_allocator.tobytes() for placement in ranked}) == len(ranked), said
     for placement in ranked:
         assert not (placement.with_allocator & ~own).any(), said
@@ -122,6 +121,6 @@ def test_a_module_never_takes_more_than_the_allocator_would(name: str) -> None:
     graph = model_graph(name, "joint")[0]
     table = table_of(graph)
     best, alone = placements(table)[0], 2 * padded_live(graph)
-    assert best.total <= alone * 1.03 + 2 * LITTLE
+    assert best.total <= alone * 1.03 + 2 * EFFORT.allocator_call
     limit = int(live_bytes(build_memory(graph)).max())
     assert placements(table, limit)[0].peak_bytes <= limit

@@ -19,7 +19,7 @@ from roamc.planning.layout_judge import check_layout
 from roamc.planning.planned import Planned
 from roamc.runtime.blocks import Block
 from roamc.runtime.program import Pair, Whole
-from roamc.solvers.layout import trim
+from roamc.solvers.layout.effort import TrimEffort
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph
 from tests.random_graphs import random_model
 
@@ -32,15 +32,11 @@ pytestmark = [
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trims of 64 bytes in every arena, free of charge; what is trimmed is poisoned."""
-    monkeypatch.setattr(trim, "LEAST", 1)
-    monkeypatch.setattr(trim, "PIECES", (64,))
-    monkeypatch.setattr(trim, "LARGE", 64)
+    trim = TrimEffort(least_bytes=1, pieces=(64,))
+    free = {"allocator_call": 0, "trim_price": 1 << 40, "small_trim_price": 1 << 40}
+    monkeypatch.setattr(layout, "EFFORT", dataclasses.replace(layout.EFFORT, trim=trim, **free))
+    monkeypatch.setattr("roamc.solvers.layout.trim.LARGE_PAGE", 64)
     monkeypatch.setattr("roamc.planning.layout_judge.PIECE", 64)
-    for price in ("PRICE", "SMALL_PRICE"):
-        monkeypatch.setattr(f"roamc.passes.layout.choose.{price}", 1 << 40)
-    monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
-    monkeypatch.setattr("roamc.passes.layout.choose.LITTLE", 0)
-    monkeypatch.setattr("roamc.passes.layout.placement.LITTLE", 0)
     # Buffers of a product in bfloat16 are larger than all that these graphs hold.
     for part in ("shared_bytes", "thread_bytes"):
         monkeypatch.setattr(f"roamc.operators.costs.products.{part}", lambda first, second, made: 0)
@@ -58,8 +54,8 @@ def planned(seed: int, route: str, *, with_trims: bool) -> tuple[Planned, list[A
     graph, inputs = graph_and_inputs(*random_model(seed), route)
     with pytest.MonkeyPatch.context() as patch:
         if not with_trims:
-            patch.setattr(trim, "LEAST", 1 << 60)
-            patch.setattr("roamc.passes.layout.choose.LEAST", 1 << 60)
+            never = dataclasses.replace(layout.EFFORT.trim, least_bytes=1 << 60)
+            patch.setattr(layout, "EFFORT", dataclasses.replace(layout.EFFORT, trim=never))
         return search.run(graph, Options()), inputs
 
 
@@ -143,9 +139,8 @@ def test_the_judge_finds_planted_faults(route: str) -> None:
 
 
 def test_a_budget_goes_before_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trim, "LEAST", 1)
-    monkeypatch.setattr("roamc.passes.layout.choose.LEAST", 1)
-    monkeypatch.setattr(trim, "PIECES", (4096,))
+    trim = TrimEffort(least_bytes=1, pieces=(4096,))
+    monkeypatch.setattr(layout, "EFFORT", dataclasses.replace(layout.EFFORT, trim=trim))
     free = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options())
     tight = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget=1))
     assert tight.peak_bytes <= free.peak_bytes
