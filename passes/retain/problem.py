@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from roamc.budget import LIGHT
 from roamc.cost import workspaces
 from roamc.cost.kind import is_light
 from roamc.graph import TrainGraph
@@ -80,7 +81,7 @@ def _may_run_lightly(node: fx.Node) -> bool:
     return may_run_again(node) and is_light(node)
 
 
-ALLOWED: dict[str, Able] = {"all": may_run_again, "light": _may_run_lightly}
+ALLOWED: dict[str, Able] = {"all": may_run_again, LIGHT: _may_run_lightly}
 """Maps a value of :attr:`roamc.passes.retain.decision.Decision.allowed` to the test that says of a node whether it may
 run again."""
 

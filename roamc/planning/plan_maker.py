@@ -88,7 +88,7 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     """
     state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
     limit = budget.resolve(asked, eager_needs, main_device(graph), state)
-    return Terms(limit, "light" if asked == budget.LIGHT else "all")
+    return Terms(limit, asked if asked == budget.LIGHT else "all")
 
 
 @dataclass(frozen=True)

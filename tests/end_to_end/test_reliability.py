@@ -250,7 +250,10 @@ def test_ctrl_c_inside_a_step_lets_it_end(monkeypatch: pytest.MonkeyPatch, opera
     train_until_interrupted()
 
 
-WATCHED = ("roamc/frontends/train_step.py", "roamc/runtime/program.py", "roamc/capture/optimizers.py")
+WATCHED = tuple(
+    f"roamc/{name}.py"
+    for name in ("frontends/train_step", "frontends/bound_step", "runtime/program", "capture/optimizers")
+)
 
 
 @pytest.mark.parametrize("line", [1, 30, 100, 300, 400, 500, 600, 700, 800, 1000, 1500])

@@ -1,0 +1,171 @@
+"""A captured and planned step bound to a live model and its optimizer: what every call of ``train_step`` runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat
+from roamc.capture.optimizers import Rule, init_state
+from roamc.capture.step import CapturedStep, Cohort, StepRequest, check_devices, cohort_of
+from roamc.graph import TrainGraph, attribute
+from roamc.interruptions import uninterrupted
+from roamc.planning.plan import Plan
+from roamc.runtime.program import Whole
+
+
+class BoundStep:
+    """One captured step bound to the live model and optimizer."""
+
+    def __init__(self, request: StepRequest, captured: CapturedStep, rule: Rule, whole: Whole, plan: Plan) -> None:
+        self.rule = rule
+        self.whole = whole
+        self.plan = plan
+        self.constants = _constants(captured.graph)
+        self.model = request.model
+        self.optimizer = request.optimizer
+        self.sources = captured.sources
+        self.cohort = _numbered(captured.cohorts)
+        self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
+        self.parameters = _slots(request.model, "_parameters")
+        self.buffers = _slots(request.model, "_buffers")
+
+    def serves(self, captured: CapturedStep, mark: str) -> bool:
+        """Whether a step captured anew, with fingerprint ``mark``, has this program."""
+        return (
+            self.plan.fingerprint == mark
+            and self.plan.threads >= torch.get_num_threads()
+            and self.sources == captured.sources
+            and self.cohort == _numbered(captured.cohorts)
+            and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
+            and _equal(self.constants, _constants(captured.graph))  # the fingerprint does not see their values
+        )
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as they are now, by name."""
+        return {name: slot[key] for name, (slot, key) in (*self.parameters.items(), *self.buffers.items())}
+
+    def updated(self) -> dict[str, torch.Tensor]:
+        """Parameters that the step updates, by name."""
+        return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
+
+    def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
+        """Run one step on the batch's leaves and return the loss; ``cohorts`` is from :meth:`cohorts_now`."""
+        check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
+        live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
+        with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
+            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        compat.note_optimizer_step(self.optimizer)
+        result: torch.Tensor = loss
+        return result
+
+    def cohorts_now(self) -> dict[int, Cohort] | None:
+        """Each cohort as it is now, by number; None if its members no longer share one state, as after a checkpoint."""
+        found: dict[int, Cohort] = {}
+        for name, number in self.cohort.items():
+            slot, key = self.parameters[name]
+            group = self.optimizer.param_groups[self.group[name]]
+            now = cohort_of(self.optimizer, slot[key], group, self.group[name], self.rule)
+            if found.setdefault(number, now) != now:
+                return None
+        return found
+
+    @contextlib.contextmanager
+    def _with_state(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Make the optimizer's state where there is none; there is none again if the step fails."""
+        with contextlib.ExitStack() as on_error:
+            for name, group in self.group.items():
+                take_away = init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
+                if take_away is not None:
+                    on_error.callback(take_away)
+            yield
+            on_error.pop_all()
+
+    @contextlib.contextmanager
+    def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count the step in the optimizer's state; not if it fails."""
+        counts = [self.optimizer.state[live[name]]["step"] for name in self.cohort] if self.rule.has_step else []
+        if not counts:
+            yield
+            return
+        compat.add_to_all(counts, 1)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(compat.add_to_all, counts, -1)
+            yield
+            on_error.pop_all()
+
+    def _arguments(self, leaves: Sequence[Any], live: dict[str, torch.Tensor], cohorts: dict[int, Cohort]) -> list[Any]:
+        groups = self.optimizer.param_groups
+        scalars = {n: self.rule.scalars(groups[c.group], c.step + 1, c.first) for n, c in cohorts.items()}
+        state = self.optimizer.state
+        arguments: list[Any] = []
+        for source in self.sources:
+            if source.kind == "parameter":
+                arguments.append(live[source.name])
+            elif source.kind == "state":
+                arguments.append(state[live[source.name]][source.key])
+            elif source.kind == "scalar":
+                arguments.append(scalars[source.index][source.name])
+            elif source.kind == "buffer":
+                slot, key = self.buffers[source.name]
+                arguments.append(slot[key])
+            else:
+                arguments.append(leaves[source.index])
+        return arguments
+
+
+def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
+    """The constant tensors of a graph, each with whether tracing the step has made it anew."""
+    fresh = torch.ops.aten.lift_fresh_copy.default
+    return [
+        (attribute(graph.module, str(node.target)), all(user.target is fresh for user in node.users))
+        for node in graph.graph.nodes
+        if node.op == "get_attr"
+    ]
+
+
+def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
+    """Whether two lists of :func:`_constants` hold the same tensors, or equal ones made by tracing."""
+    return len(before) == len(now) and all(
+        one is other or (fresh and also and torch.equal(_bytes(one), _bytes(other)))
+        for (one, fresh), (other, also) in zip(before, now, strict=True)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, of which those of 0.0 and -0.0 differ and those of one nan are equal."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
+    """Maps each parameter's name to the number of its cohort; cohorts are numbered as they first come."""
+    numbers: dict[Cohort, int] = {}
+    return {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in cohorts.items()}
+
+
+def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Maps each name to the place of its parameter or buffer: the module's own dictionary, and the key there.
+
+    ``kind`` is ``"_parameters"`` or ``"_buffers"``.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        own = getattr(module, kind)
+        for key, value in own.items():
+            if value is not None:
+                found[f"{prefix}.{key}" if prefix else key] = (own, key)
+    return found
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Turn autocast off inside: the program holds the casts already."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in active:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
