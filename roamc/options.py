@@ -16,6 +16,8 @@ from roamc.units import Bytes
 
 IDLE = ("keep", "free")
 
+NUMERICS = ("exact", "fast")
+
 LARGEST_ALIGNMENT: Bytes = 2 << 20
 """A huge page: no kernel asks for more."""
 
@@ -39,6 +41,8 @@ class Options:
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
         codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
+        numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
+            float32 on a CPU may be made by oneDNN where it is faster, which sums in another order.
         profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
@@ -52,6 +56,7 @@ class Options:
     strict: bool = False
     max_plans: int = 8
     codecs: tuple[str, ...] = ()
+    numerics: str = "exact"
     profile: str | None = None
 
     @property
@@ -118,6 +123,10 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
     if options.idle_arena not in IDLE:
         raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}")
+    if options.numerics not in NUMERICS:
+        near = difflib.get_close_matches(str(options.numerics), NUMERICS, n=1, cutoff=0.0)[0]
+        said = f"{options.numerics!r}; did you mean {near!r}?"
+        raise OptionError(f"numerics must be one of {', '.join(NUMERICS)}, not {said}")
     if not isinstance(options.strict, bool):
         raise OptionError(f"strict must be True or False, not {options.strict!r}")
     if not isinstance(options.order, str):

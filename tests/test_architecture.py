@@ -15,7 +15,17 @@ PACKAGES = {"roamc": "roamc", "passes": "roamc.passes", "solvers": "roamc.solver
 FLOOR = tuple(
     f"roamc.{name}"
     for name in (
-        *("budget", "compat", "compat_aot", "compat_dynamo", "compat_hooks", "decode", "errors", "files"),
+        *(
+            "budget",
+            "compat",
+            "compat_aot",
+            "compat_dynamo",
+            "compat_hooks",
+            "compat_onednn",
+            "decode",
+            "errors",
+            "files",
+        ),
         *("interruptions", "locks", "progress", "units", "version"),
     )
 )
@@ -66,7 +76,7 @@ KNOW_PASSES = (
     ),
 )
 # The modules that may name what torch keeps to itself.
-COMPAT = ("roamc.compat", "roamc.compat_aot", "roamc.compat_dynamo", "roamc.compat_hooks")
+COMPAT = ("roamc.compat", "roamc.compat_aot", "roamc.compat_dynamo", "roamc.compat_hooks", "roamc.compat_onednn")
 
 
 def within(name: str, package: str) -> bool:

@@ -21,7 +21,7 @@ from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.operators import ops
 from roamc.operators.call import call_of, fakes, tensors_in
 from roamc.operators.costs.attention import causal_share
-from roamc.operators.costs.kinds import CONVOLUTIONS, FREE, PRODUCTS, UNKNOWN, VIEW
+from roamc.operators.costs.kinds import CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
@@ -60,7 +60,8 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
         return profile.overhead + UNKNOWN_PASSES * moved
     if kind not in PRODUCTS:
         return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))
-    products = _per(flops(node), profile.flops, kind, node)
+    rated = kind if kind in profile.flops else ONEDNN.get(kind, kind)
+    products = _per(flops(node), profile.flops, rated, node)
     if kind in CONVOLUTIONS:
         return profile.overhead + products + moved + _reorder_seconds(node, profile)
     return profile.overhead + max(products * _share(node), moved)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from roamc.compat_onednn import Product, product_into
 from roamc.operators.kernels import KERNELS
 from roamc.operators.random import dropout_mask
 
@@ -100,6 +101,42 @@ def batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
         torch.bmm(weights, k, out=out)
 
     return run, 2 * 2 * heads * length * length * 64
+
+
+@_of(PRODUCTS, "onednn_matmul")
+def onednn_matmul(scale: Scale, dtype: torch.dtype) -> Work:
+    """Prepare the product of :func:`matmul` by oneDNN, in float32 on a CPU."""
+    product = _product_by_onednn(scale, dtype)
+    x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width, scale.width)
+    out = torch.empty_like(x)
+    return lambda: product(x, weight.t(), out, 0.0), 2 * x.numel() * scale.width
+
+
+@_of(PRODUCTS, "onednn_batched_matmul")
+def onednn_batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
+    """Prepare the products of :func:`batched_matmul` by oneDNN, in float32 on a CPU."""
+    product = _product_by_onednn(scale, dtype)
+    heads, length = scale.width // 64, min(scale.rows, 256)
+    q, k, weights = (scale.floats(dtype, heads, length, size) for size in (64, 64, length))
+    scores, out = torch.empty_like(weights), torch.empty_like(q)
+
+    def run() -> None:
+        product(q, k.transpose(1, 2), scores, 0.0)
+        product(weights, k, out, 0.0)
+
+    return run, 2 * 2 * heads * length * length * 64
+
+
+def _product_by_onednn(scale: Scale, dtype: torch.dtype) -> Product:
+    """Return oneDNN's product.
+
+    Raises:
+        RuntimeError: there is none for this device and dtype, so that the kind has no rate.
+    """
+    product = product_into()
+    if product is None or scale.device.type != "cpu" or dtype is not torch.float32:
+        raise RuntimeError(f"no product by oneDNN on {scale.device} in {dtype}")
+    return product
 
 
 def _heads(scale: Scale, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ from torch import fx
 from roamc.errors import VerifyError
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.rewrite import derived
-from roamc.graph.same_values import Call, equal_of
+from roamc.graph.same_values import ATEN, Call, equal_of
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
 from roamc.operators import ops
@@ -83,7 +83,15 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
     return Flow(numbers, walk.operators, tuple(walk.effects), finals, walk.makers, walk.writers)
 
 
-def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = (), *, handed_over: bool = False) -> Flow:
+def check(
+    graph: TrainGraph,
+    before: Flow,
+    after: str,
+    lossy: Sequence[str] = (),
+    *,
+    fast: bool = False,
+    handed_over: bool = False,
+) -> Flow:
     """Compare the values of ``graph`` with those that it had before a pass.
 
     Args:
@@ -91,6 +99,7 @@ def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = ()
         before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
         lossy: names of the codecs with an error that may be used.
+        fast: products may be made by a library that sums in another order.
         handed_over: compare outputs of forward only where the caller gets them, and not again at the end of the step:
             by then the caller may have written to tensors that they are views of.
 
@@ -98,7 +107,8 @@ def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = ()
         The values of ``graph``.
 
     Raises:
-        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec is not exact;
+        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec or a product is not
+            exact;
             names the reader, what it would read and who wrote it.
     """
     for encoding in graph.encodings:
@@ -107,6 +117,12 @@ def check(graph: TrainGraph, before: Flow, after: str, lossy: Sequence[str] = ()
                 f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which errs by up to "
                 f"{encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
             )
+    other = next((node for node in graph.graph.nodes if node.target in ATEN), None)
+    if other is not None and not fast:
+        raise VerifyError(
+            f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
+            f"{ATEN[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
+        )
     now = read(graph, before.numbers, after)
     for name, number in now.operators.items():
         if before.operators.get(name, number) != number:

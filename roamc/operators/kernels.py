@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
-from roamc.operators import collectives
+from roamc.operators import collectives, onednn
 from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
@@ -42,7 +42,8 @@ class Kernel:
 
 
 KERNELS: dict[OpOverload, Kernel] = {
-    operator: Kernel(function, ANYWHERE) for operator, function in collectives.KERNELS.items()
+    **{operator: Kernel(function, ANYWHERE) for operator, function in collectives.KERNELS.items()},
+    **{operator: Kernel(function, CPU_ONLY) for operator, function in onednn.KERNELS.items()},
 }
 
 

@@ -19,7 +19,7 @@ from roamc.graph import TrainGraph, value_flow, verify
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Flow
 from roamc.options import Options
-from roamc.passes import checkpoint, layout, normalize, reorder, retain, reuse
+from roamc.passes import checkpoint, layout, normalize, products, reorder, retain, reuse
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
@@ -88,6 +88,7 @@ def checked(*passes: Pass) -> tuple[Pass, ...]:
 PIPELINE = checked(
     Pass.of(normalize, per_budget=False, provides={"normal form"}),
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
+    Pass.of(products, per_budget=False, requires={"normal form"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
     Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
     Pass.of(reuse, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
@@ -187,7 +188,7 @@ class Runner:
             graph, flow = each.apply(state.graph, decision), state.flow
         verify.check_graph(graph, each.name, constraints, deep=self.deep)
         if graph is not state.graph or build_memory(graph) is not memory:
-            flow = value_flow.check(graph, flow, each.name, self.options.codecs)
+            flow = value_flow.check(graph, flow, each.name, self.options.codecs, fast=self.options.numerics == "fast")
         seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun
         return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)
 

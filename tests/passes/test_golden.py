@@ -39,6 +39,13 @@ CPU = parse_options({"profile": "cpu"})  # and not what was measured on this mac
 Example = tuple[TrainGraph, Options]
 
 
+@pytest.fixture(autouse=True)
+def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every product, on any machine."""
+    monkeypatch.setattr("roamc.passes.products.product_into", lambda: print)
+    monkeypatch.setattr("roamc.passes.products.faster_by_onednn", frozenset)
+
+
 def of_normalize() -> Example:
     """A name for another value, a value that nobody reads, and a dropout, which has a mask and a product."""
 
@@ -63,6 +70,17 @@ def of_checkpoint() -> Example:
     for node in operators(graph.graph)[:2]:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return graph, CPU
+
+
+def of_products() -> Example:
+    """A product of float32 matrices, one with a bias, and one of float64, which stays."""
+
+    def step(x: Tensor) -> Tensor:
+        first = x.view(8, 8) @ x.view(8, 8)
+        second = torch.addmm(x[:8], first, first)
+        return second.sum() + (second.double() @ second.double()).sum()
+
+    return traced(step, X), parse_options({"numerics": "fast", "profile": "cpu"})
 
 
 def of_retain() -> Example:
@@ -113,6 +131,7 @@ def of_layout() -> Example:
 EXAMPLES: dict[str, Callable[[], Example]] = {
     "normalize": of_normalize,
     "checkpoint": of_checkpoint,
+    "products": of_products,
     "retain": of_retain,
     "reorder": of_reorder,
     "reuse": of_reuse,

@@ -201,15 +201,16 @@ def test_a_pass_is_added_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "at", "says"),
+    ("facts", "in_front_of", "says"),
     [
-        ({"requires": {"kernels"}}, 3, "pass nothing requires kernels, which no pass in front of it leaves valid"),
-        ({"requires": {"order"}}, 3, "pass nothing requires order"),
-        ({"invalidates": {"order"}}, 4, "pass reuse requires order"),
-        ({"invalidates": {"normal form"}}, 2, "pass retain requires normal form"),
+        ({"requires": {"kernels"}}, "reorder", "pass nothing requires kernels, which no pass in front of it leaves valid"),
+        ({"requires": {"order"}}, "reorder", "pass nothing requires order"),
+        ({"invalidates": {"order"}}, "reuse", "pass reuse requires order"),
+        ({"invalidates": {"normal form"}}, "retain", "pass retain requires normal form"),
     ],
 )
-def test_a_pass_in_the_wrong_place_is_refused(facts: dict[str, set[str]], at: int, says: str) -> None:
+def test_a_pass_in_the_wrong_place_is_refused(facts: dict[str, set[str]], in_front_of: str, says: str) -> None:
+    at = [each.name for each in pipeline.PIPELINE].index(in_front_of)
     with pytest.raises(ValueError, match=says):
         pipeline.checked(*pipeline.PIPELINE[:at], identity_pass(**facts), *pipeline.PIPELINE[at:])
 

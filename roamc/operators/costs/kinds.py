@@ -11,13 +11,17 @@ VIEW = "view"
 FREE = "free"
 UNKNOWN = "unknown"
 CONVOLUTIONS = tuple(f"convolution{what}{way}" for what in ("", "_1x1", "_grouped") for way in ("", "_backward"))
-PRODUCTS = ("matmul", "batched_matmul", "attention", "attention_backward", *CONVOLUTIONS)
+ONEDNN = {"onednn_matmul": "matmul", "onednn_batched_matmul": "batched_matmul"}
+"""Kind of product by oneDNN to that of the same product by torch, whose rates stand in for it in older profiles."""
+PRODUCTS = ("matmul", "batched_matmul", *ONEDNN, "attention", "attention_backward", *CONVOLUTIONS)
 
 KINDS: dict[str, str] = {
     VIEW: "makes no tensor: takes no time",
     FREE: "makes a tensor and does not fill it: an operator's overhead",
     "matmul": "one matrix product",
     "batched_matmul": "many small matrix products",
+    "onednn_matmul": "one matrix product in float32, by oneDNN",
+    "onednn_batched_matmul": "many small matrix products in float32, by oneDNN",
     "attention": "fused scaled dot-product attention",
     "attention_backward": "backward of fused attention",
     "convolution": "dense, with a window",

@@ -1,0 +1,73 @@
+"""products: matrix products in float32 on a CPU by the library that is faster on this machine.
+
+    rewrite:  y = aten.mm(a, b)  -->  y = roamc.onednn_mm(a, b)
+    checks:   every operator that the decision names is a product that oneDNN can take: float32 tensors on a CPU, no
+              size of 0, no factors; and the user allows another order of sums: ``numerics="fast"``
+
+torch multiplies with MKL, which on AMD's processors takes two to four times as long as oneDNN, see
+:mod:`roamc.compat_onednn`. Which is faster is measured once for each form of product, see :mod:`roamc.cost.products`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.compat_onednn import product_into
+from roamc.cost.products import Form, faster_by_onednn, form_of
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, operators
+from roamc.operators.call import tensors_in
+from roamc.operators.onednn import ONEDNN
+from roamc.options import Options
+
+NAME = "products"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision names the products that oneDNN makes.
+
+    Attributes:
+        onednn: names of their operators, in graph order.
+    """
+
+    onednn: tuple[str, ...] = ()
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Choose the products whose form oneDNN multiplies faster; none with ``numerics="exact"``."""
+    if options.numerics != "fast" or product_into() is None:
+        return Decision()
+    forms = {node.name: _form(node) for node in operators(graph.graph) if _fits(node)}
+    faster = faster_by_onednn(forms.values())
+    return Decision(tuple(name for name, form in forms.items() if form in faster))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Exchange the operators; the FX graph is changed in place.
+
+    Raises:
+        PlanError: the decision names what is no operator of the graph, or no product that oneDNN can take.
+    """
+    nodes = {node.name: node for node in operators(graph.graph)}
+    for name in decision.onednn:
+        if name not in nodes or not _fits(nodes[name]):
+            raise PlanError(f"{name!r} is no product of float32 matrices on a CPU in this graph")
+        nodes[name].target = ONEDNN[nodes[name].target]  # type: ignore[index]
+    return graph
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether oneDNN can take this call: its operator, no factors, float32 on a CPU, every size above 0."""
+    if node.target not in ONEDNN or node.kwargs or not all(isinstance(given, fx.Node) for given in node.args):
+        return False
+    tensors = [*tensors_in([given.meta["val"] for given in node.args]), node.meta["val"]]  # type: ignore[union-attr]
+    return all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.numel() for tensor in tensors)
+
+
+def _form(node: fx.Node) -> Form:
+    first, second = (given.meta["val"] for given in node.args[-2:])  # type: ignore[union-attr]
+    return form_of(first, second)

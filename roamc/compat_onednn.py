@@ -1,0 +1,64 @@
+"""oneDNN's matrix product as torch has it inside, but offers only in part: written into a given tensor.
+
+On a CPU ``torch.mm`` in float32 calls MKL, which on AMD's processors takes two to four times as long as oneDNN, whose
+product is in the same library (``libtorch_cpu``), exported but private. It is looked up by its C++ name and tried once;
+where it is not as expected, :func:`product_into` says so and nobody calls it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MATMUL = "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
+"""``void at::native::mkldnn_matmul(const Tensor& mat1, const Tensor& mat2, const Tensor& result, float beta, float
+alpha)``, as GCC and Clang name it; in torch 2.11 to 2.13. ``result = alpha * mat1 @ mat2 + beta * result``."""
+
+Product = Callable[[Tensor, Tensor, Tensor, float], None]
+"""Writes ``first @ second + beta * out`` to its third argument; beta is 0 or 1."""
+
+
+@functools.cache
+def product_into() -> Product | None:
+    """Return oneDNN's product for float32 tensors on a CPU, of 2 dimensions, or 3 with a batch in front; None without.
+
+    No dimension of its arguments may be 0. They may have any strides; the third argument is contiguous.
+    """
+    if not torch.backends.mkldnn.is_available() or not sys.platform.startswith("linux"):
+        return None
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = getattr(ctypes.CDLL(str(path)), MATMUL)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_float,) * 2
+    function.restype = None
+
+    def product(first: Tensor, second: Tensor, out: Tensor, beta: float = 0.0) -> None:
+        function(_reference(first), _reference(second), _reference(out), beta, 1.0)
+
+    return product if _is_right(product) else None
+
+
+def _reference(tensor: Tensor) -> ctypes.Array[ctypes.c_void_p]:
+    """A C++ ``const Tensor&``: the address of a word that holds the address of the tensor's implementation."""
+    return (ctypes.c_void_p * 1)(tensor._cdata)
+
+
+def _is_right(product: Product) -> bool:
+    """Whether ``product`` agrees with torch on small whole numbers, whose products are exact in any order."""
+    first, second = (torch.arange(size, dtype=torch.float32) % 7 - 3 for size in (5 * 24, 24 * 9))
+    a, b, start = first.view(5, 24), second.view(9, 24).t(), torch.ones(5, 9)
+    fresh, added = torch.full((5, 9), torch.nan), start.clone()
+    product(a, b, fresh, 0.0)
+    product(a, b, added, 1.0)
+    batched = torch.full((2, 5, 9), torch.nan)
+    product(a.expand(2, 5, 24), b.expand(2, 24, 9), batched, 0.0)
+    wanted = a @ b
+    return all(map(torch.equal, (fresh, added, batched), (wanted, wanted + start, wanted.expand(2, 5, 9))))

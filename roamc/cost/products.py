@@ -1,0 +1,147 @@
+"""Which library multiplies matrices faster on this machine, by form of the product: torch's own or oneDNN.
+
+Measured when it is first asked, and kept in a file beside the measured profiles. A form stands for all products whose
+sizes round to the same powers of two, so that a model has a few dozen of them, and none takes more than some
+milliseconds to measure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from roamc import files
+from roamc.compat_onednn import product_into
+from roamc.cost.measure import clock
+from roamc.cost.profile import device_model, folder
+from roamc.units import Seconds
+
+log = logging.getLogger(__name__)
+
+LARGEST, MOST = 1024, 8
+"""Sizes of a form are at most LARGEST, and its batch at most MOST: larger products run at the same rates."""
+
+ROUNDS = 3
+"""How often each library is timed; the shortest time counts."""
+
+PATIENCE: Seconds = 5.0
+"""A plan measures forms for this long at most; products of the others stay with torch, until a later plan."""
+
+
+class Form(NamedTuple):
+    """A class of products ``first [batch, rows, depth] @ second [batch, depth, columns]``, sizes as powers of two.
+
+    Attributes:
+        batch, rows, depth, columns: sizes; batch is 0 for a product of two matrices.
+        first_in_columns, second_in_columns: whether neighbours in memory are of one column, as in a transposed matrix.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    first_in_columns: bool
+    second_in_columns: bool
+
+
+def form_of(first: Tensor, second: Tensor) -> Form:
+    """Return the form of ``first @ second``, of two matrices, or of two batches of them."""
+    batch = min(MOST, _rounded(first.shape[0])) if first.dim() > 2 else 0
+    rows, depth, columns = (min(LARGEST, _rounded(size)) for size in (*first.shape[-2:], second.shape[-1]))
+    return Form(batch, rows, depth, columns, first.stride(-1) != 1, second.stride(-1) != 1)
+
+
+def _rounded(size: int) -> int:
+    """The power of two that is nearest to ``size`` on a logarithmic scale; 1 for 0."""
+    low = 1 << max(size.bit_length() - 1, 0)
+    return 2 * low if size * size > 2 * low * low else low
+
+
+def faster_by_onednn(forms: Iterable[Form]) -> frozenset[Form]:
+    """Return the ``forms`` that oneDNN multiplies faster here, with torch's present number of threads.
+
+    Forms that no file has are measured, in the order given, for :data:`PATIENCE` at most, and written to the file.
+    """
+    known = _stored()
+    fresh = {}
+    time = clock(torch.device("cpu"))
+    begun = time()
+    for form in dict.fromkeys(forms):
+        if form not in known and time() - begun < PATIENCE:
+            fresh[form] = _measured(form)
+    if fresh:
+        known |= fresh
+        _store(known)
+    return frozenset(form for form in forms if form in known and known[form][1] < known[form][0])
+
+
+Times = tuple[Seconds, Seconds]
+"""Seconds of one product by torch, and by oneDNN."""
+
+
+def _measured(form: Form) -> Times:
+    product = product_into()
+    if product is None:
+        return 0.0, 0.0
+    batch = (form.batch,) if form.batch else ()
+    first = _matrix(batch, form.rows, form.depth, in_columns=form.first_in_columns)
+    second = _matrix(batch, form.depth, form.columns, in_columns=form.second_in_columns)
+    out = first.new_empty((*batch, form.rows, form.columns))
+    time, found = clock(out.device), []
+    with torch.no_grad():
+        for run in (lambda: torch.matmul(first, second, out=out), lambda: product(first, second, out, 0.0)):
+            run()
+            seconds = []
+            for _ in range(ROUNDS):
+                begun = time()
+                run()
+                seconds.append(time() - begun)
+            found.append(min(seconds))
+    return found[0], found[1]
+
+
+def _matrix(batch: tuple[int, ...], rows: int, columns: int, *, in_columns: bool) -> Tensor:
+    if in_columns:
+        return torch.full((*batch, columns, rows), 0.5).transpose(-1, -2)
+    return torch.full((*batch, rows, columns), 0.5)
+
+
+def _machine() -> dict[str, Any]:
+    """What the measured times depend on besides the form."""
+    return {"model": device_model("cpu"), "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def _path() -> Any:
+    return folder() / f"products-{torch.get_num_threads()}.json"
+
+
+def _stored() -> dict[Form, Times]:
+    """The times in the file, if it is of this machine and torch; a file that is none counts as empty."""
+    try:
+        data = json.loads(_path().read_text(encoding="utf-8"))
+        if data["machine"] != _machine():
+            return {}
+        return {
+            Form(int(b), int(r), int(d), int(c), bool(first), bool(second)): (float(torchs), float(onednns))
+            for b, r, d, c, first, second, torchs, onednns in data["forms"]
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        log.warning("%s is measured anew: %r", _path(), error)
+        return {}
+
+
+def _store(known: dict[Form, Times]) -> None:
+    """Write the file; where that is not possible, the next process measures again."""
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        rows = [[*form, *times] for form, times in sorted(known.items())]
+        files.write_text(_path(), json.dumps({"machine": _machine(), "forms": rows}) + "\n")
+    except OSError as error:
+        log.warning("the times of matrix products are not kept: %s", error)

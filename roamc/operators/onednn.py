@@ -1,0 +1,75 @@
+"""Matrix products in float32 on a CPU by oneDNN: operators of roamc's own, which pass ``products`` puts in place.
+
+They take the arguments of ``aten.mm``, ``addmm`` and ``bmm`` and sum in another order than these, so they stand in a
+program only with ``numerics="fast"``. Where torch has no such product, as in other builds, they call torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from roamc.compat import OpOverload
+from roamc.compat_onednn import product_into
+from roamc.operators.random import LIBRARY
+
+aten = torch.ops.aten
+
+
+def mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+    """Write ``self @ mat2`` to ``out``."""
+    product = product_into()
+    if product is None:
+        torch.mm(self, mat2, out=out)
+    else:
+        product(self, mat2, out, 0.0)
+
+
+def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+    """Write ``self + mat1 @ mat2`` to ``out``; ``self``, which may lie there, is broadcast."""
+    product = product_into()
+    if product is None:
+        torch.addmm(self, mat1, mat2, out=out)
+        return
+    if out.data_ptr() != self.data_ptr():
+        out.copy_(self)
+    product(mat1, mat2, out, 1.0)
+
+
+def bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+    """Write ``self @ mat2`` to ``out``, one product for each entry of the batch."""
+    product = product_into()
+    if product is None:
+        torch.bmm(self, mat2, out=out)
+    else:
+        product(self, mat2, out, 0.0)
+
+
+def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
+    """Define the operator with the arguments of ``original`` that ``writer`` takes, and its fake kernel."""
+    name = f"onednn_{writer.__name__}"
+    tensors = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
+    LIBRARY.define(f"{name}({', '.join(f'Tensor {argument}' for argument in tensors)}) -> Tensor")
+
+    def allocated(*args: Tensor) -> Tensor:
+        first, second = args[-2:]
+        out = first.new_empty((*first.shape[:-1], second.shape[-1]))
+        writer(*args, out=out)
+        return out
+
+    torch.library.impl(LIBRARY, name, "CPU")(allocated)
+    torch.library.register_fake(f"roamc::{name}", original, lib=LIBRARY)
+    overload: OpOverload = getattr(torch.ops.roamc, name).default
+    return overload
+
+
+WRITERS: dict[OpOverload, Callable[..., None]] = {aten.mm.default: mm, aten.addmm.default: addmm, aten.bmm.default: bmm}
+"""ATen's operator to the function that writes oneDNN's result for the same arguments to ``out``."""
+
+ONEDNN: dict[OpOverload, OpOverload] = {original: _operator(original, writer) for original, writer in WRITERS.items()}
+"""ATen's operator to that of oneDNN; both take the same arguments, which are tensors of float32 on a CPU."""
+
+KERNELS: dict[OpOverload, Callable[..., None]] = {ONEDNN[original]: writer for original, writer in WRITERS.items()}
+"""Operator of this module to the function that writes its result to ``out``."""

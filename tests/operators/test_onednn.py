@@ -1,0 +1,132 @@
+"""Matrix products by oneDNN: against float64, in any geometry, with the same bits every time, and without oneDNN."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc import compat_onednn
+from roamc.compat_onednn import product_into
+from roamc.operators.kernels import KERNELS
+from roamc.operators.onednn import ONEDNN
+
+aten = torch.ops.aten
+needs_onednn = pytest.mark.skipif(product_into() is None, reason="this torch has no such product by oneDNN")
+SIZES = (1, 2, 3, 5, 16, 17, 63, 64, 100, 257)
+
+
+def placed(values: Tensor, dice: random.Random) -> Tensor:
+    """The same numbers somewhere in a larger block, in rows or in columns, or as every other row or column."""
+    shape = values.shape
+    kind = dice.choice(("rows", "columns", "apart"))
+    start, more = dice.choice((0, 1, 7, 16)), 2 if kind == "apart" else 1
+    block = torch.full((start + more * values.numel(),), torch.nan)[start:]
+    if kind == "columns":
+        found = block.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    else:
+        found = block.view(*shape[:-1], more * shape[-1])[..., ::more]
+    return found.copy_(values)
+
+
+def factors(seed: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    dice = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, depth, columns = (dice.choice(SIZES) for _ in range(3))
+    first = torch.randn(*batch, rows, depth, generator=generator)
+    second = torch.randn(*batch, depth, columns, generator=generator)
+    return placed(first, dice), placed(second, dice)
+
+
+def assert_near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
+    """Each sum errs by at most a few roundings for every doubling of the number of its terms."""
+    limit = 8 * torch.finfo(torch.float32).eps * terms
+    assert ((found.double() - wanted).abs() <= limit).all()
+
+
+@needs_onednn
+@pytest.mark.parametrize("seed", range(60))
+def test_products_of_any_geometry(seed: int) -> None:
+    first, second = factors(seed)
+    made = ONEDNN[aten.mm.default](first, second)
+    assert_near(made, first.double() @ second.double(), first.abs().double() @ second.abs().double())
+    assert made.stride() == torch.mm(first, second).stride()
+
+
+@needs_onednn
+@pytest.mark.parametrize("seed", range(20))
+def test_products_of_batches(seed: int) -> None:
+    first, second = factors(seed, (random.Random(seed).choice((1, 2, 5)),))
+    made = ONEDNN[aten.bmm.default](first, second)
+    assert_near(made, first.double() @ second.double(), first.abs().double() @ second.abs().double())
+    assert made.stride() == torch.bmm(first, second).stride()
+
+
+@needs_onednn
+@pytest.mark.parametrize("addend", ["bias", "matrix", "column", "number"])
+@pytest.mark.parametrize("seed", range(10))
+def test_products_with_an_addend(seed: int, addend: str) -> None:
+    first, second = factors(seed)
+    rows, columns = first.shape[0], second.shape[1]
+    shape = {"bias": (columns,), "matrix": (rows, columns), "column": (rows, 1), "number": ()}[addend]
+    added = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    made = ONEDNN[aten.addmm.default](added, first, second)
+    wanted = added.double() + first.double() @ second.double()
+    assert_near(made, wanted, added.abs().double() + first.abs().double() @ second.abs().double())
+
+
+@needs_onednn
+@pytest.mark.parametrize("original", list(ONEDNN), ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bits_do_not_depend_on_where_results_and_arguments_lie(original: torch._ops.OpOverload, seed: int) -> None:
+    first, second = factors(seed, (3,) if original is aten.bmm.default else ())
+    given = (first, second)
+    if original is aten.addmm.default:
+        given = (torch.randn(second.shape[-1]), *given)
+    operator = ONEDNN[original]
+    wanted = operator(*given)
+    for start in (0, 1, 16):
+        moved = []
+        for tensor in given:
+            block = torch.empty(start + tensor.untyped_storage().nbytes() // 4)[start:]
+            moved.append(block.as_strided(tensor.shape, tensor.stride()).copy_(tensor))
+        block = torch.full((start + wanted.numel(),), torch.nan)
+        out = block[start:].view(wanted.shape)
+        KERNELS[operator].function(*moved, out=out)
+        assert torch.equal(out, wanted)
+
+
+@needs_onednn
+def test_an_addend_may_lie_where_the_result_goes() -> None:
+    first, second, added = torch.randn(40, 30), torch.randn(30, 20), torch.randn(40, 20)
+    operator = ONEDNN[aten.addmm.default]
+    wanted = operator(added, first, second)
+    KERNELS[operator].function(added, first, second, out=added)
+    assert torch.equal(added, wanted)
+
+
+def test_without_onednn_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roamc.operators.onednn.product_into", lambda: None)
+    first, second, added = torch.randn(40, 30), torch.randn(30, 20), torch.randn(20)
+    batches = first.expand(2, 40, 30), second.expand(2, 30, 20)
+    assert torch.equal(ONEDNN[aten.mm.default](first, second), torch.mm(first, second))
+    assert torch.equal(ONEDNN[aten.addmm.default](added, first, second), torch.addmm(added, first, second))
+    assert torch.equal(ONEDNN[aten.bmm.default](*batches), torch.bmm(*batches))
+
+
+def test_a_torch_without_the_function_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat_onednn, "MATMUL", "no_such_function")
+    assert product_into.__wrapped__() is None
+
+
+def test_a_function_that_multiplies_wrongly_is_not_taken() -> None:
+    def forgets_beta(first: Tensor, second: Tensor, out: Tensor, beta: float) -> None:
+        out.copy_(first @ second)
+
+    def right(first: Tensor, second: Tensor, out: Tensor, beta: float) -> None:
+        out.copy_(first @ second + (out if beta else 0))
+
+    assert not compat_onednn._is_right(forgets_beta)
+    assert compat_onednn._is_right(right)
