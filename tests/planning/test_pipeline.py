@@ -203,7 +203,7 @@ def test_a_pass_is_added_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("facts", "in_front_of", "says"),
     [
-        ({"requires": {"kernels"}}, "reorder", "pass nothing requires kernels, which no pass in front of it leaves valid"),
+        ({"requires": {"kernels"}}, "reorder", "pass nothing requires kernels, which no pass in front of it leaves"),
         ({"requires": {"order"}}, "reorder", "pass nothing requires order"),
         ({"invalidates": {"order"}}, "reuse", "pass reuse requires order"),
         ({"invalidates": {"normal form"}}, "retain", "pass retain requires normal form"),
