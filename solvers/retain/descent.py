@@ -73,7 +73,7 @@ def _way(search: Search, work_limit: int) -> Iterator[Stop]:
     begun = search.work
     limit = begun + work_limit
     for step in search.effort.descent_steps:
-        for lowest in descend(search, search.work + (limit - search.work) // search.effort.descent_divisor, step):
+        for lowest in descend(search, limit, step):
             yield Stop(lowest.score.peak, lowest, search.work - begun)
     for best in improvements(search, search.lowest.copy(), 0, limit):
         lowest = best if best.score.peak < search.lowest.score.peak else search.lowest

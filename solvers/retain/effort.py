@@ -38,25 +38,10 @@ class Effort:
     simulations: int = 12_000
     """The default work limit, in simulations of the whole schedule: a quarter of a second for 1,000 operators."""
 
-    drops_divisor: int = 2
-    """One run of greedy drops may take the work that is left, divided by this.
-
-    A larger divisor may end a run before it reaches a low budget. With 1, the first run may leave nothing for the
-    other starts.
-    """
-
     cut_starts: int = 6
     """The number of the bound's cuts, at most, that greedy drops begin with; 0 leaves these starts out.
 
-    Where each run takes half of the work that is left, a seventh could take a 128th. More cuts find better sets of
-    buffers to keep, fewer leave more work for the neighbourhoods.
-    """
-
-    afterwards_divisor: int = 4
-    """Where only the way down to the lowest peak meets the budget, at least the work limit divided by this is added.
-
-    The way may have used all of the work, and its answer adds more seconds than the budget asks for. A smaller divisor
-    gives neighbourhoods longer to save them.
+    More cuts find better sets of buffers to keep, fewer leave more work for the neighbourhoods.
     """
 
     anneal_rounds: int = 6
@@ -134,12 +119,6 @@ class Effort:
 
     Large steps (0.6) drop nothing for targets in between, which the lowest peak may not need dropped. Small steps
     (0.97) go on where a large one gets stuck.
-    """
-
-    descent_divisor: int = 2
-    """One descent may take the work that is left, divided by this, so that every step and the neighbourhoods get some.
-
-    A larger divisor leaves more to the later, smaller steps.
     """
 
     # Greedy drops: greedy.py.

@@ -32,9 +32,8 @@ def solve(
     budget: bytes. Where no reruns within it are found, the answer has the status INFEASIBLE and the lowest peak found.
     work_limit: operators that simulations run plus arcs of the bound's networks; None for `effort.simulations`
         simulations of the whole schedule. The search may pass it by one round of moves. Where nothing else
-        meets the budget, it may spend as much again on the way to the lowest peak, and a share of it on what that
-        finds. Each round of annealing may add about `effort.anneal_times` times the limit or `effort.anneal_work`,
-        whichever is less.
+        meets the budget, it may spend as much again on the way to the lowest peak. Each round of annealing may add
+        about `effort.anneal_times` times the limit or `effort.anneal_work`, whichever is less.
     start: a solution of this problem, for any budget, to begin with; the answer is never worse by `rank_of`.
     effort: limits and thresholds of each search.
 
@@ -227,11 +226,10 @@ class _Run:
         return found
 
     def greedy(self, state: State) -> None:
-        """Lower the state with a share of the work that is left, then keep what can stay."""
+        """Lower the state with the work that is left, then keep what can stay."""
         if self.closed() or self.late():
             return
-        share = self.search.work + (self.limit - self.search.work) // self.ground.effort.drops_divisor
-        state = lower(self.search, state, self.budget, share)
+        state = lower(self.search, state, self.budget, self.limit)
         if state.score.peak <= self.budget:
             state = keep(self.search, state, self.budget)
         self.offer(state)
@@ -251,12 +249,10 @@ class _Run:
 
     def go_low(self) -> None:
         """Walk the way down to the lowest peak as far as to the budget, with as much work as for everything else."""
-        search, work = self.search, self.limit - self.began
-        stop = self.ground.descent(work).to(self.budget)
+        search = self.search
+        stop = self.ground.descent(self.limit - self.began).to(self.budget)
         search.work += stop.work
         low = keep(search, stop.lowest, max(self.budget, stop.lowest.score.peak))
-        if not above(low, self.budget):
-            self.limit = max(self.limit, search.work + work // self.ground.effort.afterwards_divisor)
         search.lowest = min(stop.lowest, search.lowest, key=lambda state: state.score.peak)
         self.offer(low)
 
