@@ -23,6 +23,7 @@ def full() -> str:
             _machine(),
             *_peak(_rows_of("peak")),
             *_speed(_rows_of("speed")),
+            *_fuse(_rows_of("fuse")),
             *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
@@ -43,6 +44,7 @@ def short() -> str:
         [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
         summary.peaks(_rows_of("peak")),
         _speed(_rows_of("speed"))[1:],
+        _fuse(_rows_of("fuse"))[1:],
         summary.frontier(_budget_rows()),
         summary.kept(_rows_of("kept")),
         _saving(order),
@@ -90,6 +92,25 @@ def _speed(rows: list[dict[str, Any]]) -> list[str]:
         "| capture s | planning s |",
         "|---|---|---|---|---|---|---|",
         *(_speed_row(row) for row in rows),
+    ]
+
+
+def _fuse(rows: list[dict[str, Any]]) -> list[str]:
+    """Step times with other numerics."""
+    if not rows:
+        return []
+    return [
+        "",
+        'Whole steps with `numerics="fast"`, float32 on one thread, processor time, median of ratios over interleaved '
+        "steps. torch.compile's step has AdamW outside of its graph:",
+        "",
+        '| model | `numerics="fast"` / eager | / torch.compile | / `numerics="exact"` | exact / torch.compile |',
+        "|---|---|---|---|---|",
+        *(
+            f"| {row['model']} | {row['fast / eager']:.3f} | {row['fast / compile']:.3f} "
+            f"| {row['fast / exact']:.3f} | {row['exact / compile']:.3f} |"
+            for row in rows
+        ),
     ]
 
 

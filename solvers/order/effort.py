@@ -23,15 +23,9 @@ class Effort:
         quick_search_work: work of the first exact search. It runs before the cuts and the either-or, which cost more
             than most searches need; a larger value closes more gaps without them and is lost where a search needs
             longer still.
-        least_search_work: work that a later search may do however small the gap is. A smaller value gives up small
-            gaps that a search would close.
         full_work_gap_share: divisor of the peak. A gap of one part in 100, or more, is worth all work that is left, a
             smaller one proportionally less, so that a peak that is nearly proved does not take as long as one that is
             far off.
-        branches_share: share of the placing of update branches. A smaller divisor moves more branches and leaves the
-            bounds and searches less.
-        min_cut_share: share of the min-cut bound. A smaller divisor raises the bound further and leaves the searches
-            less.
         disjunction_share: share of the either-or bound. A smaller divisor asks more operators and leaves the searches
             less.
         cuts_share: share of list scheduling from cut to cut. A smaller divisor lets more rounds run and leaves the
@@ -75,8 +69,8 @@ class Effort:
             million after three such rounds, as much as the whole solve.
         subgraph_patience: rounds in a row that lower nothing before the subgraphs end. A smaller value ends them before
             nodes get work enough for hard parts.
-        swap_sweeps: sweeps each way of the swaps at the end, which end earlier where a sweep changes nothing. With
-            more, operators move further, at one pass over the order for each.
+        swap_sweeps: sweeps each way of the swaps that make an order of equal peak, which end earlier where a sweep
+            changes nothing. With more, operators move further, at one pass over the order for each.
         relieved_parts: parts of an order that `relieve` orders anew, the widest first. Each costs two list schedules of
             the part; more parts lower the live bytes at more steps.
         drawn_orders: orders of equal peak that come from program orders drawn at random. More orders give layouts more
@@ -89,10 +83,7 @@ class Effort:
 
     work_limit: int = 10_000_000
     quick_search_work: int = 250_000
-    least_search_work: int = 1_000_000
     full_work_gap_share: int = 100
-    branches_share: int = 4
-    min_cut_share: int = 4
     disjunction_share: int = 8
     cuts_share: int = 4
     search_share: int = 2

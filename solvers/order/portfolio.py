@@ -13,7 +13,6 @@ from roamc.solvers.order.disjunction import disjunctive_bound
 from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.exact import Bracket, narrow
-from roamc.solvers.order.improve import improve
 from roamc.solvers.order.list_schedule import (
     allocate_last,
     lescea,
@@ -70,8 +69,6 @@ class Pieces:
     search: search exactly for a lower peak or a proof that there is none.
     subgraphs: search parts of the best order exactly, then ever larger ones, where the search of the whole found no
         proof.
-    improve: swap neighbours; taken only where that lowers the peak (fewer bytes over time alone are not worth it: steps
-        took 1.5 % longer, and layouts were harder).
     """
 
     polish: bool = True
@@ -83,7 +80,6 @@ class Pieces:
     segments: bool = True
     search: bool = True
     subgraphs: bool = True
-    improve: bool = True
 
 
 NO_PIECES = Pieces(**{field.name: False for field in fields(Pieces)})
@@ -192,12 +188,11 @@ class _Run:
         if pieces.polish and not self.closed:
             self.offer(f"{self.algorithm}+polish", polish(self.problem, self.order))
         if pieces.branches and not self.closed:
-            placed, work = place_branches(self.problem, self.order, self._left() // effort.branches_share, effort)
+            placed, work = place_branches(self.problem, self.order, self._left(), effort)
             self.work += work
             self.offer(f"{self.algorithm}+branches", placed)
         if pieces.min_cut and not self.closed:
-            limit = self._left() // effort.min_cut_share
-            self.bound, work = min_cut_bound(self.problem, self.order, self.bound, limit, effort)
+            self.bound, work = min_cut_bound(self.problem, self.order, self.bound, self._left(), effort)
             self.work += work
         if pieces.search and not self.closed:
             self._search(pieces, effort.quick_search_work)
@@ -215,8 +210,6 @@ class _Run:
         if pieces.subgraphs and not self.closed:
             start = Bracket(self.order, self.peak, self.bound)
             self._learn("subgraphs", improve_by_subgraphs(self.problem, start, self._worth(), effort))
-        if pieces.improve and not self.closed:
-            self.offer(f"{self.algorithm}+improve", improve(self.problem, self.order, effort))
 
     def _search(self, pieces: Pieces, limit: int) -> None:
         """Run the exact search, over groups instead of operators and segment by segment where `pieces` says so."""
@@ -245,7 +238,7 @@ class _Run:
     def _worth(self) -> int:
         """Return the work that a search may spend: all that is left for a wide gap, in proportion to a small one."""
         share = self._left() * (self.peak - self.bound) * self._effort.full_work_gap_share // max(self.peak, 1)
-        return min(self._left(), max(share, self._effort.least_search_work))
+        return min(self._left(), share)
 
     def _report(self) -> None:
         if self._progress is not None:

@@ -1,0 +1,118 @@
+"""What each part of faster programs gives: so far matrix products by the library that is faster, numerics="fast".
+
+    python -m benchmarks.fuse [MODEL ...] [--rounds N]
+
+Models of benchmarks/blocks.py, whole training steps with AdamW in float32 on one thread, one after the other in one
+process: eager, torch.compile, and roamc.train_step exact, fast, and with every product that oneDNN can make made by
+it. Seconds are the thread's processor time; a ratio is taken within its round, and the median over rounds is quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from benchmarks._measure import fresh, save
+from benchmarks.blocks import BLOCKED
+
+ROUNDS = 9
+PAIRS = (("fast", "eager"), ("fast", "exact"), ("fast", "compile"), ("exact", "compile"), ("fast", "onednn"))
+
+
+def worker(name: str, rounds: int) -> dict[str, Any]:
+    """Time all programs of one model."""
+    import torch
+
+    from benchmarks.blocks import make
+    from roamc.passes import products
+
+    torch.set_num_threads(1)
+    work = make(name)
+    eager = _loop(copy.deepcopy(work.model), work.batch)
+    compiled = _loop(torch.compile(copy.deepcopy(work.model), dynamic=False), work.batch)
+    steps = {"eager": eager, "compile": compiled}
+    plans = {}
+    for kind, numerics in (("exact", "exact"), ("fast", "fast"), ("onednn", "fast")):
+        step = _planned(copy.deepcopy(work.model), numerics)
+        every = mock.patch.object(products, "faster_by_onednn", frozenset)
+        with every if kind == "onednn" else contextlib.nullcontext():
+            plans[kind] = step.plan(*work.batch)
+            step(*work.batch)
+        steps[kind] = lambda step=step: step(*work.batch)
+    times = _interleaved(steps, rounds)
+    return {
+        "model": name,
+        "rounds": rounds,
+        "seconds": {kind: statistics.median(found) for kind, found in times.items()},
+        "products by onednn": {kind: len(plan.decisions["products"]["onednn"]) for kind, plan in plans.items()},
+        "deciding on products": plans["fast"].seconds["products"],
+        **{f"{one} / {other}": _ratio(times, one, other) for one, other in PAIRS},
+    }
+
+
+def _loop(model: Any, batch: tuple[Any, ...]) -> Callable[[], Any]:
+    """An ordinary training step."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _planned(model: Any, numerics: str) -> Any:
+    import torch
+
+    import roamc
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, strict=True, numerics=numerics)
+
+
+def _interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for number in range(rounds):
+        for kind in steps if number % 2 == 0 else reversed(steps):
+            begun = time.thread_time()
+            steps[kind]()
+            times[kind].append(time.thread_time() - begun)
+    return times
+
+
+def _ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    return round(statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)), 4)
+
+
+def main() -> None:
+    """Time every model; print a line for each; write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(BLOCKED))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ROUNDS"))
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(given.worker[0], int(given.worker[1]))))
+        return
+    rows = []
+    for name in given.models:
+        rows.append(fresh(__file__, name, str(given.rounds), threads=1))
+        print(json.dumps(rows[-1]), flush=True)
+    print(save("fuse", rows, __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()
