@@ -198,6 +198,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 STATUSES = ("optimal", "gap", "limit")
 """The values of :attr:`Plan.status`."""
 
+MOST_THREADS = 2**16
+"""Of :attr:`Plan.threads`: no machine has more."""
+
 LARGEST = 2**63 - 1
 """Of any number of a plan: nothing has more bytes, steps or seconds."""
 
@@ -214,8 +217,8 @@ def _from_dict(data: Any) -> Plan:
         value = getattr(plan, item.name)
         for number in value.values() if isinstance(value, Mapping) else (value,):
             _check_size(number, f"plan: {item.name}")
-    if plan.threads < 1:
-        raise PlanError(f"plan: threads must be at least 1, not {plan.threads}")
+    if not 1 <= plan.threads <= MOST_THREADS:
+        raise PlanError(f"plan: threads must be at least 1 and at most {MOST_THREADS}, not {plan.threads}")
     if plan.status not in STATUSES:
         raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
     return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})

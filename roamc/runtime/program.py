@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import linecache
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -284,6 +285,7 @@ class Pair:
     Attributes:
         executable: the program, its plan and its arenas.
         first_saved: number of the user's outputs, behind which the results of forward are the saved tensors.
+        threads: number of torch's threads that the budget is kept with; 0 for any, or once a warning was given.
         hooked: whether a forward has run under the user's ``saved_tensors_hooks``.
         in_arena: positions, among the saved tensors, of those that are planned.
         extents: for each of these, the range of the arena that counts as its storage.
@@ -300,6 +302,7 @@ class Pair:
         names = _storage_names(graph)
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
         self.hooked = False
+        self.threads = planned.plan.threads if main_device(graph).type == "cpu" and planned.plan.step_seconds else 0
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
@@ -343,6 +346,18 @@ class Pair:
             pool.park(arena, token)
         return tuple(results)
 
+    def _warn_of_threads(self) -> None:
+        """Warn, once, if backward runs with more threads than the budget is kept with."""
+        now = torch.get_num_threads()
+        if 0 < self.threads < now:
+            planned, self.threads = self.threads, 0
+            warnings.warn(
+                f"backward of {self.executable.planned.graph.name} runs with {now} threads, and its plan counts the "
+                f"operators' own memory for {planned}: the memory budget may be exceeded. Call torch.set_num_threads "
+                "before forward, so that it is planned again",
+                stacklevel=2,
+            )
+
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run backward over the arena in which the saved tensors lie, or over another to which they are copied.
 
@@ -357,6 +372,7 @@ class Pair:
             BackwardTwiceError: backward has run already on these saved tensors, without ``retain_graph=True``.
             Exception: as :meth:`Executable.run` raises.
         """
+        self._warn_of_threads()
         pool = self.executable.pool
         saved = [args[index] for index in self.in_arena]
         found = pool.take(saved[0]) if saved else None

@@ -210,6 +210,29 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (in_channels_last(8, 32, 64, 64).to(torch.bfloat16),),
         THREADS * 4 * 32 * 32 * 32,
     ),
+    "bfloat16 in rows: the softmax of one": (
+        lambda x: aten._softmax(x, -1, False),
+        (floats(8, 5000, dtype=torch.bfloat16),),
+        THREADS * 4 * 5000,
+    ),
+    "the largest of rows, with their places": (lambda x: torch.topk(x, 5, 1), (floats(8, 4000),), THREADS * 16 * 4000),
+    "the largest of columns": (lambda x: torch.topk(x, 5, 0), (floats(4000, 8),), THREADS * 16 * 4000),
+    "rows in order": (lambda x: torch.sort(x, stable=True, dim=1), (floats(8, 4000),), THREADS * 8 * 4000),
+    "rows added by index": (
+        lambda x, at, rows: torch.index_add(x, 0, at, rows),
+        (floats(100, 8), indices(50), floats(50, 8)),
+        5 * 8 * 50,
+    ),
+    "columns of bfloat16 added by index": (
+        lambda x, at, columns: torch.index_add(x, 1, at, columns),
+        (floats(100, 8, dtype=torch.bfloat16), indices(3), floats(100, 3, dtype=torch.bfloat16)),
+        4 * 100 * 8,
+    ),
+    "sums of a norm's weight and bias": (
+        lambda g, x, s, w: aten.native_layer_norm_backward(g, x, [5000], s, s, w, w, [True, True, False]),
+        (floats(64, 5000), floats(64, 5000), floats(64, 1), floats(5000)),
+        THREADS * 2 * 4 * 5000,
+    ),
     "reflectors of a small matrix": (lambda x: aten.linalg_qr(x), (floats(64, 64),), 4 * 64 + 4 * 64 * 64),
     "reflectors of a large matrix": (lambda x: aten.linalg_qr(x), (floats(1024, 1024),), 4 * 1024 + 4 * 192 * 1024),
 }

@@ -539,6 +539,7 @@ def test_plan_for_more_threads_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert search.run(copied(graph), Options(), made).plan == made
 
 
-def test_plan_for_no_threads_is_refused() -> None:
-    with pytest.raises(PlanError, match="threads must be at least 1, not 0"):
-        Plan.from_json(changed(threads=0))
+@pytest.mark.parametrize("count", [0, 2**16 + 1, 2**61])
+def test_plan_for_no_or_too_many_threads_is_refused(count: int) -> None:
+    with pytest.raises(PlanError, match=f"threads must be at least 1 and at most 65536, not {count}"):
+        Plan.from_json(changed(threads=count))

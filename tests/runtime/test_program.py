@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import roamc
 from roamc import compat, compat_aot
@@ -184,3 +186,19 @@ def test_a_whole_step_uses_one_arena_again_and_again() -> None:
     for _ in range(3):
         step(noise(4, 8))
     assert pool.free == [arena]
+
+
+def test_backward_with_more_threads_than_planned_warns_once_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(32, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    run = roamc.optimize(model, memory_budget="100%", strict=True)
+    loss = run(x).sum()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with pytest.warns(UserWarning, match="runs with 8 threads, and its plan counts the operators' own memory for 1"):
+        loss.backward()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    loss = run(x).sum()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from roamc.operators.call import Call, tensor_at
+from roamc.operators.schemas import argument_of
 from roamc.units import Bytes
 
 INDEX: Bytes = 8
@@ -18,6 +19,34 @@ MEAN, LARGEST = 1, 2
 
 SPREAD = 16
 """Rows with one index each are sorted from this many columns on; narrower ones are scattered element by element."""
+
+
+def largest_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return what each thread takes in ``topk``: a value and an index of 8 bytes each for every element of a row."""
+    return 2 * INDEX * _along(call)
+
+
+def sorted_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return what each thread takes in ``sort``, at most: an index for every element of a row."""
+    return INDEX * _along(call)
+
+
+def _along(call: Call) -> int:
+    """Elements of the first argument along the dimension ``dim``."""
+    read = tensor_at(call, 0)
+    dim = argument_of(call.target, call.args, call.kwargs, "dim")
+    return read.shape[dim] if read.dim() else 1
+
+
+def index_add(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the workspace of ``index_add``.
+
+    Along the first dimension it is five numbers for every index, which are sorted; along the last, in half precision,
+    the result in float32.
+    """
+    dim = call.args[1] % max(1, made.dim())
+    ordered = 5 * INDEX * tensor_at(call, 2).numel() if dim == 0 else 0
+    return ordered + (4 * made.numel() if made.itemsize == 2 and dim == made.dim() - 1 else 0)
 
 
 def bags(call: Call, made: torch.Tensor) -> Bytes:

@@ -170,6 +170,14 @@ def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
     return half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
+def norm_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+    """Return what each thread takes in ``native_layer_norm_backward``: its sums of the weight's and bias's gradients.
+
+    Nothing if neither is asked for.
+    """
+    return 2 * prod(call.args[2]) * tensor_at(call, 1).itemsize if any(call.args[7][1:]) else 0
+
+
 def image_per_thread(call: Call, made: torch.Tensor) -> Bytes:
     """Return what each thread takes in an upsampling's backward: in half precision an image of ``made`` in float32.
 

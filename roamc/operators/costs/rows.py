@@ -116,7 +116,9 @@ ROWS: dict[str, Cost] = {
     ),
     "logsumexp": Cost("softmax", workspace=others.first_again),
     "native_layer_norm": Cost("norm", read_as={0: plain}),
-    "native_layer_norm_backward": Cost("norm_backward", read_as={0: plain, 1: plain}),
+    "native_layer_norm_backward": Cost(
+        "norm_backward", read_as={0: plain, 1: plain}, thread_workspace=others.norm_backward_per_thread
+    ),
     "_fused_rms_norm": Cost("norm", workspace=others.rms_norm),
     "native_batch_norm_backward": Cost("batch_norm_backward", workspace=others.batch_norm_backward),
     "sum": Cost("reduction", workspace=others.summed),
@@ -142,6 +144,9 @@ ROWS: dict[str, Cost] = {
     "scatter_reduce": Cost("scatter", workspace=lookups.scatter_reduce),
     "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
     "masked_scatter": Cost("scatter", read_as={2: plain}),
+    "index_add": Cost("scatter", workspace=lookups.index_add),
+    "topk": Cost("scan", thread_workspace=lookups.largest_per_thread),
+    "sort": Cost("scan", thread_workspace=lookups.sorted_per_thread),
     "masked_scatter_backward": Cost("scatter", workspace=lookups.masked_scatter_backward),
     # Pooling.
     **dict.fromkeys(
@@ -212,7 +217,7 @@ KIND_ALONE: dict[str, str] = {
     "reduction": "amax amin max min aminmax argmax argmin any all var std var_mean std_mean norm count_nonzero "
     "_foreach_norm equal _weight_norm_interface trace cdist",
     "gather": "take_along_dim masked_select",
-    "scatter": "index_put _index_put_impl _unsafe_index_put index_add index_copy index_fill nll_loss2d_backward "
+    "scatter": "index_put _index_put_impl _unsafe_index_put index_copy index_fill nll_loss2d_backward "
     "_unsafe_masked_index_put_accumulate put one_hot",
     "pool": "max_pool3d_with_indices avg_pool1d avg_pool3d _adaptive_avg_pool3d adaptive_max_pool2d "
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
@@ -221,7 +226,7 @@ KIND_ALONE: dict[str, str] = {
     "pool_backward": "max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward "
     "adaptive_max_pool2d_backward upsample_nearest1d_backward upsample_nearest3d_backward upsample_linear1d_backward "
     "upsample_trilinear3d_backward grid_sampler_2d_backward grid_sampler_3d_backward",
-    "scan": "cummax cummin sort topk argsort unique_consecutive _unique2 nonzero bincount",
+    "scan": "cummax cummin argsort unique_consecutive _unique2 nonzero bincount",
 }
 """Kind to the names, separated by spaces, of the operators of which only the kind is known."""
 
