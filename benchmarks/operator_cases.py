@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roamc.operators.onednn import ONEDNN
+
 aten = torch.ops.aten
 
 Maker = Callable[[torch.dtype], Tensor]
@@ -119,6 +121,9 @@ def _rows(layout: Callable[..., Maker]) -> dict[str, Case]:
         "mm": (aten.mm, (layout(*MATRIX), in_order(1024, 64))),
         "addmm": (aten.addmm, (in_order(64), layout(*MATRIX), in_order(1024, 64))),
         "bmm": (aten.bmm, (x, in_order(8, 512, 64))),
+        "onednn_mm": (ONEDNN[aten.mm.default], (layout(*MATRIX), layout(1024, 64))),
+        "onednn_addmm": (ONEDNN[aten.addmm.default], (in_order(64), layout(*MATRIX), layout(1024, 64))),
+        "onednn_bmm": (ONEDNN[aten.bmm.default], (x, layout(8, 512, 64))),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def _machine() -> dict[str, Any]:
     return {"model": device_model("cpu"), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def _path() -> Any:
+def _path() -> Path:
     return folder() / f"products-{torch.get_num_threads()}.json"
 
 

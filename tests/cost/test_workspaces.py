@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from roamc.cost import workspace_bytes
+from roamc.operators.onednn import ONEDNN
 from tests.cost.test_cost import floats, node_of
 
 aten = torch.ops.aten
@@ -232,6 +233,22 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         lambda g, x, s, w: aten.native_layer_norm_backward(g, x, [5000], s, s, w, w, [True, True, False]),
         (floats(64, 5000), floats(64, 5000), floats(64, 1), floats(5000)),
         THREADS * 2 * 4 * 5000,
+    ),
+    "a product by oneDNN, in order": (ONEDNN[aten.mm.default], (floats(512, 300), floats(300, 100)), 28 << 10),
+    "a product by oneDNN, transposed: blocks of both": (
+        lambda a, b: ONEDNN[aten.mm.default](a.t(), b.t()),
+        (floats(2000, 500), floats(100, 2000)),
+        (28 << 10) + THREADS * 4 * (320 * (1024 + 16) + 64 * 1024),
+    ),
+    "a product by oneDNN, with an addend": (
+        ONEDNN[aten.addmm.default],
+        (floats(100), floats(50, 300), floats(300, 100)),
+        (28 << 10) + THREADS * 4 * 50 * 100,
+    ),
+    "products by oneDNN of batches copy what is transposed": (
+        lambda a, b: ONEDNN[aten.bmm.default](a, b.mT),
+        (floats(8, 64, 32), floats(8, 64, 32)),
+        (28 << 10) + 4 * 8 * 64 * 32 + THREADS * 4 * 64 * 32,
     ),
     "reflectors of a small matrix": (lambda x: aten.linalg_qr(x), (floats(64, 64),), 4 * 64 + 4 * 64 * 64),
     "reflectors of a large matrix": (lambda x: aten.linalg_qr(x), (floats(1024, 1024),), 4 * 1024 + 4 * 192 * 1024),

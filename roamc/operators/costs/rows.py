@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from roamc.operators.costs import attention, convolutions, flops, linear_algebra, lookups, others, products, softmax
 from roamc.operators.costs.arguments import image, in_order, matrix, plain
-from roamc.operators.costs.cost import Cost, Ordered
+from roamc.operators.costs.cost import Cost, FlopFormula, Ordered
 from roamc.operators.costs.kinds import FREE
 
 _PRODUCT = Cost("matmul", flops.product)
@@ -27,6 +27,10 @@ def _multiplied(kind: str, read_as: Mapping[int, Ordered] = MappingProxyType({})
     return Cost(kind, read_as=read_as, workspace=products.workspace, thread_workspace=products.per_thread)
 
 
+def _by_onednn(kind: str, counted: FlopFormula, read_as: Mapping[int, Ordered] = MappingProxyType({})) -> Cost:
+    return Cost(kind, counted, read_as=read_as, workspace=products.onednn, thread_workspace=products.onednn_per_thread)
+
+
 ROWS: dict[str, Cost] = {
     # Products.
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
@@ -38,9 +42,9 @@ ROWS: dict[str, Cost] = {
     "addr": Cost("matmul", flops.outer_and_sum),
     **dict.fromkeys(("outer", "ger"), Cost("matmul", flops.outer)),
     **dict.fromkeys(("bmm", "baddbmm"), _multiplied("batched_matmul")),
-    "roamc::onednn_mm": Cost("onednn_matmul", flops.product),
-    "roamc::onednn_addmm": Cost("onednn_matmul", flops.product_and_sum),
-    "roamc::onednn_bmm": Cost("onednn_batched_matmul", flops.product),
+    "roamc::onednn_mm": _by_onednn("onednn_matmul", flops.product, {0: matrix, 1: matrix}),
+    "roamc::onednn_addmm": _by_onednn("onednn_matmul", flops.product_and_sum, {1: matrix, 2: matrix}),
+    "roamc::onednn_bmm": _by_onednn("onednn_batched_matmul", flops.product),
     "addbmm": Cost("batched_matmul", flops.product_and_sum),
     "matmul": Cost("batched_matmul", flops.product),
     **{f"_scaled_dot_product_{kernel}_attention": _ATTENTION for kernel in ("flash", "efficient", "cudnn")},
