@@ -457,6 +457,14 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key))
 
 
+@functools.cache
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has convolutions for bfloat16 or float16 on this machine's processor, as torch decides it."""
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return torch.backends.mkldnn.is_available() and asked is not None and bool(asked())
+
+
 def keeps_graph() -> bool:
     """Whether the backward call that runs now was asked to keep the graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -250,6 +250,18 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (floats(8, 64, 32), floats(8, 64, 32)),
         (28 << 10) + 4 * 8 * 64 * 32 + THREADS * 4 * 64 * 32,
     ),
+    "float64, transposed: windows of the batch": (
+        lambda x, w: aten.convolution(x, w, None, [2, 2], [3, 3], [1, 1], True, [0, 0], 1),
+        (floats(8, 3, 16, 16).double(), floats(3, 4, 7, 7).double()),
+        8 * 4 * 49 * 16 * 16 * 8,
+    ),
+    "float64, transposed, backward: windows of one image": (
+        lambda g, x, w: aten.convolution_backward(
+            g, x, w, None, [2, 2], [3, 3], [1, 1], True, [0, 0], 1, [True, True, False]
+        ),
+        (floats(8, 4, 31, 31).double(), floats(8, 3, 16, 16).double(), floats(3, 4, 7, 7).double()),
+        4 * 49 * 16 * 16 * 8 + 2 * 3 * 4 * 49 * 8,
+    ),
     "reflectors of a small matrix": (lambda x: aten.linalg_qr(x), (floats(64, 64),), 4 * 64 + 4 * 64 * 64),
     "reflectors of a large matrix": (lambda x: aten.linalg_qr(x), (floats(1024, 1024),), 4 * 1024 + 4 * 192 * 1024),
 }
@@ -308,3 +320,16 @@ def test_each_thread_takes_buffers(case: str, threads: int, threads_of_torch: No
     assert results is not None
     taken = max(live) - live[-1]
     assert 0.97 * said <= taken <= said + 1024
+
+
+def test_halves_that_onednn_does_not_convolve_have_windows_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roamc.operators.costs.convolutions.onednn_takes", lambda dtype: False)
+    image, weight = floats(8, 3, 64, 64, dtype=torch.float16), floats(64, 3, 7, 7, dtype=torch.float16)
+    plain = node_of(lambda x, w: aten.convolution(x, w, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1), image, weight)
+    assert [workspace_bytes(plain, threads) for threads in (1, 4)] == [8 * 3 * 49 * 32 * 32 * 2] * 2
+    turned = node_of(
+        lambda x, w: aten.convolution(x, w, None, [2, 2], [3, 3], [1, 1], True, [0, 0], 1),
+        *(image, floats(3, 64, 7, 7, dtype=torch.float16)),
+    )
+    one = 64 * 49 * 64 * 64 * 2
+    assert [workspace_bytes(turned, threads) for threads in (1, 4)] == [8 * one + 2 * one, 8 * one + 4 * 2 * one]

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from roamc.compat import onednn_takes
 from roamc.operators.call import Call, tensor_at
 from roamc.units import Bytes
 
@@ -24,15 +25,19 @@ FEW = 16
 SMALL: Bytes = 32 << 10
 """Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
-ONEDNN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that oneDNN convolves; others take torch's own kernels."""
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _by_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN convolves tensors of ``dtype`` on this machine; others take torch's own kernels."""
+    return dtype is torch.float32 or (dtype in HALF and onednn_takes(dtype))
 
 
 def forward(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``aten.convolution`` with the result ``made``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
-    if image.dtype not in ONEDNN:
-        return _columns(weight, made) if not call.args[6] else _columns(weight, image)
+    if not _by_onednn(image.dtype):
+        return _columns(weight, image if call.args[6] else made)
     again = weight.nbytes + SMALL
     if _channels_last(image):
         return again + _of_groups(weight, call.args[8])
@@ -42,11 +47,13 @@ def forward(call: Call, made: torch.Tensor) -> Bytes:
 def forward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in ``aten.convolution``; ``made`` is not read.
 
-    Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image.
+    Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image. In
+    torch's own kernel, transposed and in 16 bits: the matrix of windows of one image in float32.
     """
     image, weight, strides = tensor_at(call, 0), tensor_at(call, 1), prod(call.args[3])
-    if image.dtype not in ONEDNN:
-        return 0
+    if not _by_onednn(image.dtype):
+        sums = image.dtype in HALF and call.args[6] and not _channels_last(image)
+        return 2 * _columns(weight, image) // max(1, image.shape[0]) if sums else 0
     of_image = image.nbytes // max(1, image.shape[0])
     if _channels_last(image) or call.args[6]:
         return SMALL + (of_image if _channels_last(image) and call.args[6] else 0)
@@ -72,8 +79,9 @@ def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> 
 def backward(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``aten.convolution_backward``; ``made`` is not read."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    if image.dtype not in ONEDNN:
-        return _columns(weight, gradient)
+    if not _by_onednn(image.dtype):
+        transposed_one = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
+        return transposed_one if call.args[7] else _columns(weight, gradient)
     again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
         again += 7 * weight.nbytes
@@ -92,11 +100,13 @@ def backward(call: Call, made: torch.Tensor) -> Bytes:
 def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in ``aten.convolution_backward``; ``made`` is not read.
 
-    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice.
+    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice. In
+    torch's own kernel, in 16 bits: one image's matrix of windows, and again in float32.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    if image.dtype not in ONEDNN:
-        return 0
+    if not _by_onednn(image.dtype):
+        sums = image.dtype in HALF and not call.args[7] and not _channels_last(image)
+        return 3 * _columns(weight, gradient) // max(1, image.shape[0]) if sums else 0
     of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
     if _channels_last(image):
         return SMALL + of_image + _padded_image(call)
