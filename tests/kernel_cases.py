@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
@@ -466,3 +467,22 @@ def dense(dtype: torch.dtype) -> Iterator[Tensor]:
     yield tensor(dtype, 4, 6)[1:, ::2]
     yield tensor(dtype, 3, 1).expand(3, 4)
     yield tensor(dtype, 40, 70)
+
+
+@cases((torch.float32,), ONEDNN[aten.mm.default])
+def product_by_onednn(dtype: torch.dtype) -> list[Call]:
+    return [call(x, tensor(dtype, 9, x.shape[1]).t()) for x in dense(dtype)]
+
+
+@cases((torch.float32,), ONEDNN[aten.addmm.default])
+def product_and_sum_by_onednn(dtype: torch.dtype) -> list[Call]:
+    return [
+        call(added, x, tensor(dtype, x.shape[1], 9))
+        for x in dense(dtype)
+        for added in (tensor(dtype, 9), tensor(dtype, x.shape[0], 9), tensor(dtype, x.shape[0], 1), tensor(dtype))
+    ]
+
+
+@cases((torch.float32,), ONEDNN[aten.bmm.default])
+def products_by_onednn(dtype: torch.dtype) -> list[Call]:
+    return [call(x.expand(3, *x.shape), tensor(dtype, 3, x.shape[1], 9)) for x in dense(dtype)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from torch.nn import functional as F
 from roamc.errors import RoamcError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
+from roamc.passes import layout
 from roamc.planning import layout_judge, search
 from roamc.planning.plan import Plan
-from roamc.solvers.layout import trim
+from roamc.solvers.layout.effort import TrimEffort
 from tests.conftest import allow_arenas_of_any_size
 from tests.graphs import clones, graph_and_inputs, run_real
 from tests.models import NanoGPT, make, next_token, tokens
@@ -106,8 +108,8 @@ def small_graphs_have_arenas_with_holes() -> Iterator[None]:
     """Else only those of megabytes have any."""
     with pytest.MonkeyPatch.context() as patch:
         allow_arenas_of_any_size(patch)
-        patch.setattr(trim, "LEAST", 1)
-        patch.setattr(trim, "PIECES", (4096,))
+        trim = TrimEffort(least_bytes=1, pieces=(4096,))
+        patch.setattr(layout, "EFFORT", dataclasses.replace(layout.EFFORT, trim=trim))
         with small_holes_are_judged():
             yield
 
