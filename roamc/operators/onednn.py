@@ -18,7 +18,7 @@ from roamc.operators.random import LIBRARY
 aten = torch.ops.aten
 
 
-def mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+def onednn_mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
     """Write ``self @ mat2`` to ``out``."""
     product = product_into()
     if product is None:
@@ -27,7 +27,7 @@ def mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
         product(self, mat2, out, 0.0)
 
 
-def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+def onednn_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
     """Write ``self + mat1 @ mat2`` to ``out``; ``self``, which may lie there, is broadcast."""
     product = product_into()
     if product is None:
@@ -38,7 +38,7 @@ def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
     product(mat1, mat2, out, 1.0)
 
 
-def bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
+def onednn_bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
     """Write ``self @ mat2`` to ``out``, one product for each entry of the batch."""
     product = product_into()
     if product is None:
@@ -49,7 +49,7 @@ def bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
 
 def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
     """Define the operator with the arguments of ``original`` that ``writer`` takes, and its fake kernel."""
-    name = f"onednn_{writer.__name__}"
+    name = writer.__name__
     tensors = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
     LIBRARY.define(f"{name}({', '.join(f'Tensor {argument}' for argument in tensors)}) -> Tensor")
 
@@ -65,7 +65,11 @@ def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
     return overload
 
 
-WRITERS: dict[OpOverload, Callable[..., None]] = {aten.mm.default: mm, aten.addmm.default: addmm, aten.bmm.default: bmm}
+WRITERS: dict[OpOverload, Callable[..., None]] = {
+    aten.mm.default: onednn_mm,
+    aten.addmm.default: onednn_addmm,
+    aten.bmm.default: onednn_bmm,
+}
 """ATen's operator to the function that writes oneDNN's result for the same arguments to ``out``."""
 
 ONEDNN: dict[OpOverload, OpOverload] = {original: _operator(original, writer) for original, writer in WRITERS.items()}
