@@ -250,6 +250,14 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (floats(8, 64, 32), floats(8, 64, 32)),
         (28 << 10) + 4 * 8 * 64 * 32 + THREADS * 4 * 64 * 32,
     ),
+    "windows wider than 14, the gradient of the weight": (
+        lambda g, x, w: aten.convolution_backward(g, x, w, None, [1], [15], [1], False, [0], 1, [False, True, False]),
+        (floats(4, 128, 800), floats(4, 128, 800), floats(128, 128, 31)),
+        2 * 4 * 4 * 128 * 800  # image and gradient, copied in blocks
+        + 4 * 128 * 128 * 31
+        + FEW
+        + THREADS * (2 * 4 * 128 * 800 + 4 * 128 * 31 * 800 + 4 * 4 * 128 * 128 * 31),
+    ),
     "float64, transposed: windows of the batch": (
         lambda x, w: aten.convolution(x, w, None, [2, 2], [3, 3], [1, 1], True, [0, 0], 1),
         (floats(8, 3, 16, 16).double(), floats(3, 4, 7, 7).double()),

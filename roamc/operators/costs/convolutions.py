@@ -22,6 +22,9 @@ BLOCK = 16
 FEW = 16
 """Convolutions of fewer input channels have kernels of their own, which copy the weight more often in backward."""
 
+WIDEST = 14
+"""Columns of the widest window whose gradient oneDNN computes directly; for wider ones it makes a matrix of windows."""
+
 SMALL: Bytes = 32 << 10
 """Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
@@ -100,18 +103,23 @@ def backward(call: Call, made: torch.Tensor) -> Bytes:
 def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in ``aten.convolution_backward``; ``made`` is not read.
 
-    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice. In
-    torch's own kernel, in 16 bits: one image's matrix of windows, and again in float32.
+    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice; windows
+    wider than :data:`WIDEST`: one image's matrix of windows and several gradients of the weight in float32. In torch's
+    own kernel, in 16 bits: one image's matrix of windows, and again in float32.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
         sums = image.dtype in HALF and not call.args[7] and not _channels_last(image)
         return 3 * _columns(weight, gradient) // max(1, image.shape[0]) if sums else 0
     of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
+    if weight.shape[-1] > WIDEST:
+        windows, wide = _columns(weight, gradient) // max(1, image.shape[0]), image.dtype is torch.float32
+        of_image += windows + 4 * weight.nbytes if wide else windows * 3 // 2 + 2 * 4 * weight.numel()
     if _channels_last(image):
         return SMALL + of_image + _padded_image(call)
     grouped = 2 * weight.nbytes if _large_windows_of_few(weight, call.args[-2]) else 0
-    return SMALL + grouped + (0 if image.dtype is torch.float32 else of_image)
+    direct = image.dtype is torch.float32 and weight.shape[-1] <= WIDEST
+    return SMALL + grouped + (0 if direct else of_image)
 
 
 def _large_windows_of_few(weight: torch.Tensor, groups: int) -> bool:
