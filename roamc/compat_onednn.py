@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roamc.compat import FakeTensor, without_modes
+
 MATMUL = "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
 """``void at::native::mkldnn_matmul(const Tensor& mat1, const Tensor& mat2, const Tensor& result, float beta, float
 alpha)``, as GCC and Clang name it; in torch 2.11 to 2.13. ``result = alpha * mat1 @ mat2 + beta * result``."""
@@ -40,10 +42,30 @@ def product_into() -> Product | None:
     function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_float,) * 2
     function.restype = None
 
-    def product(first: Tensor, second: Tensor, out: Tensor, beta: float = 0.0) -> None:
+    def product(first: Tensor, second: Tensor, out: Tensor, beta: float) -> None:
+        _check(first, second, out)
         function(_reference(first), _reference(second), _reference(out), beta, 1.0)
 
     return product if _is_right(product) else None
+
+
+def _check(*tensors: Tensor) -> None:
+    """Refuse what the C++ function would refuse: its exception could not leave it and would end the process.
+
+    Raises:
+        TypeError: a tensor is no dense float32 tensor in a CPU's memory.
+        ValueError: the sizes are not those of a product, or one of them is 0.
+    """
+    for tensor in tensors:
+        dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.dtype is torch.float32
+        if not dense or isinstance(tensor, FakeTensor):
+            raise TypeError(
+                f"oneDNN's product takes float32 tensors on a CPU, not {type(tensor).__name__} {tensor.dtype}"
+            )
+    first, second, out = (tuple(tensor.shape) for tensor in tensors)
+    fits = len(first) == len(second) in (2, 3) and first[:-2] == second[:-2] and first[-1] == second[-2]
+    if not fits or 0 in first + second or out != (*first[:-1], second[-1]):
+        raise ValueError(f"{first} by {second} into {out} is no product of matrices")
 
 
 def _reference(tensor: Tensor) -> ctypes.Array[ctypes.c_void_p]:
@@ -53,12 +75,16 @@ def _reference(tensor: Tensor) -> ctypes.Array[ctypes.c_void_p]:
 
 def _is_right(product: Product) -> bool:
     """Whether ``product`` agrees with torch on small whole numbers, whose products are exact in any order."""
-    first, second = (torch.arange(size, dtype=torch.float32) % 7 - 3 for size in (5 * 24, 24 * 9))
-    a, b, start = first.view(5, 24), second.view(9, 24).t(), torch.ones(5, 9)
-    fresh, added = torch.full((5, 9), torch.nan), start.clone()
-    product(a, b, fresh, 0.0)
-    product(a, b, added, 1.0)
-    batched = torch.full((2, 5, 9), torch.nan)
-    product(a.expand(2, 5, 24), b.expand(2, 24, 9), batched, 0.0)
-    wanted = a @ b
-    return all(map(torch.equal, (fresh, added, batched), (wanted, wanted + start, wanted.expand(2, 5, 9))))
+    with without_modes(), torch.no_grad():  # planning happens under fake tensors
+        first, second, start, fresh = (_numbers(size) for size in (5 * 24, 24 * 9, 5 * 9, 5 * 9))
+        a, b, start, fresh = first.view(5, 24), second.view(9, 24).t(), start.view(5, 9), fresh.view(5, 9)
+        added, batched = start.clone(), torch.stack([start, start])
+        product(a, b, fresh, 0.0)
+        product(a, b, added, 1.0)
+        product(a.expand(2, 5, 24), b.expand(2, 24, 9), batched, 0.0)
+        wanted = a @ b
+        return all(map(torch.equal, (fresh, added, batched), (wanted, wanted + start, wanted.expand(2, 5, 9))))
+
+
+def _numbers(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float32, device="cpu") % 7 - 3

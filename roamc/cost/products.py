@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roamc import files
+from roamc.compat import without_modes
 from roamc.compat_onednn import product_into
 from roamc.cost.measure import clock
 from roamc.cost.profile import device_model, folder
@@ -74,7 +75,8 @@ def faster_by_onednn(forms: Iterable[Form]) -> frozenset[Form]:
     begun = time()
     for form in dict.fromkeys(forms):
         if form not in known and time() - begun < PATIENCE:
-            fresh[form] = _measured(form)
+            with without_modes():  # planning happens under fake tensors
+                fresh[form] = _measured(form)
     if fresh:
         known |= fresh
         _store(known)
@@ -108,8 +110,8 @@ def _measured(form: Form) -> Times:
 
 def _matrix(batch: tuple[int, ...], rows: int, columns: int, *, in_columns: bool) -> Tensor:
     if in_columns:
-        return torch.full((*batch, columns, rows), 0.5).transpose(-1, -2)
-    return torch.full((*batch, rows, columns), 0.5)
+        return _matrix(batch, columns, rows, in_columns=False).transpose(-1, -2)
+    return torch.full((*batch, rows, columns), 0.5, dtype=torch.float32, device="cpu")
 
 
 def _machine() -> dict[str, Any]:

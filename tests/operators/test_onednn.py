@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from roamc import compat_onednn
+from roamc.compat import FakeTensorMode
 from roamc.compat_onednn import product_into
 from roamc.operators.kernels import KERNELS
 from roamc.operators.onednn import ONEDNN
@@ -130,3 +136,68 @@ def test_a_function_that_multiplies_wrongly_is_not_taken() -> None:
 
     assert not compat_onednn._is_right(forgets_beta)
     assert compat_onednn._is_right(right)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (((2, 3), (4, 5), (2, 5)), "is no product"),
+        (((2, 3), (3, 5), (5, 2)), "is no product"),
+        (((2, 3), (3,), (2,)), "is no product"),
+        (((2, 0), (0, 5), (2, 5)), "is no product"),
+        (((4, 2, 3), (3, 5), (4, 2, 5)), "is no product"),
+        (((4, 2, 3), (5, 3, 5), (4, 2, 5)), "is no product"),
+        (((1, 1, 2, 3), (1, 1, 3, 5), (1, 1, 2, 5)), "is no product"),
+    ],
+)
+def test_what_would_end_the_process_is_refused(shapes: tuple[tuple[int, ...], ...], says: str) -> None:
+    product = product_into()
+    assert product is not None
+    with pytest.raises(ValueError, match=says):
+        product(*(torch.ones(shape) for shape in shapes), 0.0)
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float64": torch.Tensor.double,
+    "bfloat16": torch.Tensor.bfloat16,
+    "meta": lambda tensor: tensor.to("meta"),
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "sparse": torch.Tensor.to_sparse,
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_tensors_are_refused(number: int, kind: str) -> None:
+    product = product_into()
+    assert product is not None
+    tensors = [torch.ones(3, 3) for _ in range(3)]
+    tensors[number] = OTHERS[kind](tensors[number])
+    with pytest.raises(TypeError, match="takes float32 tensors on a CPU"):
+        product(*tensors, 0.0)
+
+
+def test_the_trial_runs_under_any_mode() -> None:
+    with FakeTensorMode(), torch.device("meta"):
+        assert (product_into.__wrapped__() is None) == (product_into() is None)
+
+
+PLANS_FIRST = """
+import torch, roamc
+
+model = torch.nn.Linear(256, 256)
+run = torch.compile(model, backend="roamc", options={"numerics": "fast", "strict": True})
+run(torch.randn(256, 256)).sum().backward()
+(plan,) = roamc.plans()
+print("planned", "products" in plan.decisions)
+"""
+
+
+def test_a_process_may_begin_with_a_plan(tmp_path: Path) -> None:
+    """The product is looked up while torch.compile traces with fake tensors, and forms are measured then."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PLANS_FIRST], env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "planned True\n", done.stderr[-2000:]
+    assert list(tmp_path.rglob("products-*.json")) or product_into() is None
