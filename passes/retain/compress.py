@@ -226,7 +226,11 @@ class _Writer(Versions):
         self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode))
 
     def write(self) -> None:
-        """Decode in front of each first reader, and let all later readers read the decoded value or a stand-in."""
+        """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.
+
+        A storage is decoded in front of the first reader behind forward; that reader and all later ones get the decoded
+        value, and readers that need only the shape a stand-in.
+        """
         for node in list(self.makers.values()):
             for value, decode in self.decodings.get(node, ()):
                 self._decode(value, decode, node)

@@ -162,9 +162,16 @@ def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node
 
 
 def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
-    """Whether ``value`` is made of the part of ``whole`` that ``scatter`` fills with it, and may be written over that.
+    """Whether ``value`` may be written straight into the part of ``whole`` that ``scatter`` copies it into.
 
-    It must be what eager writes in place (``WROTE_OVER``), ``scatter`` its only reader, and its bits the same there.
+    That is so if all of this holds: eager computes ``value`` in place (it is marked ``WROTE_OVER``) from that same part
+    of ``whole``; ``scatter`` is its only reader; and its bits do not depend on where it lies.
+
+    Args:
+        scatter: a node that copies ``whole`` with one part replaced, such as ``slice_scatter``.
+        whole: the first argument of ``scatter``.
+        value: its second argument.
+        mode: the fake mode of their tensors.
     """
     part = value.args[0] if value.args else None
     if value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:

@@ -48,7 +48,16 @@ class Compiler(Protocol):
     """Compiles a graph once its sizes are known."""
 
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """Compile a graph for its fake inputs; return the compiled function, and a function that forgets its plans."""
+        """Compile a graph whose sizes are all numbers.
+
+        Args:
+            gm: the graph.
+            inputs: a fake tensor, or a number, for each of its placeholders.
+
+        Returns:
+            (run, drop): ``run`` takes real inputs and returns the graph's results; ``drop()`` forgets the plans behind
+            it.
+        """
 
     def say_dropped(self) -> None:
         """Note that the plan of a combination of sizes was dropped to keep the limit."""
