@@ -25,6 +25,8 @@ from roamc.options import Options
 
 NAME = "products"
 
+MISSING = "the plan has products by oneDNN, which this torch does not offer: torch's own products run in their place"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -47,7 +49,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Exchange the operators; the FX graph is changed in place.
+    """Exchange the operators; the FX graph is changed in place. A note says so if this torch has no such product.
 
     Raises:
         PlanError: the decision names what is no operator of the graph, or no product that oneDNN can take.
@@ -57,6 +59,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if name not in nodes or not _fits(nodes[name]):
             raise PlanError(f"{name!r} is no product of float32 matrices on a CPU in this graph")
         nodes[name].target = ONEDNN[nodes[name].target]  # type: ignore[index]
+    if decision.onednn and product_into() is None:
+        return graph.replace(notes=(*graph.notes, MISSING))
     return graph
 
 

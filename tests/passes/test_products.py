@@ -84,6 +84,14 @@ def test_a_plan_with_products_of_onednn_is_refused_under_exact() -> None:
         search.run(copied(graph), Options(), plan)
 
 
+def test_a_plan_for_a_torch_with_onednn_runs_without_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = model_graph("nanogpt", "step")[0]
+    plan = search.run(copied(graph), FAST).plan
+    monkeypatch.setattr(products, "product_into", lambda: None)
+    assert search.run(copied(graph), FAST, plan).plan.notes == (*plan.notes, products.MISSING)
+    assert search.run(copied(graph), FAST).plan.decisions["products"]["onednn"] == ()
+
+
 def test_unknown_numerics_name_the_nearest() -> None:
     with pytest.raises(OptionError, match="numerics must be one of exact, fast, not 'fats'; did you mean 'fast'"):
         parse_options({"numerics": "fats"})
