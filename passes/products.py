@@ -40,8 +40,11 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose the products whose form oneDNN multiplies faster; none with ``numerics="exact"``."""
-    if options.numerics != "fast" or product_into() is None:
+    """Choose the products whose form oneDNN multiplies faster.
+
+    None with ``numerics="exact"``, or where the user has switched oneDNN off (``torch.backends.mkldnn.flags``).
+    """
+    if options.numerics != "fast" or not torch.backends.mkldnn.enabled or product_into() is None:
         return Decision()
     forms = {node.name: _form(node) for node in operators(graph.graph) if _fits(node)}
     faster = faster_by_onednn(forms.values())

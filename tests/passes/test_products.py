@@ -63,6 +63,12 @@ def test_exact_leaves_all_products_to_torch() -> None:
     assert chosen(torch.mm, F32, F32) == ("mm",)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch warns of it whatever is set
+def test_the_user_may_switch_onednn_off() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert chosen(torch.mm, F32, F32) == ()
+
+
 def test_slower_forms_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "faster_by_onednn", lambda forms: frozenset(f for f in forms if f.rows > 4))
     assert chosen(lambda a, b: (a @ a) + (b @ b)[:4, :4], F32, torch.ones(8, 8)) == ("mm_1",)
