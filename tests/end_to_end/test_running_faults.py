@@ -170,7 +170,9 @@ def test_a_train_step_that_cannot_be_finished_says_what_was_updated(faults: Faul
 
 def test_a_collective_that_fails_ends_the_step_and_says_so(faults: Faults) -> None:
     """Other ranks may or may not have had their part of it: it does not run again."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ours = not dist.is_initialized()  # cases of collectives' kernels leave a group to this process
+    if ours:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(8, 8))
         step = roamc.train_step(model, square, sgd(model))
@@ -185,7 +187,8 @@ def test_a_collective_that_fails_ends_the_step_and_says_so(faults: Faults) -> No
         assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert torch.isfinite(step(noise(4, 8)))  # later steps run operator by operator
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
 def test_an_error_that_was_raised_before_is_followed_to_where_it_is_raised_now(faults: Faults) -> None:
