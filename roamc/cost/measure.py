@@ -211,7 +211,7 @@ def _triad(size: Bytes) -> Probe:
 def _weights(scale: Scale, dtype: torch.dtype) -> Work:
     """Prepare a convolution with large weights and one small image, whose time goes mostly into reordering the weights.
 
-    The elements of the weights are counted.
+    Returns (run, elements of the weights).
     """
     x, weight = scale.floats(dtype, 1, 512, 4, 4), scale.floats(dtype, 512, 512, 3, 3)
     return lambda: F.conv2d(x, weight, padding=1), weight.numel()
@@ -229,7 +229,7 @@ def _weight_rate(timed: _Timed, flop_rate: float) -> float:
 
 
 def _overhead(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare 500 calls of operators on tiny tensors, a hundred of each of five; count the calls."""
+    """Prepare 500 calls of operators on tiny tensors, a hundred of each of five; return (run, 500)."""
     x, weight = scale.floats(dtype, 8, 8), scale.floats(dtype, 8)
     out = torch.empty_like(x)
 

@@ -83,7 +83,7 @@ def _of(table: dict[str, Probe], kind: str) -> Callable[[Probe], Probe]:
 
 @_of(PRODUCTS, "matmul")
 def matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the product of a linear layer, (rows, width) by (width, width); count its FLOPs."""
+    """Prepare the product of a linear layer, (rows, width) by (width, width); return (run, its FLOPs)."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width, scale.width)
     out = torch.empty_like(x)
     return lambda: torch.mm(x, weight.t(), out=out), 2 * x.numel() * scale.width
@@ -91,7 +91,7 @@ def matmul(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(PRODUCTS, "batched_matmul")
 def batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the two batched products of attention, with 64 elements a head; count the FLOPs of both."""
+    """Prepare the two batched products of attention, with 64 elements a head; return (run, FLOPs of both)."""
     heads, length = scale.width // 64, min(scale.rows, 256)
     q, k, weights = (scale.floats(dtype, heads, length, size) for size in (64, 64, length))
     scores, out = torch.empty_like(weights), torch.empty_like(q)
@@ -105,7 +105,11 @@ def batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(PRODUCTS, "onednn_matmul")
 def onednn_matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the product of :func:`matmul` by oneDNN, in float32 on a CPU."""
+    """Prepare the product of :func:`matmul` by oneDNN, in float32 on a CPU; return (run, FLOPs).
+
+    Raises:
+        RuntimeError: there is no such product for this device and dtype.
+    """
     product = _product_by_onednn(scale, dtype)
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width, scale.width)
     out = torch.empty_like(x)
@@ -114,7 +118,11 @@ def onednn_matmul(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(PRODUCTS, "onednn_batched_matmul")
 def onednn_batched_matmul(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the products of :func:`batched_matmul` by oneDNN, in float32 on a CPU."""
+    """Prepare the products of :func:`batched_matmul` by oneDNN, in float32 on a CPU; return (run, FLOPs).
+
+    Raises:
+        RuntimeError: there is no such product for this device and dtype.
+    """
     product = _product_by_onednn(scale, dtype)
     heads, length = scale.width // 64, min(scale.rows, 256)
     q, k, weights = (scale.floats(dtype, heads, length, size) for size in (64, 64, length))
@@ -147,14 +155,14 @@ def _heads(scale: Scale, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 @_of(PRODUCTS, "attention")
 def attention(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare fused scaled dot-product attention without a mask; count the FLOPs of its two products."""
+    """Prepare fused scaled dot-product attention without a mask; return (run, FLOPs of its two products)."""
     q, k, v = _heads(scale, dtype)
     return lambda: F.scaled_dot_product_attention(q, k, v), 2 * 2 * q.numel() * q.shape[2]
 
 
 @_of(PRODUCTS, "attention_backward")
 def attention_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of fused attention without a mask; count the FLOPs of its five products.
+    """Prepare the backward of fused attention without a mask; return (run, FLOPs of its five products).
 
     The forward runs once, while the probe is set up.
     """
@@ -166,14 +174,14 @@ def attention_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 
 def _convolution(scale: Scale, dtype: torch.dtype, window: int, groups: int = 1) -> Work:
-    """Prepare a convolution from 128 to 128 channels with a square window; count its FLOPs."""
+    """Prepare a convolution from 128 to 128 channels with a square window; return (run, its FLOPs)."""
     x = scale.pixels(dtype)
     weight = scale.floats(dtype, 128, 128 // groups, window, window)
     return lambda: F.conv2d(x, weight, padding=window // 2, groups=groups), 2 * x.numel() * weight[0].numel()
 
 
 def _convolution_backward(scale: Scale, dtype: torch.dtype, window: int, groups: int = 1) -> Work:
-    """Prepare the gradients of a convolution's input and weight, not of a bias; count the FLOPs of both."""
+    """Prepare the gradients of a convolution's input and weight, not of a bias; return (run, FLOPs of both)."""
     x, weight = scale.pixels(dtype), scale.floats(dtype, 128, 128 // groups, window, window)
     grad, padding = torch.randn_like(x), [window // 2] * 2
     rest = ([1, 1], padding, [1, 1], False, [0, 0], groups, [True, True, False])
@@ -212,7 +220,7 @@ ELEMENTS["tanh"] = _pointwise(torch.tanh)
 
 @_of(ELEMENTS, "exponential_backward")
 def exponential_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of gelu on activations; count their elements."""
+    """Prepare the backward of gelu on activations; return (run, their elements)."""
     x = scale.matrix(dtype)
     out = torch.empty_like(x)
     return lambda: aten.gelu_backward.grad_input(x, x, grad_input=out), x.numel()
@@ -220,7 +228,10 @@ def exponential_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "strided")
 def strided(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare a copy of a transposed tensor into contiguous memory, as where attention brings heads together."""
+    """Prepare a copy of a transposed tensor into contiguous memory, as where attention brings heads together.
+
+    Returns (run, elements copied).
+    """
     x = scale.floats(dtype, scale.rows // 16, 16, scale.width // 64, 64)
     out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
     return lambda: out.copy_(x.transpose(1, 2)), x.numel()
@@ -228,7 +239,7 @@ def strided(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "concatenation")
 def concatenation(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the concatenation of four matrices along their columns; count the elements of the result."""
+    """Prepare the concatenation of four matrices along their columns; return (run, elements of the result)."""
     parts = [scale.floats(dtype, scale.rows, scale.width // 4) for _ in range(4)]
     out = torch.cat(parts, 1)
     return lambda: torch.cat(parts, 1, out=out), out.numel()
@@ -236,7 +247,7 @@ def concatenation(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "mixed")
 def mixed(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the product of activations and a boolean mask; count the elements of the result."""
+    """Prepare the product of activations and a boolean mask; return (run, elements of the result)."""
     x = scale.matrix(dtype)
     mask, out = x > 0, torch.empty_like(x)
     return lambda: torch.mul(x, mask, out=out), x.numel()
@@ -244,7 +255,7 @@ def mixed(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random")
 def random(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare dropout on activations; count their elements.
+    """Prepare dropout on activations; return (run, their elements).
 
     On devices for which roamc has a kernel that draws the mask alone, only the drawing of a mask is measured.
     """
@@ -257,7 +268,7 @@ def random(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random_backward")
 def random_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of dropout on a gradient; count the elements of all its calls.
+    """Prepare the backward of dropout on a gradient; return (run, elements of all its calls).
 
     On devices for which roamc has a kernel of it, the kernel is called twice: once into another tensor, once over the
     gradient. Elsewhere torch's operator is called once.
@@ -291,21 +302,21 @@ ELEMENTS["safe_softmax"] = _softmax(aten._safe_softmax)
 
 @_of(ELEMENTS, "softmax_backward")
 def softmax_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of softmax over rows of 256 attention scores; count the elements."""
+    """Prepare the backward of softmax over rows of 256 attention scores; return (run, elements)."""
     x = scale.scores(dtype)
     return lambda: aten._softmax_backward_data(x, x, -1, dtype), x.numel()
 
 
 @_of(ELEMENTS, "norm")
 def norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare layer normalisation of each row of activations; count their elements."""
+    """Prepare layer normalisation of each row of activations; return (run, their elements)."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     return lambda: aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5), x.numel()
 
 
 @_of(ELEMENTS, "norm_backward")
 def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of layer normalisation: gradients of input, weight and bias; count the input's elements."""
+    """Prepare the three gradients of layer normalisation: input, weight, bias; return (run, elements of the input)."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     _, mean, scaled = aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5)
     rest = (x, [scale.width], mean, scaled, weight, weight, [True, True, True])
@@ -314,7 +325,7 @@ def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "batch_norm")
 def batch_norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare batch normalisation of images in training mode; count their elements."""
+    """Prepare batch normalisation of images in training mode; return (run, their elements)."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     running = torch.ones(128, device=scale.device).to(dtype)
     return lambda: aten.native_batch_norm(x, weight, weight, running, running.clone(), True, 0.1, 1e-5), x.numel()
@@ -322,7 +333,7 @@ def batch_norm(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "batch_norm_backward")
 def batch_norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of batch normalisation: gradients of input, weight and bias; count the input's elements."""
+    """Prepare the three gradients of batch normalisation: input, weight, bias; return (run, elements of the input)."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     _, mean, scaled = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
     rest = (x, weight, None, None, mean, scaled, True, 1e-5, [True, True, True])
@@ -331,35 +342,35 @@ def batch_norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "reduction")
 def reduction(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the sum of activations over their rows, which is the gradient of a bias; count the elements summed."""
+    """Prepare the sum of activations over their rows, as for the gradient of a bias; return (run, elements summed)."""
     x = scale.matrix(dtype)
     return lambda: torch.sum(x, 0), x.numel()
 
 
 @_of(ELEMENTS, "gather")
 def gather(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the look-up of random rows in an embedding of 4096; count the elements of the result."""
+    """Prepare the look-up of random rows in an embedding of 4096; return (run, elements of the result)."""
     table, index = scale.floats(dtype, 4096, scale.width), scale.indices(4096, scale.rows)
     return lambda: aten.embedding(table, index), scale.rows * scale.width
 
 
 @_of(ELEMENTS, "scatter")
 def scatter(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the gradient of an embedding with as many rows as are looked up; count the elements added into it."""
+    """Prepare the gradient of an embedding with as many rows as are looked up; return (run, elements added into it)."""
     grad, index = scale.matrix(dtype), scale.indices(scale.rows, scale.rows)
     return lambda: aten.embedding_dense_backward(grad, index, scale.rows, -1, False), grad.numel()
 
 
 @_of(ELEMENTS, "pool")
 def pool(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare max pooling of images with a window of 3 by 3 and stride 2; count the elements of the input."""
+    """Prepare max pooling of images with a window of 3 by 3 and stride 2; return (run, elements of the input)."""
     x = scale.pixels(dtype)
     return lambda: aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1]), x.numel()
 
 
 @_of(ELEMENTS, "pool_backward")
 def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of the max pooling that :func:`pool` measures; count the elements of the pooling's input."""
+    """Prepare the backward of the max pooling of :func:`pool`; return (run, elements of the pooling's input)."""
     x = scale.pixels(dtype)
     made, where = aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
     rest = (x, [3, 3], [2, 2], [1, 1], [1, 1], False, where)
@@ -368,6 +379,6 @@ def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "scan")
 def scan(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare running sums along the rows of activations; count their elements."""
+    """Prepare running sums along the rows of activations; return (run, their elements)."""
     x = scale.matrix(dtype)
     return lambda: torch.cumsum(x, 1), x.numel()

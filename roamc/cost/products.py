@@ -67,7 +67,8 @@ def _rounded(size: int) -> int:
 def faster_by_onednn(forms: Iterable[Form]) -> frozenset[Form]:
     """Return the ``forms`` that oneDNN multiplies faster here, with torch's present number of threads.
 
-    Forms that no file has are measured, in the order given, for :data:`PATIENCE` at most, and written to the file.
+    Times come from this machine's file in :func:`roamc.cost.profile.folder`. Forms that it lacks are measured, in the
+    order given, for :data:`PATIENCE` at most, and written to it. A form that stays unmeasured is not returned.
     """
     known = _stored()
     fresh = {}
@@ -124,7 +125,10 @@ def _path() -> Path:
 
 
 def _stored() -> dict[Form, Times]:
-    """The times in the file, if it is of this machine and torch; a file that is none counts as empty."""
+    """Return form to times from the file for torch's present number of threads.
+
+    Empty if there is no such file, it is of another machine or torch, or it cannot be read.
+    """
     try:
         data = json.loads(_path().read_text(encoding="utf-8"))
         if data["machine"] != _machine():
@@ -141,7 +145,7 @@ def _stored() -> dict[Form, Times]:
 
 
 def _store(known: dict[Form, Times]) -> None:
-    """Write the file; where that is not possible, the next process measures again."""
+    """Write ``known``, form to times, to the file; where that is not possible, only a warning is logged."""
     try:
         _path().parent.mkdir(parents=True, exist_ok=True)
         rows = [[*form, *times] for form, times in sorted(known.items())]

@@ -125,7 +125,11 @@ def _astray(node: fx.Node) -> bool:
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
-    """The fake result of ``node``; a view that its input's strides do not allow gets a copy, noted in ``copies``."""
+    """Return the fake result of ``node``, derived anew from those of its inputs.
+
+    If it is a view that its input's strides do not allow, ``node`` reads a copy of the input from now on, and
+    ``copies`` gets an entry: name of the copy to name of ``node``.
+    """
     try:
         fresh = derived(node, mode)
     except (RuntimeError, ValueError):
@@ -137,16 +141,17 @@ def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
 
 
 def _lay_out_arguments(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> None:
-    """Let ``node`` read copies of the arguments that do not lie as its kernel takes them, noted in ``copies``.
+    """Let ``node`` read copies of the arguments that do not lie as its kernel takes them.
 
-    torch's formulas make them contiguous, and left that out by strides that it had guessed.
+    ``copies`` gets an entry for each: name of the copy to name of ``node``. torch's formulas for gradients make such
+    arguments contiguous, but not where their guessed strides were contiguous already.
     """
     for argument, form in ops.misread(node):
         copies[_read_copy(node, argument, form, mode)] = node.name
 
 
 def _read_copy(node: fx.Node, read: fx.Node, form: torch.memory_format, mode: FakeTensorMode) -> str:
-    """Let ``node`` read a copy of its input ``read`` in a memory format, and name the copy."""
+    """Let ``node`` read a copy of its input ``read`` in the memory format ``form``; return the name of the copy."""
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(aten.clone.default, (read,), {"memory_format": form})
     copy.meta = {**node.meta, "val": derived(copy, mode)}
@@ -160,7 +165,7 @@ def _derivable(node: fx.Node) -> bool:
 
 
 def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
-    """Shape and strides of every tensor of a result."""
+    """Return (shape, strides) for each item of a result, in order; None for an item that is no tensor."""
     return [
         (item.shape, item.stride()) if isinstance(item, torch.Tensor) else None
         for item in (value if isinstance(value, list | tuple) else (value,))
@@ -168,21 +173,29 @@ def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
 
 
 def _norm_of_images(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """A norm's result is contiguous or channels last on a CPU, as its input suggests.
+    """Return a norm's results with the strides of a CPU's kernel; None where ``node.meta["val"]`` is right.
 
-    torch notes the strides of the input; for group norms it notes a contiguous result from 2.14 on.
+    Result 0 is contiguous or channels last, as the input suggests. torch notes the strides of the input; for group
+    norms it notes a contiguous result from 2.14 on.
     """
     return _laid_out(node.meta["val"], value_of(node.args[0]), mode)  # type: ignore[arg-type]
 
 
 def _batch_norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The input's gradient is contiguous or channels last on a CPU; torch notes the strides of the gradient read."""
+    """Return the gradients of a batch norm as its kernel makes them; None where ``node.meta["val"]`` is right.
+
+    On a CPU the input's gradient is contiguous or channels last, as the input suggests; torch notes the strides of
+    the gradient read. Results that ``output_mask`` turns off are None.
+    """
     masked = _masked(node, mode)
     return _laid_out(masked or node.meta["val"], value_of(node.args[1]), mode) or masked  # type: ignore[arg-type]
 
 
 def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
-    """The results ``told`` with the first in the memory format of ``read``; None where it has that already."""
+    """Return the results ``told`` with the first in the memory format that ``read`` suggests.
+
+    None where it has that format already, is None itself, or ``read`` is not on a CPU.
+    """
     first, *rest = told
     if first is None or read.device.type != "cpu":
         return None
@@ -192,7 +205,7 @@ def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
 
 
 def _in_turn(*fixes: Fix) -> Fix:
-    """One fix that applies ``fixes`` in turn, each to what the one before it has left."""
+    """Return one fix that applies ``fixes`` in turn, each to what the one before it has left."""
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         noted, fixed = node.meta["val"], None
@@ -207,9 +220,11 @@ def _in_turn(*fixes: Fix) -> Fix:
 
 
 def _statistics(*parameters: int) -> Fix:
-    """Mean and deviation, results 1 and 2 of a norm: the CPU computes and keeps them in float32 where the input is
-    narrower than one of the ``parameters`` (positions of weight, bias, running statistics); torch notes the input's
-    dtype."""
+    """Return a fix of the dtype of mean and deviation, results 1 and 2 of a norm.
+
+    A CPU computes and keeps them in float32 where the input is narrower than one of the arguments at positions
+    ``parameters`` (weight, bias, running statistics); torch notes the input's dtype.
+    """
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         told = list(node.meta["val"])
@@ -225,7 +240,11 @@ def _statistics(*parameters: int) -> Fix:
 
 
 def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The new running statistics keep the dtype of the old ones; torch notes them as float32."""
+    """Return a functional batch norm's results as its kernel makes them; None where ``node.meta["val"]`` is right.
+
+    Result 0 is as for :func:`_norm_of_images`. The new running statistics, results 3 and 4, have the dtype of the old
+    ones; torch notes them as float32.
+    """
     laid_out = _norm_of_images(node, mode)
     told = list(laid_out or node.meta["val"])
     before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
@@ -237,13 +256,19 @@ def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The kernel clones the whole storage of its first argument; the decomposition notes the part that is seen."""
+    """Return the fake copy with the bytes that its kernel makes; None where ``node.meta["val"]`` has as many.
+
+    The kernel clones the whole storage of its first argument; the decomposition notes the part that is seen.
+    """
     fresh = derived(node, mode)
     return None if _nbytes(fresh) == _nbytes(node.meta["val"]) else fresh
 
 
 def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The result of a scatter into an expanded base is dense; torch 2.11 notes it as expanded too."""
+    """Return the dense result of a scatter into an expanded base; None where ``node.meta["val"]`` is not expanded.
+
+    torch 2.11 notes the result as expanded, like the base.
+    """
     told = node.meta["val"]
     if not is_expanded(told):
         return None
@@ -257,7 +282,10 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """Results that ``output_mask`` turns off are None."""
+    """Return the results with None for each that ``output_mask`` turns off.
+
+    None instead of the results where the mask turns nothing off, or has another length than they.
+    """
     mask = node.args[-1]
     told = node.meta["val"]
     if not isinstance(mask, list | tuple) or all(mask) or len(mask) != len(told):
@@ -266,8 +294,11 @@ def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The input's gradient has the input's dtype and lies like it; torch notes a promoted dtype and another order of
-    channels. See also :func:`_masked`."""
+    """Return the gradients of a norm as its kernel makes them; None where ``node.meta["val"]`` is right.
+
+    On a CPU the input's gradient has the input's dtype and memory format; torch notes a promoted dtype and another
+    order of channels. Results that ``output_mask`` turns off are None.
+    """
     fixed = _masked(node, mode)
     told = list(node.meta["val"] if fixed is None else fixed)
     image: torch.Tensor = given(node)[0][1]
@@ -281,7 +312,10 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """All results are contiguous on a CPU; torch notes that they lie like the argument."""
+    """Return the results as contiguous tensors, as a CPU makes them; None where ``node.meta["val"]`` is right.
+
+    torch notes that they lie like the argument.
+    """
     noted = node.meta["val"]
     results = noted if isinstance(noted, tuple) else (noted,)
     if all(result is None or result.is_contiguous() or result.device.type != "cpu" for result in results):
@@ -292,7 +326,10 @@ def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _in_order_of(position: int) -> Fix:
-    """The result lies in the memory format of that argument on a CPU; torch notes that it lies in rows."""
+    """Return a fix for a result that on a CPU has the memory format of the argument at ``position``.
+
+    torch notes that the result lies in rows.
+    """
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         image, noted = given(node)[0][position], node.meta["val"]
@@ -305,7 +342,10 @@ def _in_order_of(position: int) -> Fix:
 
 
 def _like(position: int) -> Fix:
-    """The result lies like that argument on a CPU, where it has its shape; torch notes what all arguments make it."""
+    """Return a fix for a result that on a CPU has the strides of the argument at ``position``, if both have one shape.
+
+    torch notes strides that follow from all arguments.
+    """
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         read, noted = given(node)[0][position], node.meta["val"]
@@ -319,7 +359,10 @@ def _like(position: int) -> Fix:
 
 
 def _dtype_of(position: int) -> Fix:
-    """The CPU gives the dtype of that argument; torch notes the widest of all arguments."""
+    """Return a fix for a result that on a CPU has the dtype of the argument at ``position``.
+
+    torch notes the widest dtype of all arguments.
+    """
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
         read, noted = given(node)[0][position], node.meta["val"]
@@ -332,7 +375,10 @@ def _dtype_of(position: int) -> Fix:
 
 
 def _prelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """One loop writes both results; it reads input and weight, then the gradient, and torch notes the input's order."""
+    """Return both results with the strides of the real kernel; None where ``node.meta["val"]`` is right.
+
+    One loop writes both. It reads input and weight, then the gradient; torch notes the input's order.
+    """
     (gradient, *others), noted = given(node)[0], node.meta["val"]
     with mode:
         fixed = [pointwise.ordered_by((*others, gradient), result) for result in noted]
@@ -342,7 +388,11 @@ def _prelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _rrelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """Noise times gradient where slopes were drawn, else the gradient of a leaky ReLU; torch's formula reads both."""
+    """Return the result with the strides and dtype of the real kernel; None where ``node.meta["val"]`` is right.
+
+    The kernel multiplies noise and gradient where slopes were drawn, else it is the backward of a leaky ReLU; torch's
+    formula reads both noise and input.
+    """
     (gradient, read, noise, *_), noted, settings = given(node)[0], node.meta["val"], settings_of(node)
     drawn = settings["training"] and settings["upper"] - settings["lower"] > NARROWEST_SLOPES
     operands = (noise if drawn else read, gradient)
@@ -354,10 +404,11 @@ def _rrelu_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 
 def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """Lengths of results 1 to 3 of ``_embedding_bag`` on a CPU: bag of each index, size and winners of each bag.
+    """Return the results of ``_embedding_bag`` as long as on a CPU; None where ``node.meta["val"]`` is right.
 
-    Sums of bfloat16, like those of float32, leave result 1 empty. Where no gradient is needed, sums leave results 2 and
-    3 as long as the offsets.
+    Results 1 to 3 are the bag of each index, the size of each bag, and the winners of each bag. Sums of bfloat16, like
+    those of float32, leave result 1 empty. Where no gradient is needed, sums leave results 2 and 3 as long as the
+    offsets.
     """
     weight, indices, offsets, *_ = given(node)[0]
     if weight.device.type != "cpu":

@@ -27,7 +27,10 @@ ROW_BYTES = 16
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Any:
-    """torch's fake kernel takes bfloat16 alone, as CUDA's first kernel did, and gives rows without padding."""
+    """Return the fake result of ``_grouped_mm`` on a CPU, with rows padded to :data:`ROW_BYTES`; else NotImplemented.
+
+    torch's fake kernel takes bfloat16 alone, as CUDA's first kernel did, and gives rows without padding.
+    """
     if a.device.type != "cpu":
         return NotImplemented
     dtype = out_dtype or a.dtype
@@ -43,9 +46,10 @@ def _grouped_mm(
 
 
 def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
-    """The fake kernel of a batch norm: on a CPU the result is contiguous or channels last, as the input suggests.
+    """Return a fake kernel of the batch norm ``overload``; it returns NotImplemented for an input not on a CPU.
 
-    torch's fake kernels give the result the strides of the input, and the statistics, results 1 and 2, as a GPU does.
+    Its result 0 is contiguous or channels last, as the input suggests. torch's fake kernels give the result the
+    strides of the input, and the statistics, results 1 and 2, as a GPU does.
     """
     names = [argument.name for argument in overload._schema.arguments]
 
@@ -78,7 +82,10 @@ def statistics_dtype(x: Tensor, parameters: Iterable[Tensor | None]) -> torch.dt
 
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, *others: Any) -> Any:
-    """The input's gradient is contiguous or channels last; torch's fake kernel gives it the strides of ``grad``."""
+    """Return the fake gradients of a batch norm's input, weight and bias; NotImplemented if ``x`` is not on a CPU.
+
+    The input's gradient is contiguous or channels last; torch's fake kernel gives it the strides of ``grad``.
+    """
     if x.device.type != "cpu":
         return NotImplemented
     told = aten.native_batch_norm_backward.default(*(_on_meta(value) for value in (grad, x, *others)))

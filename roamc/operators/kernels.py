@@ -168,7 +168,7 @@ def mean_all(self: Tensor, *, dtype: torch.dtype | None = None, out: Tensor) -> 
 def binary_cross_entropy(
     self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *, out: Tensor
 ) -> None:
-    """Write the loss of each element, or the mean or sum of all, to ``out``.
+    """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
 
     ATen's own operator keeps every element's loss in the storage of the result, and with ``out=`` in the memory behind
     it.
@@ -178,7 +178,7 @@ def binary_cross_entropy(
 
 @_writes(aten.huber_loss.default)
 def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0, *, out: Tensor) -> None:
-    """Write the loss of each element, or the mean or sum of all, to ``out``.
+    """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
 
     ATen's own operator with ``out=`` writes every element's loss into the memory behind the result.
     """
@@ -187,7 +187,7 @@ def huber_loss(self: Tensor, target: Tensor, reduction: int = 1, delta: float = 
 
 @_writes(aten.mse_loss.default, lean=True)
 def mse_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
-    """Write the loss of each element, or the mean or sum of all, to ``out``.
+    """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
 
     ATen's own operator first gives the result the size of its arguments, so that the result's storage, which with
     ``out=`` is the arena, grows by as much.
@@ -197,13 +197,16 @@ def mse_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -
 
 @_writes(aten.smooth_l1_loss.default, lean=True)
 def smooth_l1_loss(self: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0, *, out: Tensor) -> None:
-    """Write the loss of each element, or the mean or sum of all, to ``out``; see :func:`mse_loss`."""
+    """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
+
+    ATen's own operator differs as for :func:`mse_loss`.
+    """
     _by_element(aten.smooth_l1_loss, (self, target), reduction, beta, out=out)
 
 
 @_writes(aten.soft_margin_loss.default, lean=True)
 def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = 1, *, out: Tensor) -> None:
-    """Write the loss of each element, or the mean or sum of all, to ``out``.
+    """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
 
     ATen's own operator keeps every element's loss in the result's storage.
     """
@@ -442,13 +445,20 @@ def embedding_dense_backward(
 
 @_writes(aten.im2col.default, lean=True)
 def im2col(self: Tensor, *window: Sequence[int], out: Tensor) -> None:
-    """Write the windows of ``self`` as columns to ``out``; ATen's own operator first copies its argument."""
+    """Write the windows of ``self`` as columns to ``out``; ATen's own operator first copies its argument.
+
+    ``window`` is kernel size, dilation, padding and stride, in this order, each as (height, width).
+    """
     aten.im2col.out(self, *window, out=out)
 
 
 @_writes(aten.col2im.default, lean=True)
 def col2im(self: Tensor, size: Sequence[int], *window: Sequence[int], out: Tensor) -> None:
-    """Add columns up to an image in ``out``; the result of ATen's own keeps a storage as large as its argument."""
+    """Add columns up to an image in ``out``; the result of ATen's own keeps a storage as large as its argument.
+
+    ``size`` is that of the image. ``window`` is kernel size, dilation, padding and stride, in this order. All are
+    (height, width).
+    """
     aten.col2im.out(self, size, *window, out=out)
 
 

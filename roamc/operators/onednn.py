@@ -28,7 +28,7 @@ def onednn_mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
 
 
 def onednn_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
-    """Write ``self + mat1 @ mat2`` to ``out``; ``self``, which may lie there, is broadcast."""
+    """Write ``self + mat1 @ mat2`` to ``out``; ``self`` is broadcast, and may be ``out``."""
     product = product_into()
     if product is None:
         torch.addmm(self, mat1, mat2, out=out)
@@ -48,7 +48,11 @@ def onednn_bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
 
 
 def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
-    """Define the operator with the arguments of ``original`` that ``writer`` takes, and its fake kernel."""
+    """Define and return the operator of ``torch.ops.roamc`` that has the name of ``writer``.
+
+    It takes the positional arguments of ``original``, all tensors, and returns a new tensor into which ``writer`` has
+    written. Its fake kernel is that of ``original``.
+    """
     name = writer.__name__
     tensors = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
     LIBRARY.define(f"{name}({', '.join(f'Tensor {argument}' for argument in tensors)}) -> Tensor")

@@ -148,13 +148,16 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
 
 
 def _strides(target: OpOverload) -> Strides:
-    """Tagged operators go by their operands, but those that write in place."""
+    """Return OPERANDS for an operator that torch tags as pointwise and that writes no argument, else AS_NOTED."""
     written = any(argument.alias_info is not None for argument in target._schema.arguments)
     return Strides.OPERANDS if torch.Tag.pointwise in target.tags and not written else Strides.AS_NOTED
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:
-    """The row on costs of ``target``; if the row has no kind, torch's tags say it."""
+    """Return the row of ``COSTS`` for ``target``, or an empty one.
+
+    Its kind is that of views if ``is_view``; a row without a kind gets the one that torch's tags say.
+    """
     cost = COSTS.get(stem(target), Cost())
     if is_view:
         return replace(cost, kind=VIEW)
