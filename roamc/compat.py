@@ -137,7 +137,7 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage; 0 where there is none, or it holds nothing."""
+    """Return a number that tensors of one storage share; 0 for sparse or fake tensors and empty storages."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return 0
     return identity(tensor) if tensor.untyped_storage().nbytes() else 0
@@ -492,9 +492,11 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 def compile_in_place(
     model: torch.nn.Module, backend: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Call ``model.compile`` with dynamic shapes off; ``around`` then gets what calls the model, and returns another.
+    """Compile ``model`` in place with dynamic shapes off.
 
-    Dynamo leaves out recurrent layers, and models of torch's own classes, by default; here it traces them, too.
+    ``backend`` is a dynamo backend. ``around`` gets the compiled call of the model, and returns the function that calls
+    of the model run in its place; it may be called twice, and the last function counts. Dynamo leaves out recurrent
+    layers, and models of torch's own classes, by default; here it traces them, too.
     """
     from torch._dynamo import config, external_utils, trace_rules
 

@@ -62,7 +62,7 @@ def _writes_first(func: OpOverload) -> bool:
 
 @contextlib.contextmanager
 def writes_marked(key: str) -> Iterator[None]:
-    """Within this context, have AOTAutograd set ``meta[key]`` of nodes that stand for a write, such as ``relu_``.
+    """Within this context, have AOTAutograd set ``meta[key] = True`` of nodes that stand for a write, as ``relu_``.
 
     These are calls that write to their first argument. Functionalization leaves an operator that makes a new value, and
     nothing to tell it by. All nodes that one such call adds are marked, the scatters into the base of a view among

@@ -360,7 +360,14 @@ class _Unit:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Split a joint graph as torch does at full save, plan both halves as one graph, and split the planned graph.
 
-        The planned halves may save other tensors. Where planning fails, the halves are torch's.
+        Args:
+            graph: AOTAutograd's graph of forward and backward.
+            inputs: its inputs.
+            how: what AOTAutograd passes besides; ``num_fwd_outputs`` must be there.
+
+        Returns:
+            (forward, backward) of the planned graph, which may save other tensors than torch's halves; torch's halves
+            if planning fails and the options allow a fallback.
         """
         halves = compat_aot.default_partition(graph, inputs, **how)
         static = how.get("static_lifetime_input_indices") or ()

@@ -19,7 +19,15 @@ from roamc.runtime.program import Whole
 
 
 class BoundStep:
-    """One captured step bound to the live model and optimizer."""
+    """One captured step bound to the live model and optimizer.
+
+    Args:
+        request: what was captured; has the model and the optimizer.
+        captured: the captured step.
+        rule: how the optimizer updates a parameter.
+        whole: the program that runs the step.
+        plan: the plan of the program.
+    """
 
     def __init__(self, request: StepRequest, captured: CapturedStep, rule: Rule, whole: Whole, plan: Plan) -> None:
         self.rule = rule
@@ -35,7 +43,10 @@ class BoundStep:
         self.buffers = _slots(request.model, "_buffers")
 
     def serves(self, captured: CapturedStep, mark: str) -> bool:
-        """Whether a step captured anew, with fingerprint ``mark``, has this program."""
+        """Whether this program also runs ``captured``, a step captured anew whose graph has the fingerprint ``mark``.
+
+        It does not if torch now uses more threads than the plan was made for.
+        """
         return (
             self.plan.fingerprint == mark
             and self.plan.threads >= torch.get_num_threads()
@@ -46,15 +57,20 @@ class BoundStep:
         )
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers as they are now, by name."""
+        """Return the model's parameters and buffers as they are now, by name."""
         return {name: slot[key] for name, (slot, key) in (*self.parameters.items(), *self.buffers.items())}
 
     def updated(self) -> dict[str, torch.Tensor]:
-        """Parameters that the step updates, by name."""
+        """Return the parameters that the step updates, as they are now, by name."""
         return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
 
     def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
-        """Run one step on the batch's leaves and return the loss; ``cohorts`` is from :meth:`cohorts_now`."""
+        """Run one step and return the loss; parameters, buffers and optimizer state change in place.
+
+        Args:
+            leaves: the tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` returns them.
+            cohorts: what :meth:`cohorts_now` returns, not None.
+        """
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
         with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
@@ -64,7 +80,10 @@ class BoundStep:
         return result
 
     def cohorts_now(self) -> dict[int, Cohort] | None:
-        """Each cohort as it is now, by number; None if its members no longer share one state, as after a checkpoint."""
+        """Return the cohorts as they are now: number, as at capture, to :class:`roamc.capture.step.Cohort`.
+
+        None if the parameters of one number no longer have equal cohorts, as may be after loading a checkpoint.
+        """
         found: dict[int, Cohort] = {}
         for name, number in self.cohort.items():
             slot, key = self.parameters[name]
@@ -76,7 +95,10 @@ class BoundStep:
 
     @contextlib.contextmanager
     def _with_state(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Make the optimizer's state where there is none; there is none again if the step fails."""
+        """Within this context the parameters in ``live``, by name, have optimizer state; made where there is none.
+
+        If the body raises, the state that was made is taken away again.
+        """
         with contextlib.ExitStack() as on_error:
             for name, group in self.group.items():
                 take_away = init_state(self.optimizer, self.rule, live[name], self.optimizer.param_groups[group])
@@ -87,7 +109,10 @@ class BoundStep:
 
     @contextlib.contextmanager
     def _counted(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Count the step in the optimizer's state; not if it fails."""
+        """Add 1 to the optimizer's step count of each updated parameter in ``live``, by name, before the body runs.
+
+        If the body raises, 1 is taken off again. Nothing is done for an optimizer that counts no steps.
+        """
         counts = [self.optimizer.state[live[name]]["step"] for name in self.cohort] if self.rule.has_step else []
         if not counts:
             yield
@@ -119,7 +144,7 @@ class BoundStep:
 
 
 def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
-    """The constant tensors of a graph, each with whether tracing the step has made it anew."""
+    """Return (tensor, whether tracing has made it anew) for each constant tensor of ``graph``, in the graph's order."""
     fresh = torch.ops.aten.lift_fresh_copy.default
     return [
         (attribute(graph.module, str(node.target)), all(user.target is fresh for user in node.users))
@@ -142,13 +167,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbered(cohorts: dict[str, Cohort]) -> dict[str, int]:
-    """Maps each parameter's name to the number of its cohort; cohorts are numbered as they first come."""
+    """Return parameter name to the number of its cohort, see :class:`roamc.capture.step.Cohort`.
+
+    Numbers count from 0 as cohorts first come; equal cohorts share one.
+    """
     numbers: dict[Cohort, int] = {}
     return {name: numbers.setdefault(cohort, len(numbers)) for name, cohort in cohorts.items()}
 
 
 def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]:
-    """Maps each name to the place of its parameter or buffer: the module's own dictionary, and the key there.
+    """Return name to (dictionary, key) of each parameter or buffer: the owning module's dictionary and the key there.
 
     ``kind`` is ``"_parameters"`` or ``"_buffers"``.
     """

@@ -167,7 +167,7 @@ def fixed(gm: fx.GraphModule, known: dict[int, Any]) -> tuple[fx.GraphModule, di
 
 
 def _owned(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` with a graph of its own: dynamo clears the one that it hands out."""
+    """Return a copy of ``gm`` with a graph of its own: dynamo clears the one that it hands out."""
     return fixed(gm, {})[0]
 
 
@@ -179,7 +179,10 @@ def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node
 
 
 def _is_arithmetic(node: fx.Node, made: dict[fx.Node, Any]) -> bool:
-    """Whether ``node`` computes a number from numbers that are known."""
+    """Whether ``node`` computes a number from numbers alone.
+
+    ``made`` maps each input of ``node`` to its number if that is known, else to its copy, a node.
+    """
     inputs = node.all_input_nodes
     if not inputs or any(isinstance(made[i], fx.Node) for i in inputs):
         return False
@@ -231,5 +234,5 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory."""
+    """Return a number that is the same for tensors that share a storage."""
     return identity(tensor) if tensor.layout is torch.strided else id(tensor)

@@ -48,7 +48,18 @@ def checked(
 
 
 def _check(model: nn.Module | None, record: Record, options: Options, given: Any, result: Any) -> None:
-    """Warn of a call in which nothing ran that was compiled, unless it made no tensor or the user asked for eager."""
+    """Warn that a call of ``model`` ran wholly in eager, unless it made no tensor or the user asked for eager.
+
+    Args:
+        model: the module; None, after which nothing is done, if it is gone.
+        record: that of the module; its warning is given once.
+        options: what the user set.
+        given: (args, kwargs) of the call.
+        result: what the call has returned.
+
+    Raises:
+        CaptureError: in place of the warning, with option ``strict``.
+    """
     if model is None or compat_dynamo.eager_is_asked_for() or torch.jit.is_tracing() or not _made(model, given, result):
         return
     planned = record.calls.count > 0
@@ -65,6 +76,6 @@ def _check(model: nn.Module | None, record: Record, options: Options, given: Any
 
 
 def _made(model: nn.Module, given: Any, result: Any) -> bool:
-    """Whether a call has returned a tensor that is neither an argument nor the module's."""
+    """Whether ``result`` has a tensor that is neither in ``given``, the arguments, nor one of the module's."""
     held = {id(leaf) for leaf in (*take_apart(given)[0], *model.parameters(), *model.buffers())}
     return any(isinstance(leaf, torch.Tensor) and id(leaf) not in held for leaf in take_apart(result)[0])

@@ -223,7 +223,12 @@ class TrainStep:
         self._node_hooks = NodeHooks()
 
     def _check_surroundings(self) -> None:
-        """Refuse what is around this call and would have no effect on the step, or that no step can be inside of."""
+        """Refuse contexts around this call that would have no effect on the step, or that no step can run in.
+
+        Raises:
+            CaptureError: names the context, such as ``torch.inference_mode()``, anomaly detection, or another
+                train_step's loss function; or the optimizer's ``step`` was replaced.
+        """
         if _captures.thread == threading.get_ident():
             raise CaptureError(
                 "a train_step is called inside loss_fn, or in a hook that runs there: a step cannot be part of "
@@ -294,7 +299,15 @@ class TrainStep:
         return function, clip, frozenset(item for item in attributes if item[0] not in self._written)
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[BoundStep, dict[int, Cohort]]:
-        """The program for this batch, planned now if need be, and the optimizer's cohorts by number."""
+        """Return (program, cohorts) for a batch; the program is captured and planned now if none serves it.
+
+        Args:
+            leaves: tensors and other values of the batch.
+            nest: how the batch was taken apart into them.
+
+        Returns:
+            The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
+        """
         asked = self._key(leaves, nest)
         key = next((known for known in reversed(self._steps) if known.asked == asked and known.reads.hold()), None)
         bound = self._steps[key] if key is not None else None
@@ -314,7 +327,11 @@ class TrainStep:
         return bound, cohorts
 
     def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[BoundStep, python_state.Reads]:
-        """Capture and plan a step now; return its program, and what tracing has read of modules."""
+        """Capture and plan a step for a batch now; return (program, what tracing has read of modules).
+
+        ``leaves`` and ``nest`` are what :func:`roamc.capture.batch.take_apart` returns for the batch. A program that
+        serves the captured step already is used again, without planning.
+        """
         self._warn_of_gradients()
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
@@ -363,13 +380,16 @@ class TrainStep:
         )
 
     def _on_failure(self, name: str) -> OnFailure | None:
-        """What a program that fails in the middle of a step calls; None if the failure is to be raised."""
+        """Return what a program that fails in the middle of a step calls with the error; None with option ``strict``.
+
+        ``name`` is that of the graph. The function returned warns once for each reason.
+        """
         if self.options.strict:
             return None
         return functools.partial(_failed, weakref.ref(self.model), name, self.options)
 
     def _known(self, captured: CapturedStep) -> BoundStep | None:
-        """The program, if there is one, that serves a step captured anew."""
+        """Return the first program in use that also runs ``captured``, a step captured anew; None if there is none."""
         if not self._steps:
             return None
         mark = fingerprint(captured.graph)
@@ -377,7 +397,11 @@ class TrainStep:
 
 
 def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, Seconds]:
-    """Capture a step; return it, what tracing has read of modules, and the seconds that this took."""
+    """Capture a step; return (step, what tracing has read of modules, seconds of wall time that this took).
+
+    Raises:
+        Exception: what capture raises, with a note that nothing was changed.
+    """
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
@@ -394,7 +418,13 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
 
 @contextlib.contextmanager
 def _refused(name: str) -> Iterator[None]:
-    """Turn a fault of roamc's own in planning ``name`` into one line that says what to do; nothing has run then."""
+    """Within this context, turn a fault of roamc's own in planning graph ``name`` into one line that says what to do.
+
+    Raises:
+        VerifyError: a VerifyError was raised within.
+        RoamcError: any other error was raised within; other errors of roamc, of lacking memory and of signal handlers
+            come out as they are.
+    """
     try:
         yield
     except (RoamcError, MemoryError, torch.OutOfMemoryError) as error:
@@ -408,7 +438,7 @@ def _refused(name: str) -> Iterator[None]:
 
 
 def _failed(model: weakref.ref[nn.Module], name: str, options: Options, error: Exception) -> None:
-    """Warn that a program has failed in the middle of a step."""
+    """Warn that the program of graph ``name`` has failed with ``error`` in the middle of a step."""
     notices.warn_of_failure(model(), name, options, error)
 
 
@@ -420,7 +450,10 @@ def _advice(name: str, error: Exception) -> str:
 
 
 def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """The names of the modules' parameters and buffers, each with a number that tied ones share."""
+    """Return (name, number) of every parameter and buffer that one of ``modules`` holds itself, in their order.
+
+    Tied ones have the same number; the number is None for a name that holds None.
+    """
     numbers: dict[int, int] = {}
     return tuple(
         (name, None if tensor is None else numbers.setdefault(id(tensor), len(numbers)))
@@ -430,7 +463,10 @@ def _ties(modules: Sequence[nn.Module]) -> tuple[object, ...]:
 
 
 def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -> dict[Source, torch.Tensor]:
-    """Maps sources of a captured step to the tensors of the model and the batch."""
+    """Return source to tensor, for those of ``sources`` that are parameters or buffers of ``model``, or batch leaves.
+
+    Optimizer state and scalars are left out.
+    """
     held: dict[str, dict[str, torch.Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),

@@ -124,7 +124,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class _Loss(nn.Module):
-    """A module whose forward returns the loss, to capture forward and backward of a workload with a loss."""
+    """A module whose ``forward(*batch)`` returns ``loss_fn(model, *batch)``."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
@@ -136,7 +136,11 @@ class _Loss(nn.Module):
 
 
 def _of_mapping(found: Workload, inputs: Mapping[str, Any]) -> Workload:
-    """``found`` with inputs in a dictionary, passed as keywords or as one argument, whichever the function takes."""
+    """Return ``found`` changed to pass the dictionary ``inputs`` as its loss function, or else its model, takes it.
+
+    The items are keyword arguments, or the dictionary is the only one. A model that takes both gets keywords; a loss
+    function does if a parameter of it has the name of an input.
+    """
     loss_fn = found.loss_fn
     if loss_fn is None:
         forward = found.model.forward

@@ -108,7 +108,13 @@ def decide(graph: TrainGraph, first: Found, options: Options, effort: Effort = E
 
 
 def _with_order(ordered: reorder.Decision, other: NamedOrder, order: tuple[str, ...]) -> reorder.Decision:
-    """Return ``ordered`` with the operators in ``order``, by name, which is ``other`` as numbers."""
+    """Return ``ordered`` with another order, and with that order among its candidates.
+
+    Args:
+        ordered: the decision of pass reorder for the present order.
+        other: the other order, as numbers of operators, with its name and peak in bytes.
+        order: the names of the operators in the same order.
+    """
     name = f"{ordered.algorithm}+{other.name}"
     candidates = (*ordered.candidates, (name, other.peak_bytes))
     return dataclasses.replace(ordered, order=order, peak_bytes=other.peak_bytes, algorithm=name, candidates=candidates)
@@ -129,7 +135,7 @@ class _Scene:
 
     @cached_property
     def number(self) -> dict[str, int]:
-        """Name to number of every operator."""
+        """Name of each operator to its position in the present order, from 0."""
         return {operator.node.name: index for index, operator in enumerate(self.memory.operators)}
 
     def problem(self) -> tuple[OrderProblem, list[str]]:

@@ -99,7 +99,11 @@ def _check_words(plan: Plan) -> None:
 
 
 def _check_limits(plan: Plan) -> None:
-    """Compare the plan's numbers with one another."""
+    """Refuse a plan with a lower bound above the number that it bounds.
+
+    Raises:
+        PlanError: names both, with their values.
+    """
     for low, high, says in (
         (plan.bound_bytes, plan.peak_bytes, "bound_bytes above its peak_bytes"),
         (plan.live_bytes, plan.arena_bytes, "live_bytes above its arena_bytes"),
@@ -111,7 +115,13 @@ def _check_limits(plan: Plan) -> None:
 
 
 def _check_reruns(kept: Mapping[str, Any] | None) -> None:
-    """Sum the seconds of reruns and codecs."""
+    """Refuse a decision of pass retain whose ``added_seconds`` is not the sum over its reruns and codecs.
+
+    ``kept`` has the decision's fields; nothing is checked if it is None.
+
+    Raises:
+        PlanError: names both numbers, in seconds.
+    """
     if kept is None:
         return
     parts = [*(again[3] for again in kept["reruns"]), *(code[4] for code in kept["codes"])]
@@ -120,7 +130,13 @@ def _check_reruns(kept: Mapping[str, Any] | None) -> None:
 
 
 def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
-    """Count the live bytes of the order as it will run."""
+    """Refuse a decision of pass reorder whose peak of live bytes is not that of ``graph``, in the order it will run.
+
+    ``ordered`` has the decision's fields; nothing is checked if it is None.
+
+    Raises:
+        PlanError: the peak is another, or is called optimal and is not the bound.
+    """
     if ordered is None:
         return
     peak = int(live_bytes(build_memory(graph)).max(initial=0))
@@ -132,7 +148,14 @@ def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
 
 
 def _check_layout(placed: Mapping[str, Any], graph: TrainGraph) -> None:
-    """Count what follows from places and trims. The judge has counted the least that is needed, this is the most."""
+    """Refuse a decision of pass layout whose numbers do not follow from the places and trims of ``graph.layout``.
+
+    ``placed`` has the decision's fields. Its ``needed_bytes`` may be less than counted here, as
+    :func:`roamc.planning.layout_judge.check_layout` has checked that it is enough; other numbers must be equal.
+
+    Raises:
+        PlanError: names the number, and what was counted.
+    """
     assert graph.layout is not None  # the judge of layouts has seen it
     with pipeline.errors_name(layout.NAME):
         counted = layout.recounted(graph, graph.layout)

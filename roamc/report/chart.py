@@ -252,7 +252,10 @@ def _lines(lines: Mapping[str, tuple[str, Bytes]], top: Bytes, height: int) -> t
 
 
 def _stack(course: Course, columns: Columns, top: Bytes, height: int) -> Iterator[Shape]:
-    """The sum of all kinds first, then without the uppermost, and so on: each covers the lower part of the last."""
+    """Yield one area per kind that has live bytes: first the sum of all kinds, then without the uppermost, and so on.
+
+    Painted in this order, each covers the lower part of the one before.
+    """
     present = [kind for kind in KINDS if course.by_kind[kind].any()]
     for count in range(len(present), 0, -1):
         total = np.sum([course.by_kind[kind] for kind in present[:count]], axis=0)[columns.fullest]
@@ -260,7 +263,13 @@ def _stack(course: Course, columns: Columns, top: Bytes, height: int) -> Iterato
 
 
 def _area(edges: Int64s, heights: Sequence[float], height: int) -> str:
-    """SVG path of the area between the base and one y per column; columns of the same y are one piece."""
+    """Return the SVG path of the area between the base and ``heights``, one y per column, in pixels from the top.
+
+    Args:
+        edges: int64[m + 1] steps at which the m columns begin and end.
+        heights: y of each column; neighbours of the same y are drawn as one piece.
+        height: y of the base.
+    """
     parts, before = [f"M0 {height}"], ""
     for end, place in zip(edges[1:].tolist(), heights, strict=True):
         level = _number(place)
@@ -278,7 +287,14 @@ def _boxes(boxes: Iterable[Box], kind: str, top: Bytes, height: int) -> str:
 
 
 def _names(boxes: Sequence[Box], steps: Step, top: Bytes, height: int) -> Iterator[Name]:
-    """The names of the largest boxes that have room for one, cut where it ends."""
+    """Yield the names of the largest boxes that have room for one, by bytes times steps, cut to the room.
+
+    Args:
+        boxes: the storages.
+        steps: width of the plot in steps.
+        top: bytes at the upper edge.
+        height: height of the plot in pixels.
+    """
     largest = sorted(boxes, key=lambda box: -box.storage.nbytes * (box.storage.dead - box.storage.born))
     for box in largest[:NAMED]:
         letters = int(WIDTH * (box.storage.dead - box.storage.born) / steps / LETTER) - 1
@@ -290,7 +306,7 @@ def _names(boxes: Sequence[Box], steps: Step, top: Bytes, height: int) -> Iterat
 
 
 def _trims(trims: Sequence[Trimmed], top: Bytes, height: int) -> Iterator[Shape]:
-    """All trims as one path; none where there are none."""
+    """Yield one shape with the rectangles of all trims; nothing where there are no trims."""
     if trims:
         yield Shape("trim", "".join(_rectangle(t.low, t.high, t.first, t.end, top, height) for t in trims))
 
@@ -315,6 +331,9 @@ def _phases(course: Course, columns: Columns) -> tuple[Shape, ...]:
 
 
 def _runs(edges: Int64s, inside: npt.NDArray[np.bool_]) -> str:
-    """Rectangles of height 1 over the columns that are ``inside``."""
+    """Return the SVG path of rectangles of height 1 over the columns that are ``inside``, bool[m].
+
+    ``edges`` are the int64[m + 1] steps at which the columns begin and end.
+    """
     change = np.flatnonzero(np.diff(np.concatenate(([0], inside.astype(np.int8), [0]))))
     return "".join(f"M{edges[a]} 0h{edges[b] - edges[a]}v1h-{edges[b] - edges[a]}z" for a, b in change.reshape(-1, 2))

@@ -103,7 +103,7 @@ def staircase(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
-    """The bound on the added seconds for ``peaks`` and others between them.
+    """Return peak in bytes to lower bound on the added seconds, for ``peaks`` and others between them, highest first.
 
     A bound for one peak holds for lower ones, too.
     """

@@ -118,7 +118,7 @@ def table(picture: Picture) -> dict[str, Any]:
 
 
 def _room(size: Bytes) -> Bytes:
-    """``size`` and a margin above the highest line."""
+    """Return ``size`` and a margin of 4 %, the bytes at the upper edge of a plot whose highest line is ``size``."""
     return size + size // 25
 
 
@@ -137,5 +137,5 @@ def _boxes(boxes: Iterable[Box], texts: dict[str, int]) -> list[list[Any]]:
 
 
 def _numbers(words: Iterable[str], texts: dict[str, int]) -> list[int]:
-    """The number of each text, a new one for a new text."""
+    """Return the number of each of ``words`` in ``texts``, text to number; a new text gets the next number there."""
     return [texts.setdefault(word, len(texts)) for word in words]

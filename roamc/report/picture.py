@@ -170,7 +170,10 @@ def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
 
 
 def _tensors(graph: TrainGraph) -> Callable[[str], tuple[str, ...]]:
-    """A function from a storage's name to the tensors that lie in it one after another, several with in-place reuse."""
+    """Return a function from a storage's name to the names of the results that lie in it one after another.
+
+    There are several where an operator writes its result over its argument.
+    """
     memory = build_memory(graph)
     results: dict[str, list[str]] = {}
     for operator in memory.operators:
