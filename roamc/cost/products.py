@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def _rounded(size: int) -> int:
     return 2 * low if size * size > 2 * low * low else low
 
 
-def faster_by_onednn(forms: Iterable[Form]) -> frozenset[Form]:
+def faster_by_onednn(forms: Collection[Form]) -> frozenset[Form]:
     """Return the ``forms`` that oneDNN multiplies faster here, with torch's present number of threads.
 
     Times come from this machine's file in :func:`roamc.cost.profile.folder`. Forms that it lacks are measured, in the
