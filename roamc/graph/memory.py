@@ -162,13 +162,22 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
     Raises:
         VerifyError: an entry of ``graph.reuse`` does not join two single tensors.
     """
-    now = _state(graph)
-    known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
-    if known is not None and len(known.state) == len(now) and all(map(is_, known.state, now)):
-        return known.memory
+    kept = kept_memory(graph)
+    if kept is not None:
+        return kept
     memory = _Builder(graph).build()
-    setattr(graph.graph, _KEPT_AS, _Known(now, memory))
+    setattr(graph.graph, _KEPT_AS, _Known(_state(graph), memory))
     return memory
+
+
+def kept_memory(graph: TrainGraph) -> MemoryModel | None:
+    """Return what :func:`build_memory` returned last for the FX graph of ``graph``, if nothing has changed since."""
+    known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
+    if known is None:
+        return None
+    now = _state(graph)
+    same = len(known.state) == len(now) and all(map(is_, known.state, now))
+    return known.memory if same else None
 
 
 _KEPT_AS = "_roamc_memory"
