@@ -1,10 +1,14 @@
-"""What each part of faster programs gives: so far matrix products by the library that is faster, numerics="fast".
+"""What each part of faster programs gives: groups of operators, and products by the library that is faster.
 
     python -m benchmarks.fuse [MODEL ...] [--rounds N]
 
 Models of benchmarks/blocks.py, whole training steps with AdamW in float32 on one thread, one after the other in one
-process: eager, torch.compile, and roamc.train_step exact, fast, and with every product that oneDNN can make made by
-it. Seconds are the thread's processor time; a ratio is taken within its round, and the median over rounds is quoted.
+process: eager, torch.compile, and roamc.train_step exact, exact without pass fuse, fast, and with every product that
+oneDNN can make made by it. Seconds are the thread's processor time; a ratio is taken within its round, and the median
+over rounds is quoted.
+
+Peaks are what the third step takes on the heap above what the process held before it, each in a process of its own:
+torch.compile, and train_step with and without pass fuse, without a budget, with "light" and with "min".
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks._measure import fresh, save
+from benchmarks._measure import Heap, fresh, save
 from benchmarks.blocks import BLOCKED
 
 ROUNDS = 9
-PAIRS = (("fast", "eager"), ("fast", "exact"), ("fast", "compile"), ("exact", "compile"), ("fast", "onednn"))
+PAIRS = (
+    *(("fast", "eager"), ("fast", "exact"), ("fast", "compile"), ("exact", "compile"), ("fast", "onednn")),
+    ("exact", "unfused"),
+)
+BUDGETS = ("none", "light", "min")
 
 
 def worker(name: str, rounds: int) -> dict[str, Any]:
@@ -39,8 +47,9 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
     compiled = _loop(torch.compile(copy.deepcopy(work.model), dynamic=False), work.batch)
     steps = {"eager": eager, "compile": compiled}
     plans = {}
-    for kind, numerics in (("exact", "exact"), ("fast", "fast"), ("onednn", "fast")):
-        step = _planned(copy.deepcopy(work.model), numerics)
+    ours = (("exact", "exact"), ("unfused", "exact"), ("fast", "fast"), ("onednn", "fast"))
+    for kind, numerics in ours:
+        step = _planned(copy.deepcopy(work.model), numerics=numerics, disable="fuse" * (kind == "unfused"))
         every = mock.patch.object(products, "faster_by_onednn", frozenset)
         with every if kind == "onednn" else contextlib.nullcontext():
             plans[kind] = step.plan(*work.batch)
@@ -53,6 +62,8 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
         "seconds": {kind: statistics.median(found) for kind, found in times.items()},
         "products by onednn": {kind: len(plan.decisions["products"]["onednn"]) for kind, plan in plans.items()},
         "deciding on products": plans["fast"].seconds["products"],
+        "groups": [len(group) for group in plans["exact"].decisions["fuse"]["groups"]],
+        "deciding on groups": plans["exact"].seconds["fuse"],
         **{f"{one} / {other}": _ratio(times, one, other) for one, other in PAIRS},
     }
 
@@ -71,13 +82,43 @@ def _loop(model: Any, batch: tuple[Any, ...]) -> Callable[[], Any]:
     return step
 
 
-def _planned(model: Any, numerics: str) -> Any:
+def peak(name: str, kind: str, budget: str) -> dict[str, Any]:
+    """Measure the third step of one program on the heap; ``kind`` is "compile", "fused" or "unfused"."""
+    import torch
+
+    from benchmarks.blocks import make
+    from roamc.runtime import blocks
+
+    torch.set_num_threads(1)
+    work = make(name)
+    result: dict[str, Any] = {}
+    if kind == "compile":
+        step = _loop(torch.compile(work.model, dynamic=False), work.batch)
+    else:
+        planned = _planned(
+            work.model, memory_budget=None if budget == "none" else budget, disable="fuse" * (kind == "unfused")
+        )
+        result = {"needed_bytes": planned.plan(*work.batch).needed_bytes}
+
+        def step() -> None:
+            planned(*work.batch)
+
+    step()
+    step()
+    heap = Heap()
+    before = heap.live() - blocks.held()
+    heap.reset()
+    step()
+    return {**result, "measured": heap.peak() - before}
+
+
+def _planned(model: Any, **options: Any) -> Any:
     import torch
 
     import roamc
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, strict=True, numerics=numerics)
+    return roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, strict=True, **options)
 
 
 def _interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -102,14 +143,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(BLOCKED))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ROUNDS"))
+    parser.add_argument("--worker", nargs="+")
     given = parser.parse_args()
     if given.worker:
-        print(json.dumps(worker(given.worker[0], int(given.worker[1]))))
+        name, *rest = given.worker
+        print(json.dumps(peak(name, *rest) if len(rest) == 2 else worker(name, int(rest[0]))))
         return
     rows = []
     for name in given.models:
-        rows.append(fresh(__file__, name, str(given.rounds), threads=1))
+        peaks = {"compile": fresh(__file__, name, "compile", "none", threads=1, count_heap=True)}
+        for kind in ("fused", "unfused"):
+            for budget in BUDGETS:
+                found = fresh(__file__, name, kind, budget, threads=1, count_heap=True)
+                peaks[f"{kind} {budget}"] = found
+        rows.append({**fresh(__file__, name, str(given.rounds), threads=1), "peaks": peaks})
         print(json.dumps(rows[-1]), flush=True)
     print(save("fuse", rows, __doc__ or ""))
 

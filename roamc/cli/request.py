@@ -77,7 +77,7 @@ def answer(
     graph, seconds = _captured(request, say)
     eager = find_peak(graph, eager=True)
     planned, traced = _planned(graph, options, seconds, say, curve)
-    return explain(eager, planned, emit(planned.graph).source if source else "", curve=traced)
+    return explain(eager, planned, emit(planned.graph).listing if source else "", curve=traced)
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -112,7 +112,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
     eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
     planned, traced = _planned(graph, options, seconds, say, curve)
     lives = lives_of(planned.graph)
-    found = explain(eager, planned, emit(planned.graph).source if source else "", lives, traced)
+    found = explain(eager, planned, emit(planned.graph).listing if source else "", lives, traced)
     return draw(found, before, planned.graph, lives)
 
 

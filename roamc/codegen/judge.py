@@ -34,7 +34,7 @@ from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
 from roamc.operators import ops
-from roamc.operators.kernels import KERNELS
+from roamc.operators.kernels import kernel_of
 from roamc.units import Bytes
 
 
@@ -471,7 +471,7 @@ def _outs(node: fx.Node, target: Any) -> tuple[str, ...]:
     """
     if target is node.target:
         return ()
-    kernel = KERNELS.get(node.target)  # type: ignore[call-overload]
+    kernel = kernel_of(node.target)
     if kernel is not None and target is kernel.function:
         return ("out",)
     if isinstance(target, OpOverload) and isinstance(node.target, OpOverload):

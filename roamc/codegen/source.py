@@ -43,7 +43,8 @@ from roamc.graph import (
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, Storage, build_memory, started_by
 from roamc.operators import ops
-from roamc.operators.kernels import KERNELS
+from roamc.operators.fused import Fused
+from roamc.operators.kernels import kernel_of
 from roamc.operators.out_variants import Form, FormKind, form_of
 from roamc.units import Bytes
 
@@ -66,6 +67,7 @@ class Program:
             from 0).
         places: (node, position among its results) to the name of the planned tensor, as ``arena.view`` is given it.
         names: node to the name of the local variable that holds its value outside the arena.
+        groups: the source of each group of operators that the program calls, in the order of the calls.
     """
 
     source: str
@@ -74,6 +76,12 @@ class Program:
     statements: dict[int, tuple[str, int]] = field(default_factory=dict, repr=False)
     places: dict[tuple[str, int], str] = field(default_factory=dict, repr=False)
     names: dict[str, str] = field(default_factory=dict, repr=False)
+    groups: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def listing(self) -> str:
+        """The source, then that of the groups that it calls, to be read and not to be run."""
+        return "\n\n".join([self.source, *self.groups])
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,7 @@ class _Emitter:
         self.constants: dict[str, Any] = {"torch": torch}
         self.planned: dict[tuple[str, int], str] = {}
         self.views: list[str] = []
+        self.groups: dict[str, str] = {}
         self.statements: dict[int, tuple[str, int]] = {}
         self.closes = _by_operator((trim.after, trim) for trim in layout.trims)
         self.opens = _by_operator((trim.before, trim) for trim in layout.trims)
@@ -166,6 +175,7 @@ class _Emitter:
             self.statements,
             dict(self.planned),
             names,
+            tuple(self.groups.values()),
         )
 
     def _saved(self) -> str:
@@ -298,7 +308,8 @@ class _Emitter:
         form = form_of(node, len(births))
         placed = [(position, storage) for position, storage in births if self._placed(storage)]
         comment = self._comment(node)
-        lean = form.kind is FormKind.KERNEL and KERNELS[node.target].lean  # type: ignore[index]
+        kernel = kernel_of(node.target) if form.kind is FormKind.KERNEL else None
+        lean = kernel is not None and kernel.lean
         if not placed and not lean and not ops.rule(node.target).whole_storage:  # ours alone, in an arena
             return [self._plain(node) + comment]
         if form.kind in (FormKind.OUT, FormKind.KERNEL):
@@ -332,7 +343,7 @@ class _Emitter:
             target: Any = form.overload
             outs = ", ".join(f"{key}={name}" for key, name in zip(form.arguments, results, strict=True))
         else:
-            target = KERNELS[node.target].function  # type: ignore[index]
+            target = kernel_of(node.target).function  # type: ignore[union-attr]
             outs = f"out={results[0]}" if len(results) == 1 else f"out=({', '.join(results)})"
         arguments = self._arguments(node)
         return f"{self._function_name(target)}({arguments}{', ' if arguments else ''}{outs})"
@@ -406,6 +417,10 @@ class _Emitter:
         if isinstance(target, OpOverload):
             overload = "" if target._overloadname == "default" else f"_{target._overloadname}"
             return self._constant(target._schema.name.replace("::", "_") + overload, target)
+        group = getattr(target, "__self__", target)  # of the method of a group that writes
+        if isinstance(group, Fused):
+            self.groups[group.name] = group.text.source
+            return self._constant(group.text.function, target)
         return self._constant(f"run_{target.__name__}", target)
 
     def _constant(self, name: str, value: Any) -> str:

@@ -11,12 +11,13 @@ from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
 from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
-from roamc.cost.workspace import objects, workspace_bytes, workspaces
+from roamc.cost.workspace import group_workspace, objects, workspace_bytes, workspaces
 
 __all__ = [
     "DeviceProfile",
     "Traffic",
     "flops",
+    "group_workspace",
     "kind_of",
     "load_profile",
     "objects",

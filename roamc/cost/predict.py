@@ -22,6 +22,7 @@ from roamc.operators import ops
 from roamc.operators.call import call_of, fakes, tensors_in
 from roamc.operators.costs.attention import causal_share
 from roamc.operators.costs.kinds import CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
+from roamc.operators.fused import Fused
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
@@ -55,6 +56,8 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
         return 0.0
     if kind == FREE:
         return profile.overhead
+    if isinstance(node.target, Fused):
+        return _group_seconds(node, node.target, profile)
     moved = _move_seconds(traffic(node).total, profile)
     if kind == UNKNOWN:
         return profile.overhead + UNKNOWN_PASSES * moved
@@ -65,6 +68,16 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     if kind in CONVOLUTIONS:
         return profile.overhead + products + moved + _reorder_seconds(node, profile)
     return profile.overhead + max(products * _share(node), moved)
+
+
+def _group_seconds(node: fx.Node, group: Fused, profile: DeviceProfile) -> Seconds:
+    """Return the seconds of a group: its members one after the other out of a cache, or its operands out of memory."""
+    rates = profile.elements
+    inside = sum(
+        max(traffic(member).total / profile.cache_bandwidth, _per(elements(member), rates, kind_of(member), member))
+        for member in group.nodes
+    )
+    return profile.overhead * len(group.nodes) + max(inside, _move_seconds(traffic(node).total, profile))
 
 
 def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:

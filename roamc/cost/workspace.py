@@ -30,6 +30,7 @@ from roamc.operators import ops
 from roamc.operators.call import Call, call_of, fakes, tensor_at, tensors_in
 from roamc.operators.costs.arguments import channels_last
 from roamc.operators.costs.cost import Cost
+from roamc.operators.fused import Fused
 from roamc.units import Bytes
 
 OBJECTS: Bytes = 256 << 10
@@ -37,6 +38,9 @@ OBJECTS: Bytes = 256 << 10
 
 OBJECTS_SHARE = 96
 """In a small step, :func:`objects` counts one byte for this many bytes of tensors."""
+
+VIEW: Bytes = 512
+"""Bytes of a tensor object that is a view, as each block of an operand of a group is."""
 
 OBJECT: Bytes = 512
 """Bytes that :func:`objects` counts at least for every tensor."""
@@ -58,6 +62,8 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     if made is None or made.device.type != "cpu":
         return 0
     call = call_of(node)
+    if isinstance(call.target, Fused):
+        return group_workspace(call.target, threads)
     cost = ops.rule(call.target).cost
     copied = _copied(call, cost)
     if cost.thread_workspace is not None:
@@ -69,6 +75,21 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
         return copied
     converts = not cost.any_dtypes and kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root")
     return copied + (_converted(call, made) if converts else 0)
+
+
+def group_workspace(group: Fused, threads: int) -> Bytes:
+    """Return the bytes of the values inside a group, of the views that are its blocks, and of its largest member.
+
+    What a member takes beside its buffers for each thread is in proportion to the rows of a block.
+    """
+    rows, count = group.block_rows(threads), group.matrix.rows
+    largest: Bytes = 0
+    for member in group.nodes:
+        whole = workspace_bytes(member, 0)
+        largest = max(largest, -(-whole * rows // count) + workspace_bytes(member, threads) - whole)
+    views: int = -(-count // rows) * (1 + sum(node.op == "placeholder" for node in group.body.nodes))
+    inside: Bytes = group.block_bytes(threads)
+    return inside + largest + VIEW * views
 
 
 def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = False) -> Int64s:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from roamc.graph.train_graph import tensors_of
+from roamc.graph.train_graph import placeholders, tensors_of
 from roamc.graph.value_numbers import Key, Number
 from roamc.operators import ops
+from roamc.operators.composite import Composite
 from roamc.operators.random import dropout_mask
 
 if TYPE_CHECKING:
@@ -126,6 +127,16 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
     return found, {0: walk.numbers.of("part", found, 0)}
 
 
+def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """A group has the number and the result of its last member, where the members run one after the other."""
+    places = [place for argument in call.args for place in walk.numbers.places(argument)]
+    taken = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
+    if [place.geometry for place in places] != [place.geometry for place in taken]:
+        return None
+    number, result = walk.run(call.target.body, [walk.content(place) for place in places])
+    return number, {0: result}
+
+
 ATEN: dict[object, Any] = {
     torch.ops.roamc.onednn_mm.default: aten.mm.default,
     torch.ops.roamc.onednn_addmm.default: aten.addmm.default,
@@ -151,6 +162,8 @@ EQUAL: dict[object, Equal] = {
 
 def equal_of(target: Any, rule: ops.OpRule) -> Equal | None:
     """Return what gives calls of ``target`` and their results numbers; None if no other operator makes its results."""
+    if isinstance(target, Composite):
+        return _member_by_member
     if rule.part is not None:
         return _scattered
     return _copied if rule.broadcasts else EQUAL.get(target)

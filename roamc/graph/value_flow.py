@@ -384,20 +384,34 @@ class Walk:
         self.makers.setdefault(number, by)
         return number
 
+    def run(self, body: fx.Graph, given: Sequence[Number]) -> tuple[Number, Number]:
+        """Run a graph of its own, such as the members of a group, on values of this one.
+
+        Args:
+            body: its placeholders are tensors, its output node has one tensor.
+            given: for each placeholder the content of the storage of what stands for it.
+
+        Returns:
+            (number of the last operator, content of the storage of the result).
+        """
+        walk, contents = Walk(self.numbers), iter(given)
+        number = content = -1
+        for node in body.nodes:
+            if node.op == "placeholder":
+                (place,) = self.numbers.places(node)
+                walk._content[walk._memory(place)] = next(contents)
+            elif node.op == "call_function":
+                walk.call(node)
+                number = walk.operators.get(node.name, number)
+            elif node.op == "output":
+                ((place,),) = map(self.numbers.places, node.all_input_nodes)
+                content = walk._content[walk._memory(place)]
+        return number, content
+
     def _coded(self, encoding: Encoding, value: Number) -> Number:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
-        for graph in (encoding.encode, encoding.decode):
-            walk = Walk(self.numbers)
-            for node in graph.nodes:
-                if node.op == "placeholder":
-                    for place in self.numbers.places(node):
-                        walk._content[walk._memory(place)] = value
-                elif node.op == "call_function":
-                    walk.call(node)
-                elif node.op == "output":
-                    (place,) = self.numbers.places(node.args[0])
-                    value = walk._content[walk._memory(place)]
-        return value
+        _, code = self.run(encoding.encode, [value])
+        return self.run(encoding.decode, [code])[1]
 
     # -- arguments ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from roamc.graph import Phase, TrainGraph, operators, output_values, placeholder
 from roamc.graph.memory import SharedStorages, build_memory, reused_argument, started_by
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.operators import ops
+from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected
 
 Life = tuple[int, int, int]
@@ -280,12 +281,13 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
     """Derive shape, dtype, strides and device of every result again, as the real kernels give them, and compare."""
     mode = mode_of(graph.graph)
     for node in operators(graph.graph):
-        if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload):
+        if mode is None or node.target is operator.getitem or not isinstance(node.target, OpOverload | Composite):
             continue
         with mode:
             arguments: Any = fx.map_arg(node.args, _copy)
             keywords: Any = fx.map_arg(node.kwargs, _copy)
-            fresh = corrected(node, node.target(*arguments, **keywords), mode)
+            target: Any = node.target
+            fresh = corrected(node, target(*arguments, **keywords), mode)
         found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
         for position, told in tensors_of(node):
             now = found.get(position)

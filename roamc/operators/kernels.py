@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roamc.compat import OpOverload
 from roamc.operators import collectives, onednn
+from roamc.operators.composite import Composite
 from roamc.operators.random import dropout_mask
 
 aten = torch.ops.aten
@@ -45,6 +46,14 @@ KERNELS: dict[OpOverload, Kernel] = {
     **{operator: Kernel(function, ANYWHERE) for operator, function in collectives.KERNELS.items()},
     **{operator: Kernel(function, CPU_ONLY) for operator, function in onednn.KERNELS.items()},
 }
+
+
+def kernel_of(target: object) -> Kernel | None:
+    """Return the function that stands for an operator, or a group, and writes its results; None if there is none."""
+    if isinstance(target, Composite):
+        kernel: Kernel = target.kernel
+        return kernel
+    return KERNELS.get(target)  # type: ignore[call-overload,no-any-return]
 
 
 def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bool = False) -> Callable[..., Any]:

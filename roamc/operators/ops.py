@@ -17,12 +17,13 @@ from torch import fx
 
 from roamc.compat import OpOverload, identity, suggested_format
 from roamc.operators.collectives import FINISHED, NAMESPACE
+from roamc.operators.composite import Composite
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import UNKNOWN, VIEW
 from roamc.operators.costs.rows import COSTS
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import argument_of, stem
-from roamc.operators.table import ROWS, Facts, Row, Strides
+from roamc.operators.table import ROWS, Facts, Row, Rowwise, Strides
 
 Target = object
 UNKNOWN_COST = Cost(UNKNOWN)
@@ -47,6 +48,7 @@ class OpRule(Facts):
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
         strides: what gives the order of its result's dimensions in memory.
+        rowwise: how it treats the rows along the last dimension, if each apart from the others; else None.
         cost: what bounds its time and its workspace; its kind is never "".
     """
 
@@ -60,6 +62,7 @@ class OpRule(Facts):
     recomputable: bool = True
     overwrites: tuple[int, ...] = ()
     strides: Strides = Strides.AS_NOTED
+    rowwise: Rowwise | None = None
     cost: Cost = UNKNOWN_COST
 
     @property
@@ -88,12 +91,20 @@ SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name fo
 """The operators of :data:`COLLECTIVE_NAMESPACES` whose results are there when they return."""
 
 
-@functools.cache
 def rule(target: Target) -> OpRule:
-    """Return what is known of ``target``: an overload, ``operator.getitem``, a higher-order operator or a function.
+    """Return what is known of ``target``: an overload, a composite, ``getitem``, a higher-order operator or a function.
 
     Of a function, or a higher-order operator, the rule says that it may draw, keeps its place and must not run again.
     """
+    if isinstance(target, Composite):
+        known: OpRule = target.rule
+        return known
+    return single_rule(target)
+
+
+@functools.cache
+def single_rule(target: Target) -> OpRule:
+    """Return what is known of a target that is no composite; kept for each target."""
     if target is operator.getitem:
         return OpRule(view_of=(0,), cost=Cost(VIEW))
     if isinstance(target, OpOverload):
@@ -123,6 +134,7 @@ def _from_schema(target: OpOverload) -> OpRule:
     unknown = not (random or collective or views or target.namespace in KNOWN_NAMESPACES)
     exact = not (random or unknown or collective or mutates)
     view_of = tuple(views) if row.view_of is None else row.view_of
+    strides = _strides(target) if row.strides is None else row.strides
     return OpRule(
         view_of=view_of,
         mutates=tuple(mutates),
@@ -133,7 +145,8 @@ def _from_schema(target: OpOverload) -> OpRule:
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=() if mutates or view_of else _pointwise(target) if row.overwrites is None else row.overwrites,
-        strides=_strides(target) if row.strides is None else row.strides,
+        strides=strides,
+        rowwise=_rowwise(target, row, strides) if exact and not view_of else None,
         cost=_cost(target, is_view=bool(view_of) and not mutates),
         **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )
@@ -151,6 +164,17 @@ def _strides(target: OpOverload) -> Strides:
     """Return OPERANDS for an operator that torch tags as pointwise and that writes no argument, else AS_NOTED."""
     written = any(argument.alias_info is not None for argument in target._schema.arguments)
     return Strides.OPERANDS if torch.Tag.pointwise in target.tags and not written else Strides.AS_NOTED
+
+
+def _rowwise(target: OpOverload, row: Row, strides: Strides) -> Rowwise | None:
+    """Return what the row says; else that each element is treated apart, of operators of ATen that torch tags so.
+
+    Operators that need less of an argument than its elements are left out, so that it may be kept in a smaller form.
+    """
+    if row.rowwise is not None or row.compares is not None or target.namespace != "aten":
+        return row.rowwise
+    apart = torch.Tag.pointwise in target.tags or strides is not Strides.AS_NOTED
+    return Rowwise() if apart else None
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:

@@ -3,7 +3,7 @@
 | form     | what is emitted                                   | extra bytes while it runs  |
 |----------|---------------------------------------------------|----------------------------|
 | OUT      | the overload with ``out=`` arguments              | none                       |
-| KERNEL   | a function of :mod:`roamc.operators.kernels`        | none                       |
+| KERNEL   | a function of :mod:`roamc.operators.kernels`, or of a group | none               |
 | IN_PLACE | the operator itself; it makes no storage          | none                       |
 | ALLOCATE | the operator itself, then a copy or a held result | its results, until copied  |
 
@@ -17,12 +17,14 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from roamc.compat import OpOverload, has_kernel, suggested_format
 from roamc.graph import tensors_of
-from roamc.operators.kernels import KERNELS
+from roamc.operators.composite import Composite
+from roamc.operators.kernels import kernel_of
 from roamc.operators.ops import rule
 from roamc.operators.table import OutForm
 
@@ -66,7 +68,9 @@ def form_of(node: fx.Node, births: int) -> Form:
     """Return the form of ``node``, an operator with fake results that makes ``births`` new storages."""
     if births == 0:
         return Form(FormKind.IN_PLACE)
-    target = node.target
+    target: Any = node.target
+    if isinstance(target, Composite):
+        return Form(FormKind.KERNEL)
     tensors = [tensor for _, tensor in tensors_of(node)]
     devices = {tensor.device.type for tensor in tensors}
     results = node.meta["val"]
@@ -88,7 +92,7 @@ def _in_rows(argument: object) -> bool:
 
 @functools.cache
 def _form(target: OpOverload, device: str) -> Form:
-    kernel = KERNELS.get(target)
+    kernel = kernel_of(target)
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
     found = out_overload(target) if device != "meta" else None  # meta: results that nobody reads, until erased

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roamc.compat import HigherOrderOperator, OpOverload
+from roamc.operators.composite import Composite
 
 Target = object
 
@@ -38,6 +39,8 @@ def name_of(target: Target) -> str:
     """
     if isinstance(target, OpOverload):
         return str(target)
+    if isinstance(target, Composite):
+        return target.title
     if isinstance(target, HigherOrderOperator):
         return f"higher_order.{target.name()}"
     if isinstance(target, functools.partial):

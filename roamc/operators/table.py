@@ -45,6 +45,27 @@ class OutForm(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Rowwise:
+    """How an operator treats the rows along the last dimension, each apart from the others.
+
+    Run on some rows alone, it gives the bits that it gives for them among all. Positions count arguments from 0.
+
+    Attributes:
+        dim: position of the argument that names the dimension along which it works, a number or a list of one; None if
+            it has no such argument.
+        keepdim: position of the flag that keeps this dimension in the result, with size 1; None if the result has the
+            shape of the arguments.
+        per_row: positions of the arguments that have one element for each row.
+        rank: the only number of dimensions for which this holds; 0 for any.
+    """
+
+    dim: int | None = None
+    keepdim: int | None = None
+    per_row: tuple[int, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
 class Facts:
     """What neither an operator's schema nor its tags say. Positions count arguments, or results, from 0.
 
@@ -104,7 +125,8 @@ class Facts:
 class Row(Facts):
     """One row: facts, and corrections to fields of :class:`roamc.operators.ops.OpRule` that schema and tags give.
 
-    ``view_of``, ``random``, ``recomputable``, ``overwrites`` and ``strides`` replace the derived field; None leaves it.
+    ``view_of``, ``random``, ``recomputable``, ``overwrites``, ``strides`` and ``rowwise`` replace the derived field;
+    None leaves it.
     """
 
     view_of: tuple[int, ...] | None = None
@@ -112,6 +134,7 @@ class Row(Facts):
     recomputable: bool | None = None
     overwrites: tuple[int, ...] | None = None
     strides: Strides | None = None
+    rowwise: Rowwise | None = None
 
 
 ROWS: dict[str, Row] = {
@@ -188,10 +211,15 @@ ROWS: dict[str, Row] = {
         Row(overwrites=(0, 1)),
     ),
     # Whole rows are read before they are written, and every element of them before its place.
-    "aten::_softmax": Row(overwrites=(0,)),
-    "aten::_log_softmax": Row(overwrites=(0,)),
-    "aten::_softmax_backward_data": Row(overwrites=(0, 1)),
-    "aten::_log_softmax_backward_data": Row(overwrites=(0, 1)),
+    "aten::_softmax": Row(overwrites=(0,), rowwise=Rowwise(dim=1)),
+    "aten::_log_softmax": Row(overwrites=(0,), rowwise=Rowwise(dim=1)),
+    "aten::_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
+    "aten::_log_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
+    "aten::_to_copy": Row(rowwise=Rowwise()),
+    "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), rank=2)),
+    **dict.fromkeys(
+        ["aten::sum.dim_IntList", "aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))
+    ),
     # The addend is copied into the result first, unless it lies there.
     "aten::addmm": Row(overwrites=(0,)),
     "roamc::onednn_addmm": Row(overwrites=(0,)),

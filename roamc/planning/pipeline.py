@@ -16,10 +16,10 @@ from typing import Any
 from roamc import decode, progress
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, value_flow, verify
-from roamc.graph.memory import build_memory
+from roamc.graph.memory import build_memory, kept_memory
 from roamc.graph.value_numbers import Flow
 from roamc.options import Options
-from roamc.passes import checkpoint, layout, normalize, products, reorder, retain, reuse
+from roamc.passes import checkpoint, fuse, layout, normalize, products, reorder, retain, reuse
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
@@ -89,6 +89,7 @@ PIPELINE = checked(
     Pass.of(normalize, per_budget=False, provides={"normal form"}),
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
     Pass.of(products, per_budget=False, requires={"normal form"}),
+    Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
     Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
     Pass.of(reuse, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
@@ -186,8 +187,8 @@ class Runner:
             decision = self._decision(each, state.graph)
         with errors_name(each.name):
             graph, flow = each.apply(state.graph, decision), state.flow
-        verify.check_graph(graph, each.name, constraints, deep=self.deep)
-        if graph is not state.graph or build_memory(graph) is not memory:
+        if graph is not state.graph or kept_memory(graph) is not memory or self.deep:
+            verify.check_graph(graph, each.name, constraints, deep=self.deep)
             flow = value_flow.check(graph, flow, each.name, self.options.codecs, fast=self.options.numerics == "fast")
         seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun
         return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)

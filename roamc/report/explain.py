@@ -22,6 +22,7 @@ from roamc.operators.schemas import name_of
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
+from roamc.report.fused import Grouped, grouped
 from roamc.report.origin import origin, parameter_names
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller
 from roamc.units import Bytes
@@ -132,6 +133,7 @@ class Explanation:
         allocating: operators without an ``out=`` form, most bytes first.
         dropped: what is made again to keep the budget, most bytes first.
         smaller: what is kept in fewer bytes to keep the budget, those first that save most.
+        grouped: operators that run as one, those with most bytes inside first.
         candidates: (algorithm, peak in bytes) of every order that was tried, lowest first.
         order: name of the candidate that was taken; empty without pass ``reorder``.
         graph: the planned graph.
@@ -146,6 +148,7 @@ class Explanation:
     allocating: tuple[Allocating, ...]
     dropped: tuple[Dropped, ...] = ()
     smaller: tuple[Smaller, ...] = ()
+    grouped: tuple[Grouped, ...] = ()
     candidates: tuple[tuple[str, Bytes], ...] = ()
     order: str = ""
     source: str = field(default="", repr=False)
@@ -163,7 +166,7 @@ class Explanation:
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
             data[key]["storages"] = data[key]["storages"][:top]
-        for key in ("allocating", "dropped", "smaller"):
+        for key in ("allocating", "dropped", "smaller", "grouped"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
         data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
@@ -193,6 +196,7 @@ def explain(
         allocating=allocating(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
         smaller=smaller(planned.graph, planned.plan),
+        grouped=grouped(planned.graph),
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),
         source=source,

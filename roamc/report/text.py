@@ -14,6 +14,7 @@ from roamc.planning.plan import Plan
 from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point
+from roamc.report.fused import Grouped
 from roamc.units import Bytes, Seconds, format_bytes
 
 BAR = 20
@@ -64,6 +65,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
     _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
     _show_dropped(out, found, top)
     _show_smaller(out, found, top)
+    _show_grouped(out, found.grouped, top)
     _show_allocating(out, found.allocating, top)
     _show_orders(out, found)
     _show_layout(out, found.plan)
@@ -302,6 +304,14 @@ def _show_smaller(out: Console, found: Explanation, top: int) -> None:
     headings = ("bytes", "kept as", "storages", "of a step", "codec", "operator", "line")
     show_rows(out, headings, rows, right=(0, 1, 2, 3))
     _show_rest(out, [s.before for s in found.smaller[top:]])
+
+
+def _show_grouped(out: Console, found: tuple[Grouped, ...], top: int) -> None:
+    if not found:
+        return
+    _heading(out, "operators that run as one; values inside have no storage")
+    rows = [(g.source, g.operators, str(g.count), format_bytes(g.nbytes)) for g in found[:top]]
+    show_rows(out, ("line", "operators", "groups", "bytes inside"), rows, right=(2, 3))
 
 
 def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:

@@ -22,7 +22,7 @@ from roamc.errors import UnfinishedError
 from roamc.graph import Role, TrainGraph, attribute, operators, placeholders
 from roamc.graph.memory import written_inputs
 from roamc.operators import ops
-from roamc.operators.kernels import KERNELS
+from roamc.operators.kernels import kernel_of
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.runtime.arena import Arena
 from roamc.runtime.whole_storage import extent_of, own
@@ -176,8 +176,8 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
     if rule.mutates:
         return part == 0 and len(ops.mutated_arguments(node)) == 1
     births = sum(1 for value in _leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
-    kernel = form_of(node, births).kind is FormKind.KERNEL and KERNELS[node.target].function  # type: ignore[index]
-    if kernel and not _is_one_call(kernel):
+    kernel = kernel_of(node.target) if form_of(node, births).kind is FormKind.KERNEL else None
+    if kernel is not None and not _is_one_call(kernel.function):
         return node.name not in graph.reuse and not rule.may_draw
     return not rule.unknown and (part == 0 or not rule.random)
 

@@ -119,8 +119,8 @@ def test_attention_draws_if_it_drops(target: Any, args: tuple[Any, ...], kwargs:
 )
 def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:
     found = rule(target)
-    free = {name: getattr(found, name) for name in ("overwrites", "rounds_once", "strides", "unit_stride", "cost")}
-    assert found == OpRule(**free)
+    free = ("overwrites", "rounds_once", "strides", "unit_stride", "rowwise", "cost")
+    assert found == OpRule(**{name: getattr(found, name) for name in free})
     assert found.recomputable
     assert not ops.has_effect(target)
 

@@ -26,6 +26,7 @@ from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
 from roamc.options import Options, parse_options
+from roamc.passes.fuse import Effort
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE
 from tests.graphs import traced
@@ -44,6 +45,13 @@ def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every product, on any machine."""
     monkeypatch.setattr("roamc.passes.products.product_into", lambda: print)
     monkeypatch.setattr("roamc.passes.products.faster_by_onednn", frozenset)
+
+
+@pytest.fixture(autouse=True)
+def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of the smallest tensors as well."""
+    monkeypatch.setattr("roamc.passes.fuse.EFFORT", Effort(least_bytes=1, least_share=0.0))
+    monkeypatch.setattr("roamc.passes.fuse.group_workspace", lambda group, threads: 0)
 
 
 def of_normalize() -> Example:
@@ -70,6 +78,20 @@ def of_checkpoint() -> Example:
     for node in operators(graph.graph)[:2]:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return graph, CPU
+
+
+def of_fuse() -> Example:
+    """Backward of a gate, and of cross-entropy; the product between them, and a result that is read twice, stay."""
+
+    def step(x: Tensor) -> Tensor:
+        x = x.view(8, 8)
+        kept = x * x
+        gradient = aten.silu_backward(kept * 0.5, x) @ x
+        target = torch.zeros(8, dtype=torch.int64)
+        one_hot = aten.nll_loss_backward(x[0, 0], kept, target, None, 1, -100, x[0, 1])
+        return aten._log_softmax_backward_data(one_hot, kept, 1, torch.float32) + gradient
+
+    return traced(step, X), CPU
 
 
 def of_products() -> Example:
@@ -132,6 +154,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "normalize": of_normalize,
     "checkpoint": of_checkpoint,
     "products": of_products,
+    "fuse": of_fuse,
     "retain": of_retain,
     "reorder": of_reorder,
     "reuse": of_reuse,

@@ -10,6 +10,7 @@ from __future__ import annotations
 VIEW = "view"
 FREE = "free"
 UNKNOWN = "unknown"
+FUSED = "fused"
 CONVOLUTIONS = tuple(f"convolution{what}{way}" for what in ("", "_1x1", "_grouped") for way in ("", "_backward"))
 ONEDNN = {"onednn_matmul": "matmul", "onednn_batched_matmul": "batched_matmul"}
 """Kind of product by oneDNN to that of the same product by torch, whose rates stand in for it in older profiles."""
@@ -53,6 +54,7 @@ KINDS: dict[str, str] = {
     "pool": "pooling, resampling",
     "pool_backward": "backward of pooling and resampling",
     "scan": "running sums, sorting, largest k",
+    FUSED: "a group of operators that runs as one",
     UNKNOWN: "none of the above; taken for expensive, see roamc.cost.predict",
 }
 """Name of every kind to the operators that are of it."""

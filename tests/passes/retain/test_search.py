@@ -183,7 +183,7 @@ def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> N
     rows = tuple((*code, 0, 0, 0.0) for code in all_codes(clean))
     forced = Decision((), (), 0, 0.0, 0.0, "gap", "all", rows)
     plan = Plan.from_json(free.plan.to_json())
-    decisions = {key: plan.decisions[key] for key in ("normalize", "checkpoint", "products")}
+    decisions = {key: plan.decisions[key] for key in ("normalize", "checkpoint", "products", "fuse")}
     captured = graph_and_inputs(*MODELS[name](), route)[0]
     maker, start = prepared(captured, Options(), None, "", deep=True)
     assert start.decisions.keys() == decisions.keys()

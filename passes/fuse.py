@@ -1,0 +1,298 @@
+"""fuse: operators that run as one over blocks of rows, so that the values between them have no storage.
+
+    rewrite:  t = op1(x, y); r = op2(t, z)  -->  r = fused(x, y, z)
+    checks:   every operator that the decision names treats rows apart and has one dense result; all of a group are of
+              one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
+              bits of the whole with as many threads as the plan is made for
+
+A group has one result: it is an operator with all operators before it whose results nobody else reads. It is made where
+it saves a pass over memory and where, in the present order, no step holds more bytes. Backward of cross-entropy is the
+most worth: the gradient of the log-probabilities, a number for every token and word, never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from roamc.cost import group_workspace, load_profile, workspace_bytes
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, main_device, operators
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
+from roamc.operators import blocks, ops
+from roamc.operators.blocks import Matrix
+from roamc.operators.fused import fuse
+from roamc.options import Options
+from roamc.units import Bytes
+
+NAME = "fuse"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which groups are worth it: those with a value inside that leaves the cache, or that much of the memory is.
+
+    Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28 of the time for values of 2 to
+    13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
+
+    Attributes:
+        least_bytes: bytes of the largest value inside at least: four times those of a block.
+        least_share: a value inside that is this share of what eager holds at its peak is worth a group in any case.
+    """
+
+    least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
+    least_share: float = 1 / 16
+
+
+EFFORT = Effort()
+
+LARGEST_ITEM: Bytes = 16
+"""Bytes of the largest element that tensors have."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision lists the groups.
+
+    Attributes:
+        groups: for each group the names of its operators in graph order; the result of the last is that of the group.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Group operators from the last to the first; none but on a CPU, where the kernels are there that groups run."""
+    profile = load_profile(main_device(graph), options.profile)
+    share = EFFORT.least_share * (graph.eager_bytes or 0)
+    finder = _Finder(graph, max(EFFORT.least_bytes, min(profile.cache_bytes, share)))
+    found: list[tuple[str, ...]] = []
+    taken: set[fx.Node] = set()
+    for node in reversed(operators(graph.graph)):
+        members = [] if node in taken else finder.group(node)
+        if members:
+            taken.update(members)
+            found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
+    return Decision(tuple(reversed(found)))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Make one node of each group, in the place and with the name of its last operator; changes the FX graph in place.
+
+    Raises:
+        PlanError: the graph has no such operators, or they cannot run as a group.
+    """
+    if not decision.groups:
+        return graph
+    nodes = {node.name: node for node in operators(graph.graph)}
+    position = positions(graph)
+    for names in decision.groups:
+        if len(set(names)) != len(names) or not names or any(name not in nodes for name in names):
+            raise PlanError(f"this graph has no operators {', '.join(names) or '(none)'} that could be one group")
+        members = _with_views(nodes[names[-1]], {nodes[name] for name in names}, position)
+        wrong = _unfit(graph, members) if members else "they do not lead to one result"
+        if wrong:
+            raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
+        _rewrite(graph, members, position)
+        for member in members[:-1]:
+            nodes.pop(member.name)
+    left = {node.name for node in operators(graph.graph)}
+    return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name in left})
+
+
+Positions = Mapping[fx.Node, int]
+"""Node to its place in the graph that was decided on."""
+
+
+def positions(graph: TrainGraph) -> Positions:
+    """Return the place of every node of ``graph``, from 0."""
+    return {node: at for at, node in enumerate(graph.graph.nodes)}
+
+
+def _rewrite(graph: TrainGraph, members: list[fx.Node], position: Positions) -> None:
+    root = members[-1]
+    group, read = fuse(root, members, graph.threads)
+    place = _place(members, position)
+    if place is not root:
+        place.prepend(root)
+    root.target, root.args, root.kwargs = group, tuple(read), {}
+    for member in reversed(members[:-1]):
+        graph.graph.erase_node(member)
+
+
+def _with_views(root: fx.Node, members: set[fx.Node], position: Positions) -> list[fx.Node]:
+    """Return the members and the views between them in graph order; empty if they do not all lead to ``root``."""
+    reached, left = {root}, [root]
+    while left:
+        for argument in left.pop().all_input_nodes:
+            base = blocks.base_of(argument)
+            if base in members:
+                chain = list(_chain(argument, base))
+                left += [node for node in chain if node not in reached]
+                reached.update(chain)
+    in_order = sorted(reached, key=position.__getitem__)
+    return in_order if members <= reached and in_order[-1] is root else []
+
+
+def _chain(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
+    """Yield ``node``, what it is a view of, and so on up to ``base``."""
+    yield node
+    while node is not base:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
+    """Say why these nodes, views between members included, cannot be one group; "" if they can."""
+    inside, root = set(members), members[-1]
+    matrix = blocks.matrix_of_result(root)
+    if matrix is None:
+        return f"{root.name} has no rows"
+    for node in members:
+        if graph.phase[node.name] is not graph.phase[root.name]:
+            return f"{node.name} belongs to another phase than {root.name}"
+        if node is not root and any(user not in inside for user in node.users):
+            return f"{node.name} is read outside"
+        if ops.is_view(node.target):
+            if len(node.all_input_nodes) != 1 or not blocks.view_fits(node, blocks.base_of(node), matrix):
+                return f"{node.name} lies otherwise than in rows of {matrix.columns}"
+        elif not blocks.fits(node, matrix):
+            return f"{node.name} does not treat {matrix.rows} rows of {matrix.columns} apart"
+    if blocks.result_steps(root, matrix) != (matrix.columns, 1):
+        return f"{root.name} has another result than rows of {matrix.columns}"
+    return _unfit_operands(graph, members, matrix)
+
+
+def _unfit_operands(graph: TrainGraph, members: Sequence[fx.Node], matrix: Matrix) -> str:
+    inside = set(members)
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in members:
+        for argument in node.all_input_nodes:
+            if argument not in inside:
+                readers.setdefault(argument, []).append(node)
+    steps: list[blocks.Steps | None] = []
+    for argument, users in readers.items():
+        seen = {blocks.operand_steps(user, argument, matrix) for user in users}
+        if len(seen) != 1:
+            return f"{argument.name} is read in two ways"
+        if argument.meta["val"].dim():
+            steps += seen
+    sparse = any(step is None or not all(step) for step in steps)
+    if not blocks.may_block(matrix, graph.threads, broadcast=sparse):
+        return f"{graph.threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"
+    return ""
+
+
+class _Finder:
+    """Finds the group that ends with a node, with a value inside of at least ``least`` bytes."""
+
+    def __init__(self, graph: TrainGraph, least: float) -> None:
+        self.graph, self.least = graph, least
+        self.memory: MemoryModel = build_memory(graph)
+        self.position = positions(graph)
+        self.step = {operator.node: step for step, operator in enumerate(self.memory.operators)}
+        born, dead = lifetimes(self.memory)
+        counted = [storage.index for storage in self.memory.counted]
+        self.lives = dict(zip(counted, zip(born.tolist(), dead.tolist(), strict=True), strict=True))
+        self.live = live_bytes(self.memory)
+        waits = {name for pair in graph.waits.items() for name in pair}
+        self.fixed = {*graph.gradients, *graph.saved, *waits}
+
+    def group(self, root: fx.Node) -> list[fx.Node]:
+        """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
+        if root not in self.step or ops.rule(root.target).rowwise is None:
+            return []
+        matrix = blocks.matrix_of_result(root)
+        if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
+            return []
+        if _unfit(self.graph, [root]):
+            return []
+        members = [root]
+        while (larger := self._larger(members)) is not None:
+            members = larger
+        while len(members) > 1 and self._holds_more(members):
+            members = self._smaller(members)
+        inside = [self._bytes(node) for node in members[:-1] if node in self.step]
+        return members if max(inside, default=0) >= self.least else []
+
+    def _larger(self, members: list[fx.Node]) -> list[fx.Node] | None:
+        """Return the group with one operator more; None if there is none that fits."""
+        inside = set(members)
+        read = dict.fromkeys(argument for node in reversed(members) for argument in node.all_input_nodes)
+        for argument in read:
+            base = blocks.base_of(argument)
+            if argument in inside or base in inside or not self._may_join(base, members[-1]):
+                continue
+            larger = _with_views(members[-1], {node for node in inside if node in self.step} | {base}, self.position)
+            if not _unfit(self.graph, larger):
+                return larger
+        return None
+
+    def _smaller(self, members: list[fx.Node]) -> list[fx.Node]:
+        """Return the group without its first operator."""
+        first = next(node for node in members if node in self.step)
+        left = {node for node in members if node in self.step and node is not first}
+        return _with_views(members[-1], left, self.position)
+
+    def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
+        named = node.name in self.fixed or is_kept(node) or node not in self.step
+        return not named and self.graph.phase[node.name] is self.graph.phase[root.name]
+
+    def _holds_more(self, members: Sequence[fx.Node]) -> bool:
+        """Whether some step would hold more bytes with the group, or the group would read what is written in between.
+
+        It runs in the place of :func:`_place`: there its result may exist earlier, or operands longer than before.
+        """
+        mine = [self.step[node] for node in members if node in self.step]
+        at, begin, end = self.step[_place(members, self.position)], min(mine), max(mine)
+        operands = {self.memory.owner[argument.name, 0] for argument in _operands(members)}
+        if any(operands.intersection(operator.writes) for operator in self.memory.operators[begin:end]):
+            return True
+        more = np.zeros(end + 1 - begin, dtype=np.int64)
+
+        def add(nbytes: Bytes, first: int, last: int) -> None:
+            more[max(first, begin) - begin : max(last, begin) - begin] += nbytes
+
+        for step in mine[:-1]:
+            for birth in self.memory.operators[step].births:
+                add(-self.memory.storages[birth].nbytes, *self.lives[birth])
+        for birth in self.memory.operators[end].births:
+            add(self.memory.storages[birth].nbytes, at, end)
+        for index in operands:
+            if self.memory.storages[index].place is Place.TEMPORARY:
+                born, dead = self.lives[index]
+                others = [use for use in self.memory.uses[index] if use not in mine]
+                now = max([at, born, *others]) + 1
+                add(self.memory.storages[index].nbytes, dead, now)
+                add(-self.memory.storages[index].nbytes, now, dead)
+        inside = np.zeros(len(more), dtype=bool)
+        inside[np.array(mine) - begin] = True
+        return self._own(members, at, int(more[at - begin])) or bool((more[~inside] > 0).any())
+
+    def _own(self, members: Sequence[fx.Node], at: int, more: Bytes) -> bool:
+        """Whether the group, run at step ``at``, holds more than the worst of its members, workspace included."""
+        threads = self.graph.threads
+        before = max(
+            int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
+        )
+        group, _ = fuse(members[-1], members, threads)
+        return int(self.live[at]) + more + group_workspace(group, threads) > before
+
+    def _bytes(self, node: fx.Node) -> Bytes:
+        return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)
+
+
+def _operands(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return what the members read that is not made by one of them, in the order in which they read it."""
+    inside = set(members)
+    return list(dict.fromkeys(a for node in members for a in node.all_input_nodes if a not in inside))
+
+
+def _place(members: Sequence[fx.Node], position: Positions) -> fx.Node:
+    """Return the first member in front of which all operands of the group exist: in its place the group runs."""
+    ready = max((position[argument] for argument in _operands(members)), default=-1)
+    return next(node for node in members if position[node] > ready and not ops.is_view(node.target))

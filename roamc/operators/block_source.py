@@ -1,0 +1,234 @@
+"""The source of a group of operators that runs on blocks of rows: one ``out=`` kernel after the other on each block.
+
+def silu_backward(grad, up, gate, *, out, rows):
+    block_0 = torch.empty((rows, 1024), dtype=torch.float32)
+    grad = grad.as_strided((2048, 1024), (1024, 1)).split(rows)
+    ...
+    for grad, up, gate, out in zip(grad, up, gate, out):
+        if len(out) < rows:
+            block_0 = block_0[:len(out)]
+        mul_out(grad, up, out=block_0)                                  # model.py:31
+        silu_backward_grad_input(block_0, gate, grad_input=out)         # model.py:31
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph import placeholders, source_line
+from roamc.operators import blocks, ops
+from roamc.operators.blocks import Matrix, Steps
+from roamc.operators.kernels import kernel_of
+from roamc.operators.out_variants import FormKind, form_of
+from roamc.units import Bytes
+
+RESERVED = frozenset({"torch", "out", "rows"})
+"""Names that the function uses itself."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The source of one function.
+
+    Attributes:
+        source: defines the function. It takes the arguments of the group, ``out`` for the result, and ``rows``, how
+            many rows a block has.
+        function: its name.
+        constants: global names of the source to objects: torch, kernels, arguments that have no literal form.
+        bytes_per_row: bytes that it allocates for each row of a block.
+    """
+
+    source: str
+    function: str
+    constants: Mapping[str, Any] = field(repr=False)
+    bytes_per_row: Bytes
+
+
+def text_of(name: str, body: fx.Graph, matrix: Matrix) -> Text:
+    """Write the function for ``body``, which calls members and views as :func:`roamc.operators.blocks.fits` has them.
+
+    Args:
+        name: of the function, an FX node's.
+        body: placeholders, members and views with fake values; the output node has the last member's result.
+        matrix: the rows and columns of its operands.
+    """
+    return _Writer(body, matrix).write(name)
+
+
+class _Writer:
+    """Writes one statement for each member; memory of values inside is taken again after their last use."""
+
+    def __init__(self, body: fx.Graph, matrix: Matrix) -> None:
+        self.body, self.matrix = body, matrix
+        self.names: dict[fx.Node, str] = {}
+        self.seen: dict[fx.Node, Steps] = {}
+        self.constants: dict[str, Any] = {"torch": torch}
+        self.free: dict[tuple[torch.dtype, int], list[str]] = {}
+        self.kinds: dict[str, tuple[torch.dtype, int]] = {}
+        self.last = self._last_uses()
+        self.taken: set[str] = set(RESERVED)
+
+    def write(self, name: str) -> Text:
+        function = self._identifier(name)
+        inputs = placeholders(self.body)
+        for node in inputs:
+            self.names[node] = self._identifier(node.name)
+        head = [f"def {function}({', '.join(self.names[node] for node in inputs)}, *, out, rows):"]
+        parted, prepared = self._prepared(inputs)
+        statements: list[str] = []
+        for node in self.body.nodes:
+            if node.op == "call_function" and ops.is_view(node.target):
+                self._view(node)
+            elif node.op == "call_function":
+                statements.append(self._member(node))
+        lines = [*prepared, f"    out = {self._as_matrix('out', (self.matrix.columns, 1))}.split(rows)"]
+        lines += [f"    {block} = {self._empty(kind)}" for block, kind in self.kinds.items()]
+        run_over = ", ".join([*parted, "out"])
+        lines.append(f"    for {run_over} in zip({run_over}):" if parted else "    for out in out:")
+        if self.kinds:
+            lines.append("        if len(out) < rows:")
+            lines += [f"            {block} = {block}[:len(out)]" for block in self.kinds]
+        lines += [f"        {statement}" for statement in statements]
+        each = sum(dtype.itemsize * columns for dtype, columns in self.kinds.values())
+        return Text("\n".join([*head, *lines]) + "\n", function, self.constants, each)
+
+    def _last_uses(self) -> dict[fx.Node, fx.Node]:
+        """Member to the last member that reads its result or a view of it."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.body.nodes:
+            if node.op == "call_function" and not ops.is_view(node.target):
+                for argument in node.all_input_nodes:
+                    last[blocks.base_of(argument)] = node
+        return last
+
+    # -- operands -----------------------------------------------------------------------------------
+
+    def _prepared(self, inputs: list[fx.Node]) -> tuple[list[str], list[str]]:
+        """The names of operands that are split into blocks, and the lines that make matrices of all operands."""
+        parted, lines = [], []
+        for node in inputs:
+            self.seen[node] = row, _ = blocks.input_steps(node, self.matrix)
+            if not node.meta["val"].dim():
+                continue
+            name = self.names[node]
+            lines.append(f"    {name} = {self._as_matrix(name, self.seen[node])}" + (".split(rows)" if row else ""))
+            if row:
+                parted.append(name)
+        return parted, lines
+
+    def _as_matrix(self, name: str, steps: Steps) -> str:
+        shape = self.matrix.rows if steps[0] else 1, self.matrix.columns if steps[1] else 1
+        return f"{name}.as_strided({shape}, {steps})"
+
+    def _operand(self, node: fx.Node, reader: fx.Node) -> str:
+        """The text of an operand: a block, for an operator that takes an element for each row without columns."""
+        return f"{self.names[node]}.view(-1)" if blocks.is_per_row(reader, node) else self.names[node]
+
+    def _literal(self, value: Any, reader: fx.Node) -> str:
+        if isinstance(value, fx.Node):
+            return self._operand(value, reader)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self._literal(item, reader) for item in value)}]"
+        if value is None or isinstance(value, bool | int | str | torch.dtype | torch.memory_format | torch.layout):
+            return repr(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return repr(value)
+        return self._constant("constant", value)
+
+    # -- members --------------------------------------------------------------------------------------
+
+    def _view(self, node: fx.Node) -> None:
+        """Note that a view of a value inside is the same block; one for each row stays so where it is spread out."""
+        base = node.all_input_nodes[0]
+        self.names[node], self.seen[node] = self.names[base], self.seen[base]
+
+    def _member(self, node: fx.Node) -> str:
+        """The statement that runs a member on one block."""
+        form = form_of(node, 1)
+        function: Any = form.overload if form.kind is FormKind.OUT else kernel_of(node.target).function  # type: ignore[union-attr]
+        keyword_of_result = form.arguments[0] if form.kind is FormKind.OUT else "out"
+        steps = blocks.result_steps(node, self.matrix) or (0, 0)
+        arguments = self._arguments(node, steps)
+        self.seen[node], self.names[node] = steps, self._place(node, steps)
+        called = self._constant(_function_name(node, function), function)
+        line = source_line(node)
+        comment = f"  # {line}" if line else ""
+        return f"{called}({', '.join([*arguments, f'{keyword_of_result}={self.names[node]}'])}){comment}"
+
+    def _arguments(self, node: fx.Node, steps: Steps) -> list[str]:
+        """The arguments of a member for one block: dimensions by their place in the matrix, operands in full shape."""
+        rowwise = ops.rule(node.target).rowwise
+        assert rowwise is not None, f"{node.name} is no member"
+        values = [self._literal(value, node) for value in node.args]
+        if rowwise.dim is not None:
+            values[rowwise.dim] = "[-1]" if isinstance(node.args[rowwise.dim], list | tuple) else "-1"
+        if rowwise.keepdim is not None:
+            values[rowwise.keepdim :] = ["True"]
+        elif rowwise.dim is None and not rowwise.per_row and steps[1]:
+            self._spread(node, values)
+        return values + [f"{key}={self._literal(value, node)}" for key, value in node.kwargs.items()]
+
+    def _spread(self, node: fx.Node, values: list[str]) -> None:
+        """Give the first operand the shape of the result where no operand has it, since ``out=`` must fit exactly."""
+        seen = [self.seen[argument] for argument in node.all_input_nodes if argument.meta["val"].dim()]
+        if any(row for row, _ in seen) and any(column for _, column in seen):
+            return
+        at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value.meta["val"].dim())
+        values[at] = f"{values[at]}.expand(len(out), {self.matrix.columns})"
+
+    def _place(self, node: fx.Node, steps: Steps) -> str:
+        """The block that a member writes to: ``out`` for the last, else memory of its own or of what it reads last."""
+        mine = [base for base, reader in self.last.items() if reader is node and self.names[base] in self.kinds]
+        for base in mine:
+            self.free.setdefault(self.kinds[self.names[base]], []).append(self.names[base])
+        if node is blocks.last_member(self.body):
+            return "out"
+        kind = blocks.only_tensor(node).dtype, self.matrix.columns if steps[1] else 1
+        held = {self.names[base] for base in mine if not _may_write_over(node, base)}
+        for block in self.free.get(kind, ()):
+            if block not in held:
+                self.free[kind].remove(block)
+                return block
+        block = self._identifier(f"block_{len(self.kinds)}")
+        self.kinds[block] = kind
+        return block
+
+    def _empty(self, kind: tuple[torch.dtype, int]) -> str:
+        dtype, columns = kind
+        return f"torch.empty((rows, {columns}), dtype={dtype})"
+
+    def _identifier(self, name: str) -> str:
+        while name in self.taken or keyword.iskeyword(name):
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    def _constant(self, name: str, value: Any) -> str:
+        """Enter ``value`` among the constants, and return its name: ``name``, with underscores if that is taken."""
+        known = next((key for key, other in self.constants.items() if other is value), None)
+        if known is None:
+            known = self._identifier(name)
+            self.constants[known] = value
+        return known
+
+
+def _function_name(node: fx.Node, function: Any) -> str:
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return str(function.__name__)
+    return f"{schema.name.removeprefix('aten::').replace('::', '_')}_{schema.overload_name or 'default'}"
+
+
+def _may_write_over(node: fx.Node, base: fx.Node) -> bool:
+    """Whether ``node`` may write its result over the value of ``base`` wherever it reads that value."""
+    places = [at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and blocks.base_of(value) is base]
+    allowed = ops.rule(node.target).overwrites
+    read = sum(blocks.base_of(argument) is base for argument in node.all_input_nodes)
+    return len(places) >= read and all(at in allowed for at in places) and blocks.same_form(node, base)

@@ -1,0 +1,299 @@
+"""Operators that run on blocks of rows, one after the other on each block, so that values between them stay in a cache.
+
+A tensor of a shape such as [16, 128, 384] has 16 x 128 rows of 384 elements. Every operand of a group is seen as a
+matrix of these rows and columns, by two strides:
+
+    (384, 1)   all elements          (1, 0)   one for each row, such as a mean
+    (0, 1)     one for each column   (0, 0)   one for all
+
+An operator whose row of the table has ``rowwise`` gives for a block of rows, bit for bit, what it gives for them among
+all, if vector code meets its elements in the same groups: see :func:`block_rows`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph import output_node, tensors_of
+from roamc.operators import ops
+from roamc.operators.call import tensors_in
+from roamc.operators.out_variants import FormKind, form_of
+from roamc.operators.table import Rowwise
+from roamc.units import Bytes
+
+TOGETHER = 64
+"""Elements: the most that vector code on a CPU works on at a time, 2 registers of 512 bits in 16-bit floats."""
+
+GRAIN = 1 << 15
+"""Elements: torch splits pointwise work among threads only above, see ``at::internal::GRAIN_SIZE``."""
+
+BLOCK_BYTES: Bytes = 1 << 20
+"""Bytes of one value in a block: half of a core's second-level cache, of which operands and results take the rest."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The rows and columns that all operands of a group are seen as.
+
+    Attributes:
+        rows: product of all sizes but the last.
+        columns: the last size.
+    """
+
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+
+Steps = tuple[int, int]
+"""Strides, in elements, from row to row and from column to column; 0 where all rows or columns share elements."""
+
+
+def matrix_of(shape: Sequence[int]) -> Matrix | None:
+    """Return the matrix that a tensor of ``shape`` is seen as; None with less than two rows or two columns."""
+    if len(shape) < 2 or shape[-1] < 2:
+        return None
+    rows = math.prod(shape[:-1])
+    return Matrix(rows, int(shape[-1])) if rows > 1 else None
+
+
+def matrix_of_result(node: fx.Node) -> Matrix | None:
+    """Return the matrix that the result of ``node`` is seen as; None if that is no single tensor, or has no rows."""
+    made = node.meta.get("val")
+    return matrix_of(made.shape) if isinstance(made, torch.Tensor) else None
+
+
+def steps_of(tensor: torch.Tensor, shape: Sequence[int]) -> Steps | None:
+    """Return the strides by which ``tensor``, broadcast to ``shape``, is seen as a matrix.
+
+    Returns:
+        None if its rows do not follow each other at one stride, its columns lie apart, or it cannot be broadcast.
+    """
+    lacking = len(shape) - tensor.dim()
+    if lacking < 0:
+        return None
+    sizes, strides = (1,) * lacking + tuple(tensor.shape), (0,) * lacking + tuple(tensor.stride())
+    if any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+        return None
+    broadcast = [0 if size == 1 else int(stride) for size, stride in zip(sizes, strides, strict=True)]
+    row = _one_stride(shape[:-1], broadcast[:-1])
+    column = broadcast[-1]
+    if row is None or column > 1 or (column and 0 < row < shape[-1]):
+        return None
+    return row, column
+
+
+def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride at which the elements of dimensions follow each other in order; None if it is not the same for all."""
+    found: int | None = None
+    expected = 0
+    for size, stride in reversed(list(zip(sizes, strides, strict=True))):
+        if size == 1:
+            continue
+        if found is None:
+            found = stride
+        elif stride != expected:
+            return None
+        expected = stride * size
+    return found or 0
+
+
+def fits(node: fx.Node, matrix: Matrix) -> bool:
+    """Whether ``node``, a ``call_function`` node, can run on blocks of rows of ``matrix`` and write into given memory.
+
+    Its result is one dense tensor on a CPU with all elements of the matrix, or one for each row.
+    """
+    return result_steps(node, matrix) is not None and _operands_fit(node, matrix)
+
+
+def result_steps(node: fx.Node, matrix: Matrix) -> Steps | None:
+    """Return (columns, 1) for a result with all elements of ``matrix``, (1, 0) for one with an element for each row.
+
+    None if ``node`` does not treat rows apart, or its result is another.
+    """
+    rule, made = ops.rule(node.target), node.meta.get("val")
+    if rule.rowwise is None or not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+        return None
+    if form_of(node, 1).kind not in (FormKind.OUT, FormKind.KERNEL) or made.is_conj() or made.is_neg():
+        return None
+    if not made.is_contiguous() or made.storage_offset() or (rule.rowwise.rank not in (0, made.dim())):
+        return None
+    if rule.rowwise.keepdim is not None:
+        return (1, 0) if _reduces_last(node, matrix) else None
+    if matrix_of(made.shape) == matrix:
+        return (matrix.columns, 1) if _along_last(node, rule.rowwise.dim) else None
+    alone = made.dim() > 1 and made.shape[-1] == 1 and made.numel() == matrix.rows
+    return (1, 0) if alone and rule.rowwise == Rowwise() else None
+
+
+def _along_last(node: fx.Node, position: int | None) -> bool:
+    """Whether the argument at ``position`` names the last dimension; true for None."""
+    if position is None:
+        return True
+    named = node.args[position] if position < len(node.args) else None
+    rank = node.meta["val"].dim()
+    return isinstance(named, int) and named % rank == rank - 1
+
+
+def _reduces_last(node: fx.Node, matrix: Matrix) -> bool:
+    """Whether ``node`` reduces the last dimension of a tensor with all elements of ``matrix``, and no other."""
+    argument = node.args[0]
+    tensor = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    if not isinstance(tensor, torch.Tensor) or matrix_of(tensor.shape) != matrix or len(node.args) < 2:
+        return False
+    dims = node.args[1]
+    return isinstance(dims, list | tuple) and [dim % tensor.dim() for dim in dims] == [tensor.dim() - 1]  # type: ignore[operator]
+
+
+def _operands_fit(node: fx.Node, matrix: Matrix) -> bool:
+    return all(operand_steps(node, argument, matrix) is not None for argument in node.all_input_nodes)
+
+
+def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | None:
+    """Return the strides by which ``node`` sees its argument as a part of ``matrix``; None if it cannot.
+
+    A tensor without dimensions is taken as it is, with (0, 0).
+    """
+    tensor = argument.meta.get("val")
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return None
+    rowwise = ops.rule(node.target).rowwise
+    if rowwise is None or any(argument in tensors_listed(value) for value in node.args):
+        return None
+    if is_per_row(node, argument):
+        return (1, 0) if tensor.numel() == matrix.rows and tensor.is_contiguous() else None
+    if not tensor.dim():
+        return 0, 0
+    if rowwise.keepdim is not None:
+        return steps_of(tensor, tensor.shape)
+    return steps_of(tensor, node.meta["val"].shape)
+
+
+def tensors_listed(value: Any) -> list[fx.Node]:
+    """Return the nodes in an argument that is a list; none of other arguments."""
+    return [item for item in value if isinstance(item, fx.Node)] if isinstance(value, list | tuple) else []
+
+
+def view_fits(view: fx.Node, base: fx.Node, matrix: Matrix) -> bool:
+    """Whether a view of a member's result is seen as that, or as one element for each row spread over the columns.
+
+    Args:
+        view: its only tensor argument is ``base`` or another such view.
+        base: the member.
+        matrix: the rows and columns of the group.
+    """
+    made, steps = view.meta.get("val"), result_steps(base, matrix)
+    if not isinstance(made, torch.Tensor) or made.storage_offset() or made.is_conj() or made.is_neg():
+        return False
+    if steps == (1, 0) and made.numel() == matrix.rows:
+        return made.is_contiguous()
+    return matrix_of(made.shape) == matrix and steps_of(made, made.shape) == steps
+
+
+def is_per_row(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether ``reader`` takes ``node`` as one dimension with an element for each row."""
+    rowwise = ops.rule(reader.target).rowwise
+    return rowwise is not None and node in [reader.args[at] for at in rowwise.per_row if at < len(reader.args)]
+
+
+def input_steps(node: fx.Node, matrix: Matrix) -> Steps:
+    """Return how the members that read ``node``, an input of a group, see it.
+
+    Raises:
+        ValueError: two members see it differently, or one cannot.
+    """
+    seen = {operand_steps(user, node, matrix) for user in node.users if not ops.is_view(user.target)}
+    if len(seen) != 1 or None in seen:
+        raise ValueError(f"{node.name} is seen as {seen}")
+    return seen.pop()  # type: ignore[return-value]
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return what ``node`` is a view of, through any number of views; of other nodes, and views of numbers, itself."""
+    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def last_member(body: fx.Graph) -> fx.Node:
+    """Return the node whose result is the group's."""
+    last: fx.Node = output_node(body).all_input_nodes[0]
+    return last
+
+
+def same_form(node: fx.Node, base: fx.Node) -> bool:
+    """Whether the results of two members have the same dtype, and both an element for each element or each row."""
+    one, other = only_tensor(node), only_tensor(base)
+    return one.dtype == other.dtype and (one.shape[-1:] == other.shape[-1:]) and one.numel() == other.numel()
+
+
+def must_align(nodes: Iterable[fx.Node], matrix: Matrix) -> bool:
+    """Whether blocks have to begin at a multiple of :data:`TOGETHER` rows, for members that work element by element."""
+    for node in nodes:
+        if ops.rule(node.target).rowwise == Rowwise():
+            steps = result_steps(node, matrix)
+            if matrix.columns % TOGETHER or steps == (1, 0):
+                return True
+    return False
+
+
+# -- how many rows ------------------------------------------------------------------------------------------------
+
+
+def same_groups(numel: int, threads: int) -> bool:
+    """Whether every thread begins at a multiple of what vector code works on at a time, in ``numel`` elements."""
+    shared = min(threads, -(-numel // GRAIN))
+    return shared <= 1 or -(-numel // shared) % TOGETHER == 0
+
+
+def may_block(matrix: Matrix, threads: int, *, broadcast: bool) -> bool:
+    """Whether blocks of rows of ``matrix`` have the bits of the whole, run by ``threads`` threads.
+
+    Args:
+        matrix: the rows and columns.
+        threads: torch's number of threads.
+        broadcast: some operand has one element for each row or column: then vector code begins anew with each row.
+    """
+    whole = same_groups(matrix.numel, threads) and same_groups(matrix.rows, threads)
+    parted = min(threads, -(-matrix.numel // GRAIN)) > 1
+    return whole and not (broadcast and parted and matrix.columns % TOGETHER)
+
+
+def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool) -> int:
+    """Return how many rows one block has: about :data:`BLOCK_BYTES`, so that each thread begins where it may.
+
+    Never such that one row is left for the last block, since torch adds up one row in another order than several.
+
+    Args:
+        matrix: the rows and columns.
+        itemsize: bytes of an element.
+        threads: torch's number of threads.
+        aligned: blocks begin at a multiple of :data:`TOGETHER` rows; without it at any row.
+    """
+    unit = threads * (TOGETHER if aligned else 1)
+    rows = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit)) * unit
+    rows += unit if rows == 1 else 0
+    while rows < matrix.rows and matrix.rows % rows == 1:
+        rows += unit
+    return min(rows, matrix.rows)
+
+
+def widest(nodes: Iterable[fx.Node]) -> int:
+    """Return the bytes of the largest element among the results of ``nodes``; 1 without tensors."""
+    return max((t.itemsize for node in nodes for _, t in tensors_of(node)), default=1)
+
+
+def only_tensor(node: fx.Node) -> torch.Tensor:
+    """Return the single fake tensor that ``node`` stands for."""
+    (tensor,) = tensors_in(node.meta["val"])
+    return tensor

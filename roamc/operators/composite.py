@@ -1,0 +1,19 @@
+"""What a target is that stands for several operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Composite:
+    """A target that stands for several operators, which run as one. It knows itself what tables say of operators.
+
+    Attributes:
+        title: what is shown and hashed in the place of an operator's qualified name; the same in every process.
+        rule: the :class:`roamc.operators.ops.OpRule` that follows from the operators.
+        kernel: the :class:`roamc.operators.kernels.Kernel` that writes its results into planned memory.
+    """
+
+    title: str
+    rule: Any
+    kernel: Any

@@ -1,0 +1,227 @@
+"""A group of operators as one: what a node calls that stands for several.
+
+    before                                   after
+    mul_50        = mul(grad, up)            silu_backward = fused(grad, up, gate)
+    silu_backward = silu_backward(mul_50, gate)
+
+Values inside a group have no storage: on a CPU a group runs as ATen's own ``out=`` kernels over blocks of rows, with
+the values inside in memory for one block, so that every element has the bits that the operators give one after the
+other. No compiler is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import fake_mode_of
+from roamc.graph import placeholders, source_line
+from roamc.operators import blocks, ops
+from roamc.operators.block_source import Text, text_of
+from roamc.operators.blocks import Matrix
+from roamc.operators.composite import Composite
+from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.kinds import FUSED
+from roamc.operators.kernels import CPU_ONLY, Kernel
+from roamc.operators.ops import OpRule
+from roamc.operators.schemas import name_of
+from roamc.units import Bytes
+
+
+@dataclass(frozen=True)
+class Member:
+    """One operator of a group.
+
+    Attributes:
+        name: of its node in the graph that was captured.
+        operator: qualified name of what it calls.
+        line: the user's line that it comes from, as ``file.py:line``; "" if that is not known.
+    """
+
+    name: str
+    operator: str
+    line: str
+
+
+@dataclass(frozen=True, eq=False)
+class Fused(Composite):
+    """A group of operators with one result: the target of a node whose arguments are what the group reads.
+
+    Attributes:
+        name: name of the member whose result is the group's.
+        body: an FX graph. Placeholders in the order of the arguments; ``call_function`` nodes with fake results, views
+            included; an output node with the result.
+        matrix: the rows and columns that its operands are seen as.
+        threads: torch's number of threads that its blocks are planned for.
+    """
+
+    name: str
+    body: fx.Graph = field(repr=False)
+    matrix: Matrix
+    threads: int
+
+    def __post_init__(self) -> None:
+        """Give the object the name that FX prints."""
+        object.__setattr__(self, "__name__", f"fused_{self.name}")
+
+    @functools.cached_property
+    def members(self) -> tuple[Member, ...]:
+        """The operators, in the order in which they run on each block; views are left out."""
+        return tuple(Member(node.name, name_of(node.target), source_line(node)) for node in self.nodes)
+
+    @functools.cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the members in ``body``."""
+        called = (node for node in self.body.nodes if node.op == "call_function")
+        return tuple(node for node in called if not ops.is_view(node.target))
+
+    @functools.cached_property
+    def rule(self) -> OpRule:
+        """What the planner must know of the group, which follows from its members."""
+        return OpRule(overwrites=self._overwrites(), shape_of=self._shape_of(), cost=Cost(FUSED))
+
+    def _overwrites(self) -> tuple[int, ...]:
+        """The arguments over which the result may be written: seen as the result is, and read before it is written.
+
+        The last member alone writes the result; what others read of a block has been read by then.
+        """
+        last = self.nodes[-1]
+        taken = {node for at, node in enumerate(last.args) if at not in ops.rule(last.target).overwrites}
+        taken.update(last.kwargs.values())
+        bases = {blocks.base_of(node) for node in taken if isinstance(node, fx.Node)}
+        made = blocks.only_tensor(last)
+        return tuple(
+            at
+            for at, node in enumerate(placeholders(self.body))
+            if node not in bases and _same_geometry(node.meta["val"], made)
+        )
+
+    def _shape_of(self) -> tuple[int, ...]:
+        """The arguments of which every member that reads them needs the shape alone."""
+        return tuple(at for at, node in enumerate(placeholders(self.body)) if _only_shape(node))
+
+    @functools.cached_property
+    def title(self) -> str:  # type: ignore[override]
+        """The names of the operators, such as ``fused(mul.Tensor, silu_backward)``."""
+        called = (member.operator.removeprefix("aten.").removesuffix(".default") for member in self.members)
+        return f"fused({', '.join(called)})"
+
+    # -- how it runs --------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def text(self) -> Text:
+        """The source of the function that runs the group, see :mod:`roamc.operators.block_source`."""
+        return text_of(f"fused_{self.name}", self.body, self.matrix)
+
+    def block_rows(self, threads: int) -> int:
+        """Return how many rows one block has where torch has so many ``threads``."""
+        itemsize = blocks.widest(self.nodes)
+        return blocks.block_rows(self.matrix, itemsize, threads, aligned=blocks.must_align(self.nodes, self.matrix))
+
+    def block_bytes(self, threads: int) -> Bytes:
+        """Return the bytes of the values inside the group that exist at one time."""
+        return self.text.bytes_per_row * self.block_rows(threads)
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., None]:
+        namespace: dict[str, Any] = dict(self.text.constants)
+        exec(compile(self.text.source, f"<{self.title}>", "exec"), namespace)
+        function: Callable[..., None] = namespace[self.text.function]
+        return function
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """:meth:`write`, as a kernel."""
+        return Kernel(self.write, CPU_ONLY)
+
+    def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
+
+        An argument that lies otherwise in memory than in the body is copied first.
+        """
+        lie = [given if _as_expected(given, node) else _laid_out(given, node) for given, node in self._pairs(args)]
+        self._run(*lie, out=out, rows=self.block_rows(max(self.threads, torch.get_num_threads())))
+
+    def _pairs(self, args: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each argument with the fake tensor of the body that it stands for."""
+        return zip(args, self._expected, strict=True)
+
+    @functools.cached_property
+    def _expected(self) -> tuple[torch.Tensor, ...]:
+        return tuple(blocks.only_tensor(node) for node in placeholders(self.body))
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """Return the result for the arguments ``args``; on fake tensors, what the body gives for them."""
+        if any(fake_mode_of(tensor) is not None for tensor in args):
+            result: torch.Tensor = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+            return result
+        made = blocks.only_tensor(self.nodes[-1])
+        out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+        self.write(*args, out=out)
+        return out
+
+
+def _same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether both have the same dtype and cover the same elements of their storages, in rows of one length."""
+    return (tensor.dtype, tensor.shape, tensor.stride()) == (made.dtype, made.shape, made.stride())
+
+
+def _as_expected(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a tensor has the shape and the strides of the one that is expected, but for dimensions of one element."""
+    if tensor.stride() == expected.stride() and tensor.shape == expected.shape:
+        return True
+    strides = zip(tensor.shape, tensor.stride(), expected.stride(), strict=False)
+    return tensor.shape == expected.shape and all(size < 2 or one == other for size, one, other in strides)
+
+
+def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``tensor`` with the strides of ``expected``: one element where a dimension is expanded."""
+    for dim, stride in enumerate(expected.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if not stride and tensor.shape[dim] else tensor
+    made = torch.empty_strided(tensor.shape, expected.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor).expand(expected.shape)
+
+
+def _only_shape(node: fx.Node) -> bool:
+    """Whether every reader of ``node``, a placeholder of a body, needs only its shape."""
+    for user in node.users:
+        at = [position for position, argument in enumerate(user.args) if argument is node]
+        if not at or any(position not in ops.rule(user.target).shape_of for position in at):
+            return False
+    return bool(node.users)
+
+
+def fuse(root: fx.Node, members: Sequence[fx.Node], threads: int) -> tuple[Fused, list[fx.Node]]:
+    """Make a group of nodes of a graph.
+
+    Args:
+        root: the member whose result is the group's; its shape says how operands are seen.
+        members: all nodes of the group in graph order, views between members included; the last is ``root``.
+        threads: torch's number of threads.
+
+    Returns:
+        The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.
+
+    Raises:
+        ValueError: the result of ``root`` is no tensor of rows.
+    """
+    body = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inside = set(members)
+    read = dict.fromkeys(a for node in members for a in node.all_input_nodes if a not in inside)
+    for argument in read:
+        copies[argument] = body.placeholder(argument.name)
+        copies[argument].meta["val"] = argument.meta["val"]
+    for node in members:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+        copies[node].name = node.name
+    body.output(copies[root])
+    matrix = blocks.matrix_of_result(root)
+    if matrix is None:
+        raise ValueError(f"{root.name} has no rows")
+    return Fused(root.name, body, matrix, threads), list(read)

@@ -1,0 +1,42 @@
+"""Which operators of a plan run as one, and the bytes that no longer exist because of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from roamc.graph import TrainGraph, operators
+from roamc.operators.blocks import only_tensor
+from roamc.operators.fused import Fused
+from roamc.report.origin import origin, parameter_names
+from roamc.units import Bytes
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The groups that end at one line of the model and are made of the same operators, such as one per layer.
+
+    Attributes:
+        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
+        count: number of groups.
+        nbytes: bytes of the values inside, which have no storage.
+    """
+
+    source: str
+    operators: str
+    count: int
+    nbytes: Bytes
+
+
+def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
+    """Return the groups of a planned graph by line of the model and operators, those with most bytes inside first."""
+    names = parameter_names(graph)
+    found: dict[tuple[str, str], Grouped] = {}
+    for node in operators(graph.graph):
+        if not isinstance(node.target, Fused):
+            continue
+        key = origin(node, graph.phase[node.name], names), node.target.title
+        inside = sum(made.numel() * made.itemsize for made in map(only_tensor, node.target.nodes[:-1]))
+        before = found.get(key, Grouped(*key, 0, 0))
+        found[key] = replace(before, count=before.count + 1, nbytes=before.nbytes + inside)
+    return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))

@@ -1,0 +1,285 @@
+"""Pass fuse: which operators run as one, what stays whole, what is refused, and that no bit and no peak is worse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import roamc
+from roamc.errors import PlanError, VerifyError
+from roamc.graph import Phase, TrainGraph, copied, value_flow, verify
+from roamc.graph.memory import build_memory, lifetimes, live_bytes, timeline
+from roamc.graph.value_numbers import Numbers
+from roamc.operators import blocks
+from roamc.operators.fused import Fused
+from roamc.options import Options
+from roamc.passes import fuse
+from roamc.passes.fuse import Decision, Effort
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.models import make
+from tests.random_graphs import random_model
+
+aten = torch.ops.aten
+X = torch.randn(16, 64)
+WHOLE = (
+    *("columns", "alternate", "running", "softmax down", "sum down", "random"),
+    *("0-dim", "vector", "row", "column", "no rows", "no columns", "sign"),
+)
+MODELS = ("gpt2", "llama", "bert", "resnet50", "nanogpt-dropout")
+
+
+@pytest.fixture(autouse=True)
+def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of the smallest tensors as well, in blocks of a few rows."""
+    monkeypatch.setattr(fuse, "EFFORT", Effort(least_bytes=1, least_share=0.0))
+    monkeypatch.setattr(fuse, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
+
+
+def groups(function: Callable[..., Any], *inputs: Any, phases: str = "") -> tuple[tuple[str, ...], ...]:
+    graph = traced(function, *inputs, phases=phases)
+    decision = fuse.decide(graph, Options())
+    fuse.apply(graph, decision)
+    return decision.groups
+
+
+def fused(graph: TrainGraph) -> TrainGraph:
+    return fuse.apply(graph, fuse.decide(graph, Options()))
+
+
+def peak(graph: TrainGraph) -> int:
+    return int(live_bytes(build_memory(graph)).max(initial=0))
+
+
+def group_node(graph: TrainGraph) -> Any:
+    return next(node for node in graph.graph.nodes if isinstance(node.target, Fused))
+
+
+def test_a_chain_whose_values_nobody_else_reads_is_one_group() -> None:
+    assert groups(lambda x, y: (x * y).sin() + y, X, X) == (("mul", "sin", "add"),)
+
+
+def test_a_value_that_is_read_twice_inside_one_group_is_inside() -> None:
+    def step(x: Tensor) -> Tensor:
+        inner = x.exp()
+        return inner * inner.mean(-1, keepdim=True) + inner
+
+    assert groups(step, X) == (("exp", "mean", "mul", "add"),)
+
+
+def test_a_value_that_is_returned_is_no_value_inside() -> None:
+    assert groups(lambda x: ((inner := x.sin()), inner.exp()), X) == ()
+
+
+def test_a_value_that_a_product_reads_is_no_value_inside() -> None:
+    def step(x: Tensor) -> Tensor:
+        inner = x * 2
+        return (inner @ x.t()).sum() + inner.exp().sin().sum()
+
+    assert groups(step, X) == (("exp", "sin"),)
+
+
+def test_rows_of_views_and_casts_are_followed() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        wide = (x.view(4, 4, 64) * 2).view(16, 64).double()
+        return wide * y
+
+    assert groups(step, X, X.double()) == (("mul", "_to_copy", "mul_1"),)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x: (x.t() * 2).t().contiguous() + 1, (X,)),
+        (lambda x: (x[::2] * 2).sum(0).exp(), (X,)),
+        (lambda x: x.cumsum(0).exp(), (X,)),
+        (lambda x: torch.softmax(x * 2, 0) @ x.t(), (X,)),
+        (lambda x: (x * 2).sum(0) + 1, (X,)),
+        (lambda x: (torch.rand_like(x) @ x.t()).exp(), (X,)),
+        (lambda x: (x * 2).exp(), (torch.ones(()),)),
+        (lambda x: (x * 2).exp(), (torch.ones(64),)),
+        (lambda x: (x * 2).exp(), (torch.ones(16, 1),)),
+        (lambda x: (x * 2).exp(), (torch.ones(1, 64),)),
+        (lambda x: (x * 2).exp(), (torch.ones(0, 64),)),
+        (lambda x: (x * 2).exp(), (torch.ones(16, 0),)),
+        (lambda x: aten.threshold_backward(x, x.t() @ x @ x.t(), 0).exp(), (torch.randn(16, 16),)),
+    ],
+    ids=WHOLE,
+)
+def test_what_does_not_treat_rows_apart_stays(function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    assert groups(function, *inputs) == ()
+
+
+def test_groups_end_at_the_boundary_of_a_phase() -> None:
+    assert groups(lambda x: (x * 2).exp().sin().cos(), X, phases="FFBB") == (("mul", "exp"), ("sin", "cos"))
+
+
+def written_between(x: Tensor, y: Tensor) -> Tensor:
+    inner = x * 2
+    x.add_(1)
+    return inner + y
+
+
+def test_a_group_does_not_read_what_was_written_since() -> None:
+    assert groups(written_between, X, X) == ()
+
+
+def test_a_group_that_does_is_found_by_the_judge() -> None:
+    graph = traced(written_between, X, X)
+    start = value_flow.read(graph, Numbers())
+    changed = fuse.apply(graph, Decision((("mul", "add"),)))
+    late = next(node for node in changed.graph.nodes if node.name == "add_")
+    late.append(group_node(changed))
+    with pytest.raises(VerifyError, match="add"):
+        value_flow.check(changed, start, "fuse")
+
+
+def test_operands_are_not_held_until_a_late_one_is_there() -> None:
+    """Two operands would wait for the product in the place of one value."""
+
+    def step(x: Tensor, late: Tensor) -> Tensor:
+        inner = (x @ x.t()) * (x @ x.t()).sin()
+        return inner + late @ late.t()
+
+    graph = traced(step, X, X)
+    assert fuse.decide(graph, Options()).groups == (("sin", "mul"),)
+
+
+def test_a_group_runs_as_soon_as_its_operands_are_there() -> None:
+    def step(x: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        inner = x.sin() * up
+        other = x @ weight
+        return other, aten.silu_backward(inner, up)
+
+    graph = fused(traced(step, X, X, torch.randn(64, 64)))
+    assert [node.name for node in graph.graph.nodes if node.op == "call_function"] == ["silu_backward", "mm"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("mul", "nothing"), "no operators mul, nothing"),
+        ((), r"no operators \(none\)"),
+        (("mul", "mul"), "no operators mul, mul"),
+        (("mm", "exp"), "do not lead to one result"),
+        (("exp", "sum_1"), "sum_1 has no rows"),
+        (("cumsum", "sin_1"), "does not treat 16 rows of 64 apart"),
+        (("exp", "mul"), "do not lead to one result"),
+        (("mul", "exp", "sin"), "do not lead to one result"),
+        (("cos", "neg"), "belongs to another phase"),
+        (("mul", "exp_1"), "mul is read outside"),
+    ],
+)
+def test_a_decision_that_does_not_fit_is_refused(names: tuple[str, ...], said: str) -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        first = x * 2
+        return first @ x.t(), first.exp().sum(-1), x.sin(), x.cos().neg(), first.exp(), x.cumsum(0).sin()
+
+    graph = traced(step, X)
+    with pytest.raises(PlanError, match=said):
+        fuse.apply(graph.replace(phase={**graph.phase, "neg": Phase.BACKWARD}), Decision((names,)))
+
+
+def test_a_group_whose_member_is_exchanged_is_found_by_the_judge() -> None:
+    graph = traced(lambda x, y: (x * y).sin() + y, X, X)
+    start = value_flow.read(graph, Numbers())
+    changed = fused(graph)
+    value_flow.check(changed, start, "fuse")
+    next(node for node in group_node(changed).target.body.nodes if node.name == "sin").target = aten.cos.default
+    with pytest.raises(VerifyError, match="add"):
+        value_flow.check(changed, start, "fuse")
+
+
+def test_a_group_that_gives_another_shape_is_found_by_the_judge() -> None:
+    graph = fused(traced(lambda x, y: (x * y).sin() + y, X, X))
+    verify.check_graph(graph, "fuse", deep=True)
+    node = group_node(graph)
+    node.meta["val"] = node.meta["val"].double()
+    with pytest.raises(VerifyError, match="float64"):
+        verify.check_graph(graph, "fuse", deep=True)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_graphs_give_the_same_bits_at_no_higher_peak(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    before, start, kept = peak(graph), value_flow.read(graph, Numbers()), verify.constraints(graph)
+    torch.manual_seed(seed)
+    wanted, _ = run_real(graph, clones(inputs))
+    changed = fused(graph)
+    verify.check_graph(changed, "fuse", kept, deep=True)
+    value_flow.check(changed, start, "fuse")
+    assert peak(changed) <= before
+    torch.manual_seed(seed)
+    assert_same(run_real(changed, clones(inputs))[0], wanted, f"seed {seed}")
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50"])
+def test_fusing_twice_is_fusing_once(name: str, route: str) -> None:
+    graph = fused(model_graph(name, route)[0])
+    assert fuse.decide(graph, Options()).groups == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [None, "70%", "min"])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_have_the_bits_of_steps_without_groups(name: str, budget: str | None, dtype: torch.dtype) -> None:
+    """Loss and parameters after three steps; every program is judged, and some group of each runs."""
+    results = []
+    for disable in ((), ("fuse",)):
+        torch.manual_seed(0)
+        model, batch, loss = make(name, dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = roamc.train_step(model, loss, optimizer, strict=True, memory_budget=budget, disable=disable)
+        plan = step.plan(*batch)
+        assert bool(plan.decisions.get("fuse", {"groups": ()})["groups"]) is not bool(disable)
+        results.append([*(step(*batch) for _ in range(3)), *model.parameters(), *model.buffers()])
+    assert_same(*results, said=name)
+
+
+def test_a_plan_with_groups_comes_back_from_its_text() -> None:
+    graph, _ = model_graph("gpt2", "step")
+    plan = search.run(copied(graph), Options()).plan
+    assert plan.decisions["fuse"]["groups"]
+    again = search.run(copied(graph), Options(), Plan.from_json(plan.to_json()))
+    assert again.plan.decisions == plan.decisions
+
+
+class Words(nn.Module):
+    """Tied logits over 96 words, a size that no other tensor has in its last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(96, 32), nn.Linear(32, 32)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.inner(self.table(words)) @ self.table.weight.t()
+
+
+def of_next_words(model: nn.Module, words: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+
+
+def test_one_tensor_of_tokens_and_words_is_alive_at_a_time() -> None:
+    """Log-probabilities and their gradient take the memory of the logits, one after the other."""
+    graph, _ = graph_and_inputs(Words(), (torch.randint(96, (4, 40)),), of_next_words, "step")
+    memory = build_memory(search.run(graph, Options()).graph)
+    large = np.array([storage.nbytes == 160 * 96 * 4 for storage in memory.counted], dtype=np.int64)
+    assert large.any()
+    assert timeline(large, *lifetimes(memory), len(memory.operators)).max() == 1
+
+
+def test_small_values_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "EFFORT", Effort())
+    assert groups(lambda x, y: (x * y).sin() + y, X, X) == ()
+    large = torch.randn(1024, 4096)
+    assert groups(lambda x, y: (x * y).sin() + y, large, large) == (("mul", "sin", "add"),)
