@@ -179,8 +179,7 @@ def _unfit_operands(graph: TrainGraph, members: Sequence[fx.Node], matrix: Matri
         seen = {blocks.operand_steps(user, argument, matrix) for user in users}
         if len(seen) != 1:
             return f"{argument.name} is read in two ways"
-        if argument.meta["val"].dim():
-            steps += seen
+        steps += seen - {blocks.AS_IT_IS}
     sparse = any(step is None or not all(step) for step in steps)
     if not blocks.may_block(matrix, graph.threads, broadcast=sparse):
         return f"{graph.threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"

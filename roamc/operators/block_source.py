@@ -115,7 +115,7 @@ class _Writer:
         parted, lines = [], []
         for node in inputs:
             self.seen[node] = row, _ = blocks.input_steps(node, self.matrix)
-            if not node.meta["val"].dim():
+            if self.seen[node] == blocks.AS_IT_IS:
                 continue
             name = self.names[node]
             lines.append(f"    {name} = {self._as_matrix(name, self.seen[node])}" + (".split(rows)" if row else ""))
@@ -177,10 +177,10 @@ class _Writer:
 
     def _spread(self, node: fx.Node, values: list[str]) -> None:
         """Give the first operand the shape of the result where no operand has it, since ``out=`` must fit exactly."""
-        seen = [self.seen[argument] for argument in node.all_input_nodes if argument.meta["val"].dim()]
-        if any(row for row, _ in seen) and any(column for _, column in seen):
+        seen = {node: self.seen[node] for node in node.all_input_nodes if self.seen[node] != blocks.AS_IT_IS}
+        if any(row for row, _ in seen.values()) and any(column for _, column in seen.values()):
             return
-        at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value.meta["val"].dim())
+        at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value in seen)
         values[at] = f"{values[at]}.expand(len(out), {self.matrix.columns})"
 
     def _place(self, node: fx.Node, steps: Steps) -> str:

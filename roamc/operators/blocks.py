@@ -58,6 +58,9 @@ class Matrix:
 Steps = tuple[int, int]
 """Strides, in elements, from row to row and from column to column; 0 where all rows or columns share elements."""
 
+AS_IT_IS: Steps = (-1, -1)
+"""In the place of strides: an operand that is no part of the matrix, and that an operator takes as it is."""
+
 
 def matrix_of(shape: Sequence[int]) -> Matrix | None:
     """Return the matrix that a tensor of ``shape`` is seen as; None with less than two rows or two columns."""
@@ -162,7 +165,7 @@ def _operands_fit(node: fx.Node, matrix: Matrix) -> bool:
 def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | None:
     """Return the strides by which ``node`` sees its argument as a part of ``matrix``; None if it cannot.
 
-    A tensor without dimensions is taken as it is, with (0, 0).
+    It is :data:`AS_IT_IS` for a tensor without dimensions and one that is the same for all rows.
     """
     tensor = argument.meta.get("val")
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
@@ -172,11 +175,17 @@ def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | N
         return None
     if is_per_row(node, argument):
         return (1, 0) if tensor.numel() == matrix.rows and tensor.is_contiguous() else None
-    if not tensor.dim():
-        return 0, 0
-    if rowwise.keepdim is not None:
-        return steps_of(tensor, tensor.shape)
-    return steps_of(tensor, node.meta["val"].shape)
+    if not tensor.dim() or _among(node, argument, rowwise.whole):
+        return AS_IT_IS
+    if rowwise == Rowwise():
+        return steps_of(tensor, node.meta["val"].shape)
+    seen = steps_of(tensor, tensor.shape) if matrix_of(tensor.shape) == matrix else None
+    return seen if seen is not None and all(seen) else None
+
+
+def _among(node: fx.Node, argument: fx.Node, positions: Sequence[int]) -> bool:
+    """Whether ``argument`` is an argument of ``node`` at one of ``positions``."""
+    return any(at < len(node.args) and node.args[at] is argument for at in positions)
 
 
 def tensors_listed(value: Any) -> list[fx.Node]:
@@ -203,7 +212,7 @@ def view_fits(view: fx.Node, base: fx.Node, matrix: Matrix) -> bool:
 def is_per_row(reader: fx.Node, node: fx.Node) -> bool:
     """Whether ``reader`` takes ``node`` as one dimension with an element for each row."""
     rowwise = ops.rule(reader.target).rowwise
-    return rowwise is not None and node in [reader.args[at] for at in rowwise.per_row if at < len(reader.args)]
+    return rowwise is not None and _among(reader, node, rowwise.per_row)
 
 
 def input_steps(node: fx.Node, matrix: Matrix) -> Steps:

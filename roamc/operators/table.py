@@ -56,12 +56,14 @@ class Rowwise:
         keepdim: position of the flag that keeps this dimension in the result, with size 1; None if the result has the
             shape of the arguments.
         per_row: positions of the arguments that have one element for each row.
+        whole: positions of the arguments that are the same for all rows, such as weights of classes.
         rank: the only number of dimensions for which this holds; 0 for any.
     """
 
     dim: int | None = None
     keepdim: int | None = None
     per_row: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
     rank: int = 0
 
 
@@ -216,7 +218,7 @@ ROWS: dict[str, Row] = {
     "aten::_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
     "aten::_log_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
     "aten::_to_copy": Row(rowwise=Rowwise()),
-    "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), rank=2)),
+    "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), whole=(3, 6), rank=2)),
     **dict.fromkeys(
         ["aten::sum.dim_IntList", "aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))
     ),

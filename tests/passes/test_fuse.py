@@ -278,6 +278,46 @@ def test_one_tensor_of_tokens_and_words_is_alive_at_a_time() -> None:
     assert timeline(large, *lifetimes(memory), len(memory.operators)).max() == 1
 
 
+LOSSES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "weights": {"weight": torch.rand(96)},
+    "weights, none": {"weight": torch.rand(96), "reduction": "none"},
+    "smooth": {"label_smoothing": 0.1},
+    "ignored": {"ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("rows", [96, 160])  # as many as classes, and more
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_every_kind_have_the_bits_of_eager(name: str, dtype: torch.dtype, rows: int) -> None:
+    settings = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in LOSSES[name].items()}
+    x, labels = torch.randn(rows, 32).to(dtype), torch.randint(96, (rows,))
+
+    def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        made = F.cross_entropy(model(x), labels, **settings)
+        return (made * torch.linspace(0.5, 1.5, rows, dtype=dtype)).sum() if made.dim() else made
+
+    results = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 96).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if planned:
+            step = roamc.train_step(model, loss, optimizer, strict=True)
+            groups = step.plan(x, labels).decisions["fuse"]["groups"]
+            assert any("nll_loss_backward" in group for group in groups) is ("none" not in name)
+            found = step(x, labels)
+        else:
+            found = loss(model, x, labels)
+            found.backward()
+            optimizer.step()
+        results.append([found.detach(), *model.parameters()])
+    assert_same(*results, said=name)
+
+
 def test_small_values_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "EFFORT", Effort())
     assert groups(lambda x, y: (x * y).sin() + y, X, X) == ()
