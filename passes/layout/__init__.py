@@ -4,9 +4,9 @@
     checks:   every temporary has one place; offsets are multiples of the alignment; no two storages that live at the
               same step overlap; the peak is what offsets and lives say (:mod:`roamc.graph.verify`)
 
-:mod:`roamc.passes.layout.placement` says which storages may stay with the allocator, :mod:`roamc.solvers.layout.trim`
-which pages of the arena are trimmed: given back to the system while nothing lies there.
-:mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one
+:mod:`roamc.passes.layout.placement` says which storages may stay with the allocator; on a CPU
+:mod:`roamc.passes.layout.trims` which pages of the arena are trimmed: given back to the system while nothing lies
+there. :mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one
 with the lowest peak.
 """
 

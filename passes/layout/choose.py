@@ -15,10 +15,9 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
-from roamc.graph.memory import Int64s, most_alive
+from roamc.graph.memory import most_alive
 from roamc.options import Options
-from roamc.passes.layout.eager import Bools
-from roamc.passes.layout.effort import Effort
+from roamc.passes.layout import trims
 from roamc.passes.layout.placement import (
     Placement,
     Table,
@@ -27,13 +26,11 @@ from roamc.passes.layout.placement import (
     excess,
     is_above,
     outside_live,
-    outsides,
     peak,
     placements,
 )
 from roamc.solvers.layout import LayoutSolution, make_problem, solve, validate
-from roamc.solvers.layout.effort import LARGE_PAGE
-from roamc.solvers.layout.trim import Room, Trimming, trimmed, trimmings, untrimmed
+from roamc.solvers.layout.trim import Trimming, trimmed
 from roamc.units import Bytes
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
@@ -108,81 +105,30 @@ def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> I
         if not shrinks or peak(arena) < table.effort.trim.least_bytes:
             yield cost(placement.total // 2, placement, table.effort), placement
             continue
-        between = _moments(table, placement)
+        between = trims.moments(table, placement)
         highest = sum(peak(arena) + peak(outside) for outside in between)
         lowest = sum(peak(np.append(arena, 0) + outside) for outside in between)
-        trims = (highest - lowest) // 2 // table.effort.trim_price
-        yield cost(lowest // 2, placement, table.effort) + trims, placement
-
-
-def _moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
-    """Bytes outside the arena at each of the n operators, and between this step and the next: int64[n + 1].
-
-    One array for each way in which the caller may behave, see :func:`outsides`. With ``torch.compile`` the optimizer
-    runs between steps; it is taken to need as much again as the caller's gradients, but not more than the step does
-    anyway. For arenas too small to be trimmed this guess is left out.
-    """
-    arena = arena_live(table, placement.with_allocator)
-    if peak(arena) < table.effort.trim.least_bytes:
-        return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, placement.with_allocator))
-    gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
-    found = []
-    for outside in outsides(table, placement.with_allocator):
-        inside = outside + table.workspace
-        found.append(np.append(inside, min(2 * gradients, peak(arena + inside))))
-    return tuple(found)
+        price = (highest - lowest) // 2 // table.effort.trim_price
+        yield cost(lowest // 2, placement, table.effort) + price, placement
 
 
 def _laid_out(
     table: Table, placement: Placement, alignment: Bytes, options: Options, *, shrinks: bool
 ) -> Iterator[Laid]:
     """The layout of ``placement`` without trims, and then with each choice of trims."""
-    inside = ~table.foreign & ~placement.with_allocator
     solution = _solve(table, placement, alignment, options)
-    room = Room(
-        arena_bytes=int(solution.arena_bytes),
-        offset=solution.offset,
-        size=table.padded[inside],
-        born=table.born[inside],
-        dead=table.dead[inside],
-        outsides=_moments(table, placement),
-    )
+    arena = int(solution.arena_bytes)
     outside = outside_live(table, placement.with_allocator)
     alive = most_alive(table.born, table.dead, table.steps)
-    for trimming in trimmings(room, table.effort.trim) if shrinks else (untrimmed(room),):
-        tensors = room.arena_bytes - trimmed(trimming.ranges, table.steps)[:-1] + outside
+    for trimming in trims.choices(table, placement, solution, shrinks=shrinks):
+        tensors = arena - trimmed(trimming.ranges, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
         needed += objects(needed, alive)
         if trimming.ranges:
-            needed = max(needed, taken(table, inside, room.arena_bytes, outside, keeps=options.keeps_arena))
-        price = cost(trimming.total // 2, placement, table.effort) + _price(trimming, table.effort)
+            inside = ~table.foreign & ~placement.with_allocator
+            needed = max(needed, trims.taken(table, inside, arena, outside, keeps=options.keeps_arena))
+        price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
         yield Laid(placement, solution, trimming, peak(tensors), needed, price)
-
-
-def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, keeps: bool) -> Bytes:
-    """Return bytes while an arena with trims is taken: all of it, aligned to a large page, before parts are trimmed.
-
-    An arena without saved storages, idle between forward and backward, is taken anew there if idle arenas are freed.
-
-    Args:
-        table: the graph's storages.
-        inside: which lie in the arena.
-        arena_bytes: its size.
-        outside: bytes outside at every step.
-        keeps: idle arenas are kept.
-    """
-    waits = bool((table.saved & inside).any())
-    beside = int(outside[table.boundary]) if table.boundary and not waits and not keeps else 0
-    return beside + arena_bytes + LARGE_PAGE
-
-
-def _price(trimming: Trimming, effort: Effort) -> Bytes:
-    """The price of trims, in bytes of peak."""
-    if not trimming.ranges:
-        return 0
-    small = trimming.trimmed_bytes - trimming.large
-    pages = trimming.large // effort.trim_price + small // effort.small_trim_price
-    return trimming.total // 2 // effort.trim_share + pages
 
 
 def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:

@@ -9,7 +9,7 @@ import torch
 from roamc.graph import TrainGraph
 from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
 from roamc.options import Options
-from roamc.passes.layout import choose
+from roamc.passes.layout import trims
 from roamc.passes.layout.effort import EFFORT
 from roamc.passes.layout.placement import (
     Placement,
@@ -79,7 +79,7 @@ def test_an_arena_that_is_taken_again_for_backward_lies_beside_what_is_saved(idl
     for placement in placements(table):
         outside = outside_live(table, placement.with_allocator)
         inside = ~table.foreign & ~placement.with_allocator
-        needed = choose.taken(table, inside, 8 << 20, outside, keeps=keeps)
+        needed = trims.taken(table, inside, 8 << 20, outside, keeps=keeps)
         again = idle == "free" and "sin" in names_of(graph, placement)
         # sin, the loss, and what step 2 makes outside the arena
         assert needed == (8 << 20) + LARGE_PAGE + (int(outside[2]) if again else 0)
