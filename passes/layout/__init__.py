@@ -6,8 +6,8 @@
 
 :mod:`roamc.passes.layout.placement` says which storages may stay with the allocator; on a CPU
 :mod:`roamc.passes.layout.trims` which pages of the arena are trimmed: given back to the system while nothing lies
-there. :mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes the one
-with the lowest peak.
+there. :mod:`roamc.passes.layout.choose` lays several of these choices out with :mod:`roamc.solvers.layout` and takes
+the one with the lowest peak.
 """
 
 from __future__ import annotations
