@@ -149,7 +149,7 @@ def _chain(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
 def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
     """Say why these nodes, views between members included, cannot be one group; "" if they can."""
     inside, root = set(members), members[-1]
-    matrix = blocks.matrix_of_result(root)
+    matrix = blocks.matrix_of_node(root)
     if matrix is None:
         return f"{root.name} has no rows"
     for node in members:
@@ -162,8 +162,6 @@ def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
                 return f"{node.name} lies otherwise than in rows of {matrix.columns}"
         elif not blocks.fits(node, matrix):
             return f"{node.name} does not treat {matrix.rows} rows of {matrix.columns} apart"
-    if blocks.result_steps(root, matrix) != (matrix.columns, 1):
-        return f"{root.name} has another result than rows of {matrix.columns}"
     return _unfit_operands(graph, members, matrix)
 
 
@@ -205,7 +203,7 @@ class _Finder:
         """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
         if root not in self.step or ops.rule(root.target).rowwise is None:
             return []
-        matrix = blocks.matrix_of_result(root)
+        matrix = blocks.matrix_of_node(root)
         if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
             return []
         if _unfit(self.graph, [root]):

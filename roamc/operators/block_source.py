@@ -88,7 +88,8 @@ class _Writer:
                 self._view(node)
             elif node.op == "call_function":
                 statements.append(self._member(node))
-        lines = [*prepared, f"    out = {self._as_matrix('out', (self.matrix.columns, 1))}.split(rows)"]
+        result = self.seen[blocks.last_member(self.body)]
+        lines = [*prepared, f"    out = {self._as_matrix('out', result)}.split(rows)"]
         lines += [f"    {block} = {self._empty(kind)}" for block, kind in self.kinds.items()]
         run_over = ", ".join([*parted, "out"])
         lines.append(f"    for {run_over} in zip({run_over}):" if parted else "    for out in out:")

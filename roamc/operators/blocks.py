@@ -70,9 +70,14 @@ def matrix_of(shape: Sequence[int]) -> Matrix | None:
     return Matrix(rows, int(shape[-1])) if rows > 1 else None
 
 
-def matrix_of_result(node: fx.Node) -> Matrix | None:
-    """Return the matrix that the result of ``node`` is seen as; None if that is no single tensor, or has no rows."""
-    made = node.meta.get("val")
+def matrix_of_node(node: fx.Node) -> Matrix | None:
+    """Return the matrix that ``node`` works on: its result, or what it reduces along rows.
+
+    None if the result is no single tensor, or there are no rows.
+    """
+    rowwise, made = ops.rule(node.target).rowwise, node.meta.get("val")
+    if rowwise is not None and rowwise.keepdim is not None and isinstance(node.args[0], fx.Node):
+        made = made if not isinstance(made, torch.Tensor) else node.args[0].meta.get("val")
     return matrix_of(made.shape) if isinstance(made, torch.Tensor) else None
 
 

@@ -200,7 +200,7 @@ def fuse(root: fx.Node, members: Sequence[fx.Node], threads: int) -> tuple[Fused
     """Make a group of nodes of a graph.
 
     Args:
-        root: the member whose result is the group's; its shape says how operands are seen.
+        root: the member whose result is the group's; it says how operands are seen.
         members: all nodes of the group in graph order, views between members included; the last is ``root``.
         threads: torch's number of threads.
 
@@ -221,7 +221,7 @@ def fuse(root: fx.Node, members: Sequence[fx.Node], threads: int) -> tuple[Fused
         copies[node] = body.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
     body.output(copies[root])
-    matrix = blocks.matrix_of_result(root)
+    matrix = blocks.matrix_of_node(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")
     return Fused(root.name, body, matrix, threads), list(read)

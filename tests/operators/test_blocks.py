@@ -152,6 +152,8 @@ def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int,
         (lambda x, y: (x > y).to(x.dtype) * y, (x, y)),
         (lambda x, y: (x.float() * y).to(x.dtype), (x, draw(columns).float())),
         (lambda x, y: (x * y).amax(-1, keepdim=True) - x, (x, y)),
+        (lambda x, y: (x * y).mean(-1), (x, y)),
+        (lambda x, y: (x * y + 1).sum(2, keepdim=True), (x, y)),
     ]
     for function, inputs in cases:
         group, order = group_of(function, *inputs, threads=threads)
