@@ -115,7 +115,7 @@ def positions(graph: TrainGraph) -> Positions:
 
 def _rewrite(graph: TrainGraph, members: list[fx.Node], position: Positions) -> None:
     root = members[-1]
-    group, read = fuse(root, members, graph.threads)
+    group, read = fuse(root, members)
     place = _place(members, position)
     if place is not root:
         place.prepend(root)
@@ -179,7 +179,8 @@ def _unfit_operands(graph: TrainGraph, members: Sequence[fx.Node], matrix: Matri
             return f"{argument.name} is read in two ways"
         steps += seen - {blocks.AS_IT_IS}
     sparse = any(step is None or not all(step) for step in steps)
-    if not blocks.may_block(matrix, graph.threads, broadcast=sparse):
+    called = [node for node in members if not ops.is_view(node.target)]
+    if not blocks.may_block(called, matrix, graph.threads, broadcast=sparse):
         return f"{graph.threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"
     return ""
 
@@ -276,7 +277,7 @@ class _Finder:
         before = max(
             int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
         )
-        group, _ = fuse(members[-1], members, threads)
+        group, _ = fuse(members[-1], members)
         return int(self.live[at]) + more + group_workspace(group, threads) > before
 
     def _bytes(self, node: fx.Node) -> Bytes:

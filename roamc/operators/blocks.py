@@ -270,14 +270,19 @@ def same_groups(numel: int, threads: int) -> bool:
     return shared <= 1 or -(-numel // shared) % TOGETHER == 0
 
 
-def may_block(matrix: Matrix, threads: int, *, broadcast: bool) -> bool:
+def may_block(nodes: Iterable[fx.Node], matrix: Matrix, threads: int, *, broadcast: bool) -> bool:
     """Whether blocks of rows of ``matrix`` have the bits of the whole, run by ``threads`` threads.
 
+    Operators that work row by row have them in any case.
+
     Args:
+        nodes: the members.
         matrix: the rows and columns.
         threads: torch's number of threads.
         broadcast: some operand has one element for each row or column: then vector code begins anew with each row.
     """
+    if not any(ops.rule(node.target).rowwise == Rowwise() for node in nodes):
+        return True
     whole = same_groups(matrix.numel, threads) and same_groups(matrix.rows, threads)
     parted = min(threads, -(-matrix.numel // GRAIN)) > 1
     return whole and not (broadcast and parted and matrix.columns % TOGETHER)

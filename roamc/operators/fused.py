@@ -57,13 +57,11 @@ class Fused(Composite):
         body: an FX graph. Placeholders in the order of the arguments; ``call_function`` nodes with fake results, views
             included; an output node with the result.
         matrix: the rows and columns that its operands are seen as.
-        threads: torch's number of threads that its blocks are planned for.
     """
 
     name: str
     body: fx.Graph = field(repr=False)
     matrix: Matrix
-    threads: int
 
     def __post_init__(self) -> None:
         """Give the object the name that FX prints."""
@@ -119,9 +117,20 @@ class Fused(Composite):
         return text_of(f"fused_{self.name}", self.body, self.matrix)
 
     def block_rows(self, threads: int) -> int:
-        """Return how many rows one block has where torch has so many ``threads``."""
+        """Return how many rows one block has where torch has so many ``threads``.
+
+        It is all of them where torch's threads would share the whole operators in another way than blocks.
+        """
+        if not blocks.may_block(self.nodes, self.matrix, threads, broadcast=self._broadcasts):
+            return self.matrix.rows
         itemsize = blocks.widest(self.nodes)
         return blocks.block_rows(self.matrix, itemsize, threads, aligned=blocks.must_align(self.nodes, self.matrix))
+
+    @functools.cached_property
+    def _broadcasts(self) -> bool:
+        """Whether some operand has one element for each row or column."""
+        seen = (blocks.input_steps(node, self.matrix) for node in placeholders(self.body))
+        return any(not all(steps) for steps in seen)
 
     def block_bytes(self, threads: int) -> Bytes:
         """Return the bytes of the values inside the group that exist at one time."""
@@ -145,7 +154,7 @@ class Fused(Composite):
         An argument that lies otherwise in memory than in the body is copied first.
         """
         lie = [given if _as_expected(given, node) else _laid_out(given, node) for given, node in self._pairs(args)]
-        self._run(*lie, out=out, rows=self.block_rows(max(self.threads, torch.get_num_threads())))
+        self._run(*lie, out=out, rows=self.block_rows(torch.get_num_threads()))
 
     def _pairs(self, args: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each argument with the fake tensor of the body that it stands for."""
@@ -196,13 +205,12 @@ def _only_shape(node: fx.Node) -> bool:
     return bool(node.users)
 
 
-def fuse(root: fx.Node, members: Sequence[fx.Node], threads: int) -> tuple[Fused, list[fx.Node]]:
+def fuse(root: fx.Node, members: Sequence[fx.Node]) -> tuple[Fused, list[fx.Node]]:
     """Make a group of nodes of a graph.
 
     Args:
         root: the member whose result is the group's; it says how operands are seen.
         members: all nodes of the group in graph order, views between members included; the last is ``root``.
-        threads: torch's number of threads.
 
     Returns:
         The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.
@@ -224,4 +232,4 @@ def fuse(root: fx.Node, members: Sequence[fx.Node], threads: int) -> tuple[Fused
     matrix = blocks.matrix_of_node(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")
-    return Fused(root.name, body, matrix, threads), list(read)
+    return Fused(root.name, body, matrix), list(read)

@@ -34,7 +34,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def group_of(function: Callable[..., Tensor], *inputs: Tensor, threads: int = 1) -> tuple[Fused, tuple[int, ...]]:
+def group_of(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Fused, tuple[int, ...]]:
     """All operators of a function as one group; for each argument of the group, which input of the function it is."""
     graph = traced(function, *inputs).graph
     nodes = operators(graph)
@@ -42,7 +42,7 @@ def group_of(function: Callable[..., Tensor], *inputs: Tensor, threads: int = 1)
     assert matrix is not None
     for node in nodes:
         assert ops.is_view(node.target) or blocks.fits(node, matrix), node.name
-    group, read = fuse(nodes[-1], nodes, threads)
+    group, read = fuse(nodes[-1], nodes)
     return group, tuple(placeholders(graph).index(node) for node in read)
 
 
@@ -73,35 +73,34 @@ SHAPES = ((300, 64), (97, 33), (40, 500), (7, 3, 70), (2, 1024), (640, 2))
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", UNARY)
-def test_unary_operators_have_the_bits_of_the_whole(name: str, dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_unary_operators_have_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(len(name))
     for shape in (*SHAPES, (4096, 64)):
         x = (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-        check(lambda x: called(name)(x), (x,), threads)
+        check(lambda x: called(name)(x), (x,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BINARY)
-def test_binary_operators_have_the_bits_of_the_whole(name: str, dtype: torch.dtype, threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_binary_operators_have_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None:
     """With operands of all elements, one for each row, one for each column, and one for all."""
     generator = torch.Generator().manual_seed(len(name))
     for shape in (*SHAPES, (4096, 64)):
         x, y = ((2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype) for _ in range(2))
         for other in (y, y[..., :1].contiguous(), y.flatten(0, -2)[0].contiguous(), y.flatten()[0].clone(), y[..., :1]):
-            check(lambda x, y: called(name)(x, y), (x, other), threads)
+            check(lambda x, y: called(name)(x, y), (x, other))
 
 
-def check(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], threads: int) -> None:
-    """A group of one operator, if it may run on blocks, gives what the operator gives."""
+def check(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    """A group of one operator gives what the operator gives."""
     graph = traced(function, *inputs)
     nodes = operators(graph.graph)
     matrix = matrix_of(inputs[0].shape)
     if len(nodes) != 1 or matrix is None or not blocks.fits(nodes[0], matrix):
         return  # operators that torch traces as several, or has no kernel for that dtype with out=
-    sparse = any(tensor.dim() and steps_of(tensor, inputs[0].shape) != (matrix.columns, 1) for tensor in inputs)
-    if not blocks.may_block(matrix, threads, broadcast=sparse):
-        return
-    group, _ = fuse(nodes[0], nodes, threads)
+    group, _ = fuse(nodes[0], nodes)
     assert same_bits(group(*inputs), function(*inputs)), (tuple(inputs[0].shape), inputs[0].dtype)
 
 
@@ -135,7 +134,8 @@ def row_statistics(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("columns", [64, 50, 257])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int, threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int) -> None:
     generator = torch.Generator().manual_seed(columns)
 
     def draw(*shape: int) -> Tensor:
@@ -156,9 +156,7 @@ def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int,
         (lambda x, y: (x * y + 1).sum(2, keepdim=True), (x, y)),
     ]
     for function, inputs in cases:
-        group, order = group_of(function, *inputs, threads=threads)
-        if not blocks.may_block(group.matrix, threads, broadcast=True):
-            continue  # torch's threads would begin elsewhere in the whole
+        group, order = group_of(function, *inputs)
         assert same_bits(group(*(inputs[at] for at in order)), function(*inputs)), group.title
 
 
@@ -174,7 +172,7 @@ def test_backward_of_cross_entropy_never_has_the_dense_gradient(dtype: torch.dty
             aten.nll_loss_backward(grad, logs, target, None, 1, -100, total), logs, 1, logs.dtype
         )
 
-    group, _ = group_of(both, logs, target, grad, total, threads=threads)
+    group, _ = group_of(both, logs, target, grad, total)
     wanted = both(logs, target, grad, total)
     assert same_bits(group(grad, logs, target, total), wanted)
     assert group.block_bytes(threads) < logs.numel() * logs.itemsize / 5
@@ -256,3 +254,13 @@ def test_blocks_cover_all_rows_and_leave_none_alone(seed: int) -> None:
     assert rows > 1
     if aligned and rows < matrix.rows:
         assert rows % (blocks.TOGETHER * threads) == 0
+
+
+def test_whole_operators_run_where_threads_would_begin_elsewhere() -> None:
+    x = torch.randn(301, 257)
+    group, _ = group_of(lambda x: torch.sigmoid(x) * x, x)
+    assert group.block_rows(1) < 301
+    assert group.block_rows(2) == 301
+    assert group.block_bytes(2) == x.nbytes
+    softmax, _ = group_of(lambda x: aten._softmax_backward_data(torch.softmax(x, 1), x, 1, x.dtype), x)
+    assert softmax.block_rows(2) < 301
