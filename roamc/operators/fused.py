@@ -80,8 +80,11 @@ class Fused(Composite):
 
     @functools.cached_property
     def rule(self) -> OpRule:
-        """What the planner must know of the group, which follows from its members."""
-        return OpRule(overwrites=self._overwrites(), shape_of=self._shape_of(), cost=Cost(FUSED))
+        """What the planner must know of the group, which follows from its members.
+
+        It needs the elements of all arguments: :meth:`write` would lay out whole what stands for a shape alone.
+        """
+        return OpRule(overwrites=self._overwrites(), cost=Cost(FUSED))
 
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: seen as the result is, and read before it is written.
@@ -98,10 +101,6 @@ class Fused(Composite):
             for at, node in enumerate(placeholders(self.body))
             if node not in bases and _same_geometry(node.meta["val"], made)
         )
-
-    def _shape_of(self) -> tuple[int, ...]:
-        """The arguments of which every member that reads them needs the shape alone."""
-        return tuple(at for at, node in enumerate(placeholders(self.body)) if _only_shape(node))
 
     @functools.cached_property
     def title(self) -> str:  # type: ignore[override]
@@ -194,15 +193,6 @@ def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         tensor = tensor.narrow(dim, 0, 1) if not stride and tensor.shape[dim] else tensor
     made = torch.empty_strided(tensor.shape, expected.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor).expand(expected.shape)
-
-
-def _only_shape(node: fx.Node) -> bool:
-    """Whether every reader of ``node``, a placeholder of a body, needs only its shape."""
-    for user in node.users:
-        at = [position for position, argument in enumerate(user.args) if argument is node]
-        if not at or any(position not in ops.rule(user.target).shape_of for position in at):
-            return False
-    return bool(node.users)
 
 
 def fuse(root: fx.Node, members: Sequence[fx.Node]) -> tuple[Fused, list[fx.Node]]:

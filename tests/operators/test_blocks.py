@@ -264,3 +264,14 @@ def test_whole_operators_run_where_threads_would_begin_elsewhere() -> None:
     assert group.block_bytes(2) == x.nbytes
     softmax, _ = group_of(lambda x: aten._softmax_backward_data(torch.softmax(x, 1), x, 1, x.dtype), x)
     assert softmax.block_rows(2) < 301
+
+
+def test_no_smaller_form_stands_for_what_a_group_reads() -> None:
+    """One member needs the shape alone; a stand-in of one element would be laid out whole in the step."""
+
+    def both(logs: Tensor, target: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+        return aten.nll_loss_backward(grad, logs, target, None, 1, -100, total) * 2
+
+    logs = torch.randn(203, 64)
+    group, _ = group_of(both, logs, torch.randint(0, 64, (203,)), torch.tensor(0.5), torch.tensor(3.0))
+    assert ops.needs(group, ()) == {}
