@@ -1,14 +1,16 @@
 """The source of a group of operators that runs on blocks of rows: one ``out=`` kernel after the other on each block.
 
-def silu_backward(grad, up, gate, *, out, rows):
-    block_0 = torch.empty((rows, 1024), dtype=torch.float32)
-    grad = grad.as_strided((2048, 1024), (1024, 1)).split(rows)
-    ...
-    for grad, up, gate, out in zip(grad, up, gate, out):
-        if len(out) < rows:
-            block_0 = block_0[:len(out)]
-        mul_out(grad, up, out=block_0)                                  # model.py:31
-        silu_backward_grad_input(block_0, gate, grad_input=out)         # model.py:31
+    def silu_backward(grad, up, gate, *, out, rows):
+        block_0 = torch.empty((rows, 1024), dtype=torch.float32)
+        grad = grad.as_strided((2048, 1024), (1024, 1)).split(rows)
+        ...
+        for grad, up, gate, out in zip(grad, up, gate, out):
+            if len(out) < rows:
+                block_0 = block_0[:len(out)]
+            mul_out(grad, up, out=block_0)                                  # model.py:31
+            silu_backward_grad_input(block_0, gate, grad_input=out)         # model.py:31
+
+Every statement calls ATen's own kernel or one of :mod:`roamc.operators.kernels`, so nothing is compiled.
 """
 
 from __future__ import annotations
