@@ -44,6 +44,8 @@ def cp_sat(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    # CP-SAT would leave SIGINT with the system's default: from then on Ctrl-C would end the process without a word.
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = max(node_limit / effort.cp_sat_unit_nodes, 0.01)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)

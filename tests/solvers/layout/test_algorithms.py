@@ -1,6 +1,9 @@
 """Every heuristic gives a valid layout that is no lower than the bound."""
 
 import random
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -207,3 +210,19 @@ def test_best_fit_raises_a_stretch_in_which_nothing_fits() -> None:
     offset = best_fit(problem).tolist()
     assert is_valid(problem, offset)
     assert arena_bytes(problem, np.array(offset)) == lower_bound(problem) == 32
+
+
+def test_ctrl_c_still_interrupts_after_cp_sat() -> None:
+    script = """
+        import signal
+        from roamc.solvers.layout.cp_sat import cp_sat
+        from roamc.solvers.layout.problem import make_problem
+
+        cp_sat(make_problem([4, 4, 8], [0, 1, 2], [2, 3, 4], 1), floor=8, roof=16, node_limit=1000, seconds=None)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "interrupted\n"), ran.stderr

@@ -53,6 +53,7 @@ def checkmate(problem: RetainProblem, budget: int) -> float | None:
     model.minimize(sum(cost[i] * run[t][i] for t in range(n) for i in range(t)))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process from then on
     solver.parameters.max_deterministic_time = 20
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
