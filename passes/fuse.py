@@ -24,8 +24,8 @@ from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
 from roamc.operators import blocks, ops
-from roamc.operators.blocks import Matrix
-from roamc.operators.fused import fuse
+from roamc.operators.fused import Fused, fuse
+from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
 from roamc.units import Bytes
 
@@ -66,10 +66,8 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Group operators from the last to the first; none but on a CPU, where the kernels are there that groups run."""
-    profile = load_profile(main_device(graph), options.profile)
-    share = EFFORT.least_share * (graph.eager_bytes or 0)
-    finder = _Finder(graph, max(EFFORT.least_bytes, min(profile.cache_bytes, share)))
+    """Group operators from the last to the first: on a CPU those of large values, on a GPU all that print."""
+    finder = _Finder(graph, _least_bytes(graph, options), fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []
     taken: set[fx.Node] = set()
     for node in reversed(operators(graph.graph)):
@@ -78,6 +76,15 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
             taken.update(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
     return Decision(tuple(reversed(found)))
+
+
+def _least_bytes(graph: TrainGraph, options: Options) -> float:
+    """Bytes of the largest value inside a group at least."""
+    device = main_device(graph)
+    if device.type == "cuda":
+        return 1
+    share = EFFORT.least_share * (graph.eager_bytes or 0)
+    return max(EFFORT.least_bytes, min(load_profile(device, options.profile).cache_bytes, share))
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -115,7 +122,7 @@ def positions(graph: TrainGraph) -> Positions:
 
 def _rewrite(graph: TrainGraph, members: list[fx.Node], position: Positions) -> None:
     root = members[-1]
-    group, read = fuse(root, members)
+    group, read = fuse(root, members, _kind(graph))
     place = _place(members, position)
     if place is not root:
         place.prepend(root)
@@ -149,7 +156,8 @@ def _chain(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
 def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
     """Say why these nodes, views between members included, cannot be one group; "" if they can."""
     inside, root = set(members), members[-1]
-    matrix = blocks.matrix_of_node(root)
+    kind = _kind(graph)
+    matrix = kind.frame(root)
     if matrix is None:
         return f"{root.name} has no rows"
     for node in members:
@@ -157,39 +165,19 @@ def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
             return f"{node.name} belongs to another phase than {root.name}"
         if node is not root and any(user not in inside for user in node.users):
             return f"{node.name} is read outside"
-        if ops.is_view(node.target):
-            if len(node.all_input_nodes) != 1 or not blocks.view_fits(node, blocks.base_of(node), matrix):
-                return f"{node.name} lies otherwise than in rows of {matrix.columns}"
-        elif not blocks.fits(node, matrix):
-            return f"{node.name} does not treat {matrix.rows} rows of {matrix.columns} apart"
-    return _unfit_operands(graph, members, matrix)
+    return kind.misfit(members, matrix, graph.threads)
 
 
-def _unfit_operands(graph: TrainGraph, members: Sequence[fx.Node], matrix: Matrix) -> str:
-    inside = set(members)
-    readers: dict[fx.Node, list[fx.Node]] = {}
-    for node in members:
-        for argument in node.all_input_nodes:
-            if argument not in inside:
-                readers.setdefault(argument, []).append(node)
-    steps: list[blocks.Steps | None] = []
-    for argument, users in readers.items():
-        seen = {blocks.operand_steps(user, argument, matrix) for user in users}
-        if len(seen) != 1:
-            return f"{argument.name} is read in two ways"
-        steps += seen - {blocks.AS_IT_IS}
-    sparse = any(step is None or not all(step) for step in steps)
-    called = [node for node in members if not ops.is_view(node.target)]
-    if not blocks.may_block(called, matrix, graph.threads, broadcast=sparse):
-        return f"{graph.threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"
-    return ""
+def _kind(graph: TrainGraph) -> type[Fused]:
+    """How groups run on the device of ``graph``."""
+    return FusedKernel if main_device(graph).type == "cuda" else Fused
 
 
 class _Finder:
     """Finds the group that ends with a node, with a value inside of at least ``least`` bytes."""
 
-    def __init__(self, graph: TrainGraph, least: float) -> None:
-        self.graph, self.least = graph, least
+    def __init__(self, graph: TrainGraph, least: float, *, fast: bool) -> None:
+        self.graph, self.least, self.fast, self.kind = graph, least, fast, _kind(graph)
         self.memory: MemoryModel = build_memory(graph)
         self.position = positions(graph)
         self.step = {operator.node: step for step, operator in enumerate(self.memory.operators)}
@@ -202,9 +190,9 @@ class _Finder:
 
     def group(self, root: fx.Node) -> list[fx.Node]:
         """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
-        if root not in self.step or ops.rule(root.target).rowwise is None:
+        if root not in self.step or not self.kind.fits_numerics(root, fast=self.fast):
             return []
-        matrix = blocks.matrix_of_node(root)
+        matrix = self.kind.frame(root)
         if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
             return []
         if _unfit(self.graph, [root]):
@@ -238,6 +226,7 @@ class _Finder:
 
     def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
         named = node.name in self.fixed or is_kept(node) or node not in self.step
+        named = named or not self.kind.fits_numerics(node, fast=self.fast)
         return not named and self.graph.phase[node.name] is self.graph.phase[root.name]
 
     def _holds_more(self, members: Sequence[fx.Node]) -> bool:
@@ -277,7 +266,7 @@ class _Finder:
         before = max(
             int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
         )
-        group, _ = fuse(members[-1], members)
+        group, _ = fuse(members[-1], members, self.kind)
         return int(self.live[at]) + more + group_workspace(group, threads) > before
 
     def _bytes(self, node: fx.Node) -> Bytes:

@@ -77,7 +77,7 @@ def _group_seconds(node: fx.Node, group: Fused, profile: DeviceProfile) -> Secon
         max(traffic(member).total / profile.cache_bandwidth, _per(elements(member), rates, kind_of(member), member))
         for member in group.nodes
     )
-    return profile.overhead * len(group.nodes) + max(inside, _move_seconds(traffic(node).total, profile))
+    return profile.overhead * group.launches + max(inside, _move_seconds(traffic(node).total, profile))
 
 
 def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:

@@ -78,6 +78,39 @@ class Fused(Composite):
         called = (node for node in self.body.nodes if node.op == "call_function")
         return tuple(node for node in called if not ops.is_view(node.target))
 
+    # -- which operators fit ----------------------------------------------------------------------------
+
+    @staticmethod
+    def frame(root: fx.Node) -> Matrix | None:
+        """Return the rows and columns of a group that ends with ``root``; None if that can end none."""
+        return None if ops.rule(root.target).rowwise is None else blocks.matrix_of_node(root)
+
+    @staticmethod
+    def fits_numerics(node: fx.Node, *, fast: bool) -> bool:
+        """Whether ``node`` has the bits in a group that it has alone, or other last bits are allowed: ``fast``."""
+        return True
+
+    @staticmethod
+    def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
+        """Say why these nodes, views between members included, cannot run as one; "" if they can."""
+        for node in members:
+            if ops.is_view(node.target):
+                if len(node.all_input_nodes) != 1 or not blocks.view_fits(node, blocks.base_of(node), matrix):
+                    return f"{node.name} lies otherwise than in rows of {matrix.columns}"
+            elif not blocks.fits(node, matrix):
+                return f"{node.name} does not treat {matrix.rows} rows of {matrix.columns} apart"
+        return _misfit_of_operands(members, matrix, threads)
+
+    @functools.cached_property
+    def exact(self) -> bool:
+        """Whether the result has the bits of the operators run one after the other."""
+        return all(self.fits_numerics(node, fast=False) for node in self.nodes)
+
+    @property
+    def launches(self) -> int:
+        """How many kernels run for each block."""
+        return len(self.nodes)
+
     @functools.cached_property
     def rule(self) -> OpRule:
         """What the planner must know of the group, which follows from its members.
@@ -152,8 +185,11 @@ class Fused(Composite):
 
         An argument that lies otherwise in memory than in the body is copied first.
         """
-        lie = [given if _as_expected(given, node) else _laid_out(given, node) for given, node in self._pairs(args)]
-        self._run(*lie, out=out, rows=self.block_rows(torch.get_num_threads()))
+        self._run(*self.laid_out(args), out=out, rows=self.block_rows(torch.get_num_threads()))
+
+    def laid_out(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the arguments; copies of those that lie otherwise in memory than in the body."""
+        return [given if _as_expected(given, node) else _laid_out(given, node) for given, node in self._pairs(args)]
 
     def _pairs(self, args: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each argument with the fake tensor of the body that it stands for."""
@@ -195,12 +231,33 @@ def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor).expand(expected.shape)
 
 
-def fuse(root: fx.Node, members: Sequence[fx.Node]) -> tuple[Fused, list[fx.Node]]:
+def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
+    inside = set(members)
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in members:
+        for argument in node.all_input_nodes:
+            if argument not in inside:
+                readers.setdefault(argument, []).append(node)
+    steps: list[blocks.Steps | None] = []
+    for argument, users in readers.items():
+        seen = {blocks.operand_steps(user, argument, matrix) for user in users}
+        if len(seen) != 1:
+            return f"{argument.name} is read in two ways"
+        steps += seen - {blocks.AS_IT_IS}
+    sparse = any(step is None or not all(step) for step in steps)
+    called = [node for node in members if not ops.is_view(node.target)]
+    if not blocks.may_block(called, matrix, threads, broadcast=sparse):
+        return f"{threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"
+    return ""
+
+
+def fuse(root: fx.Node, members: Sequence[fx.Node], kind: type[Fused] = Fused) -> tuple[Fused, list[fx.Node]]:
     """Make a group of nodes of a graph.
 
     Args:
         root: the member whose result is the group's; it says how operands are seen.
         members: all nodes of the group in graph order, views between members included; the last is ``root``.
+        kind: how the group runs.
 
     Returns:
         The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.
@@ -219,7 +276,7 @@ def fuse(root: fx.Node, members: Sequence[fx.Node]) -> tuple[Fused, list[fx.Node
         copies[node] = body.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
     body.output(copies[root])
-    matrix = blocks.matrix_of_node(root)
+    matrix = kind.frame(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")
-    return Fused(root.name, body, matrix), list(read)
+    return kind(root.name, body, matrix), list(read)

@@ -1,0 +1,183 @@
+"""Which elements of its operands a kernel reads: the elements of a group numbered in one way, operands by strides.
+
+A group works on all elements of one matrix, numbered row by row. A pointwise operator may see the same numbers as
+another shape, [2048, 1024] for [16, 128, 1024]: the order of the numbers is the same. Operands that lie in memory in
+another order, or are expanded, are read by their strides.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.graph import tensors_of
+from roamc.operators import ops
+from roamc.operators.blocks import Matrix
+
+Dims = tuple[tuple[int, int], ...]
+"""Sizes and strides in elements, from the outermost dimension to the innermost; those of one element are left out."""
+
+
+class Reach(enum.Enum):
+    """For which elements of the matrix a value differs: ALL, or one for each ROW, each COLUMN, or ONE for all."""
+
+    ALL = "all"
+    ROW = "row"
+    COLUMN = "column"
+    ONE = "one"
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a kernel reads an operand, or writes the result.
+
+    Attributes:
+        dims: sizes and strides; a stride of 0 where elements are shared.
+        columns: of the matrix.
+    """
+
+    dims: Dims
+    columns: int
+
+    @property
+    def reach(self) -> Reach:
+        """Where the elements that are read differ."""
+        parts = self.parts
+        if parts is None:
+            return Reach.ALL if any(stride for _, stride in self.dims) else Reach.ONE
+        rows, columns = (any(stride for _, stride in part) for part in parts)
+        return {(1, 1): Reach.ALL, (1, 0): Reach.ROW, (0, 1): Reach.COLUMN, (0, 0): Reach.ONE}[rows, columns]
+
+    @property
+    def parts(self) -> tuple[Dims, Dims] | None:
+        """The dimensions that lead from row to row, and those within a row; None if one dimension does both."""
+        inner: list[tuple[int, int]] = []
+        outer = list(self.dims)
+        inside = 1
+        while inside < self.columns and outer:
+            size, stride = outer.pop()
+            if size * inside > self.columns:
+                if self.columns % inside or size % (self.columns // inside):
+                    return None
+                within = self.columns // inside
+                outer.append((size // within, stride * within))
+                size = within
+            inner.insert(0, (size, stride))
+            inside *= size
+        return tuple(outer), tuple(inner)
+
+    def offset(self, *, rows: bool) -> str:
+        """Return the text of the place in memory, in elements from the operand's first.
+
+        Args:
+            rows: the kernel knows ``row`` and ``column``; else ``index`` alone, the number of the element.
+        """
+        parts = self.parts
+        if not rows:
+            return _place(self.dims, "index")
+        if parts is None:
+            return _place(self.dims, f"(row * {self.columns} + column)")
+        places = [_place(part, name) for part, name in zip(parts, ("row", "column"), strict=True)]
+        return " + ".join(place for place in places if place != "0") or "0"
+
+    @property
+    def last(self) -> int:
+        """The largest offset in elements."""
+        return sum((size - 1) * stride for size, stride in self.dims)
+
+
+def _place(dims: Dims, number: str) -> str:
+    terms = []
+    inside = 1
+    for position, (size, stride) in reversed(list(enumerate(_merged(dims)))):
+        text = number if inside == 1 else f"{number} // {inside}"
+        text += f" % {size}" if position else ""
+        if stride:
+            terms.insert(0, (f"({text})" if " " in text and stride != 1 else text) + (f" * {stride}" if stride != 1 else ""))
+        inside *= size
+    return " + ".join(terms) or "0"
+
+
+def _merged(dims: Dims) -> Dims:
+    """Join neighbours whose elements follow each other at one stride."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    return tuple(merged)
+
+
+def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Access | None:
+    """Return how ``tensor``, broadcast to ``shape``, is read; None if it cannot be broadcast."""
+    lacking = len(shape) - tensor.dim()
+    sizes = (1,) * max(lacking, 0) + tuple(tensor.shape)
+    if lacking < 0 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+        return None
+    strides = (0,) * lacking + tuple(tensor.stride())
+    seen = ((int(wanted), int(stride) if size > 1 else 0) for size, wanted, stride in zip(sizes, shape, strides, strict=True))
+    return Access(_merged(tuple((size, stride) for size, stride in seen if size > 1)), columns)
+
+
+def frame_of(node: fx.Node) -> Matrix | None:
+    """Return the matrix of the group that ends with ``node``: of its result, or of what it reduces along rows.
+
+    None if that is no single tensor with elements.
+    """
+    rowwise, made = ops.rule(node.target).rowwise, node.meta.get("val")
+    if rowwise is not None and rowwise.keepdim is not None and isinstance(node.args[0], fx.Node):
+        made = made if not isinstance(made, torch.Tensor) else node.args[0].meta.get("val")
+    if not isinstance(made, torch.Tensor) or not made.numel():
+        return None
+    columns = int(made.shape[-1]) if made.dim() else 1
+    return Matrix(math.prod(made.shape) // columns, columns)
+
+
+def result_reach(node: fx.Node, frame: Matrix) -> Reach | None:
+    """Return whether a member's result has all elements of ``frame`` or one for each row; None if neither."""
+    made = node.meta.get("val")
+    if not isinstance(made, torch.Tensor) or len(tensors_of(node)) != 1:
+        return None
+    return shape_reach(made.shape, frame)
+
+
+def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:
+    """Return whether ``shape`` has all elements of ``frame`` or one for each row; None if neither."""
+    if math.prod(shape) == frame.numel:
+        return Reach.ALL
+    return Reach.ROW if math.prod(shape) == frame.rows else None
+
+
+def keeps_order(view: fx.Node, frame: Matrix) -> bool:
+    """Whether a view, the only argument of which is made in a group, has its elements in the same order.
+
+    It may spread an element for each row over the columns.
+    """
+    (base,) = view.all_input_nodes
+    inner, made = base.meta["val"], view.meta["val"]
+    if not isinstance(made, torch.Tensor) or not isinstance(inner, torch.Tensor):
+        return False
+    stand_in = torch.empty(inner.shape, device="meta", dtype=inner.dtype)
+    args = [stand_in if value is base else value for value in view.args]
+    try:
+        seen = view.target(*args, **view.kwargs)  # type: ignore[operator]
+    except RuntimeError:  # it has that shape only as it lies in memory
+        return False
+    if not isinstance(seen, torch.Tensor) or seen.storage_offset() or seen.shape != made.shape:
+        return False
+    return in_order(seen, inner.numel(), seen.shape, frame)
+
+
+def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matrix) -> bool:
+    """Whether ``tensor``, broadcast to ``shape``, has ``numel`` elements in order, each once or along a row."""
+    access = access_of(tensor, shape, frame.columns)
+    wanted = math.prod(shape)
+    spread = ((numel, 1), (wanted // max(numel, 1), 0))
+    spread = spread if numel == frame.rows and wanted == frame.numel else ((numel, 1), (1, 0))
+    return access is not None and access.dims == tuple(dim for dim in spread if dim[0] > 1) and wanted >= numel

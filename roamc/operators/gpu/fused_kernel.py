@@ -1,0 +1,107 @@
+"""A group of operators that runs as one Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from roamc.graph import placeholders
+from roamc.operators import blocks, ops
+from roamc.operators.blocks import Matrix
+from roamc.operators.fused import Fused
+from roamc.operators.gpu.frame import Access, access_of, frame_of
+from roamc.operators.gpu.kernel import KernelText, kernel_text, unfit
+from roamc.operators.gpu.launch import launcher
+from roamc.operators.gpu.printed import is_exact
+from roamc.operators.kernels import Kernel
+from roamc.units import Bytes
+
+DEVICES = frozenset({"cuda"})
+
+
+class FusedKernel(Fused):
+    """A group on a GPU. Values inside live in registers; long rows are read once for each sum along them."""
+
+    # -- which operators fit ----------------------------------------------------------------------------
+
+    @staticmethod
+    def frame(root: fx.Node) -> Matrix | None:
+        """Return the rows and columns of a group that ends with ``root``; None if that can end none."""
+        return frame_of(root)
+
+    @staticmethod
+    def fits_numerics(node: fx.Node, *, fast: bool) -> bool:
+        """Whether ``node`` has the bits in a kernel that it has alone, or other last bits are allowed: ``fast``."""
+        return fast or is_exact(node)
+
+    @staticmethod
+    def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
+        """Say why these nodes, views between members included, cannot run as one; "" if they can."""
+        called = {node for node in members if not ops.is_view(node.target)}
+        made = members[-1].meta["val"]
+        if made.device.type not in DEVICES:
+            return f"{members[-1].name} lies on no GPU"
+        written = access_of(made, made.shape, matrix.columns)
+        if written is None or any(not stride for _, stride in written.dims):
+            return f"elements of {members[-1].name} share memory"
+        return next((said for node in members if node in called and (said := unfit(node, matrix, called))), "")
+
+    @property
+    def launches(self) -> int:
+        """One kernel runs."""
+        return 1
+
+    def _overwrites(self) -> tuple[int, ...]:
+        """The arguments over which the result may be written: every program reads what it writes, and before."""
+        made = blocks.only_tensor(self.nodes[-1])
+        columns = self.matrix.columns
+        written = access_of(made, made.shape, columns)
+        return tuple(
+            at
+            for at, node in enumerate(placeholders(self.body))
+            if (node.meta["val"].dtype, node.meta["val"].shape) == (made.dtype, made.shape)
+            and node.meta["val"].stride() == made.stride()
+            and self._read_in_place(node, written)
+        )
+
+    def _read_in_place(self, node: fx.Node, written: Access | None) -> bool:
+        """Whether all members read an argument element by element, where the result has its elements."""
+        return all(
+            access_of(node.meta["val"], user.meta["val"].shape, self.matrix.columns) == written
+            and user.meta["val"].numel() == self.matrix.numel
+            for user in node.users
+        )
+
+    # -- how it runs ------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def text(self) -> KernelText:  # type: ignore[override]
+        """The source of the kernel."""
+        return kernel_text(f"fused_{self.name}", self.body, self.matrix)
+
+    def block_bytes(self, threads: int) -> Bytes:
+        """No bytes: values inside a kernel live in registers."""
+        return 0
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """:meth:`write`, as a kernel."""
+        return Kernel(self.write, DEVICES)
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., None]:
+        return launcher(self.text) or self._one_by_one
+
+    def _one_by_one(self, *args: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(fx.Interpreter(fx.GraphModule({}, self.body)).run(*args))
+
+    def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
+
+        An argument that lies otherwise in memory than in the body is copied first. Where Triton is not installed or
+        does not compile the kernel, the operators run one after the other, and a warning says so.
+        """
+        self._run(*self.laid_out(args), out=out)

@@ -1,0 +1,346 @@
+"""One Triton kernel for a group of operators.
+
+A group of pointwise operators runs over all elements by their number. A group that adds up along rows has whole rows in
+one program; rows that are too long to be held are read once for each sum that depends on another, and once more for the
+result:
+
+    @triton.jit
+    def fused_mul_3(x, weight, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        inside = (row < 2048) & (column < 768)
+        x_value = tl.load(x + row * 768 + column, inside, 0)
+        pow_1 = x_value * x_value  # model.py:12
+        total = tl.sum(tl.where(column < 768, pow_1, 0.0), 1, keep_dims=True)
+        ...
+        tl.store(out + row * 768 + column, mul_3, inside)
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph import placeholders, source_line
+from roamc.operators import blocks, ops
+from roamc.operators.blocks import Matrix
+from roamc.operators.gpu.frame import Access, Reach, access_of, in_order, keeps_order, shape_reach
+from roamc.operators.gpu.lines import FLOATS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.printed import Printed, printed
+
+LONGEST_ROW = 16384
+"""Elements: rows up to this length are held whole, padded to a power of two; longer ones are read in pieces."""
+
+PIECE = 4096
+"""Elements of a longer row that are read at a time."""
+
+BLOCK = 1024
+"""Elements of one program of a group without sums."""
+
+RESERVED = frozenset({"tl", "triton", "out", "row", "column", "index", "inside", "start", "ROWS", "COLUMNS", "BLOCK"})
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """A kernel as text.
+
+    Attributes:
+        source: defines the function, with the decorator ``triton.jit``; needs the names ``triton`` and ``tl``.
+        function: its name. It takes the operands in order, then ``out``, then the constants.
+        constants: names and values of the compile-time constants.
+        programs: how many programs the launch has.
+        warps: of 32 threads, for each program.
+        reads: how often an element of an operand is read; 1 if rows are held whole.
+    """
+
+    source: str
+    function: str
+    constants: dict[str, int]
+    programs: int
+    warps: int
+    reads: int
+
+
+def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
+    """Say why ``node`` cannot be in a kernel over ``frame`` whose other members are ``inside``; "" if it can."""
+    try:
+        _operands(node, frame, inside)
+    except DoesNotPrintError as reason:
+        return str(reason)
+    return ""
+
+
+def kernel_text(name: str, body: fx.Graph, frame: Matrix) -> KernelText:
+    """Print the kernel of a group.
+
+    Args:
+        name: of the function.
+        body: placeholders, members and views with fake values; the output node has the last member's result.
+        frame: the matrix of the group.
+
+    Raises:
+        DoesNotPrintError: a member has no form in a kernel.
+    """
+    return _Kernel(name, body, frame).text()
+
+
+# -- what of a call prints ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A positional argument of a member.
+
+    Attributes:
+        value: a node, a number, or None.
+        access: how the node is read, if it is not made in the group.
+    """
+
+    value: Any
+    access: Access | None = None
+
+
+def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list[_Operand]:
+    """Return the positional arguments of a member; raises DoesNotPrintError if the call does not print."""
+    found, made = printed(node.target), node.meta.get("val")
+    if found is None:
+        raise DoesNotPrintError(f"{node.name} does not print")
+    if set(node.kwargs) - set(found.keywords) or not isinstance(made, torch.Tensor) or made.is_conj():
+        raise DoesNotPrintError(f"{node.name} has arguments or a result that do not print")
+    if shape_reach(made.shape, frame) is None:
+        raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
+    _check_dim(node, found, frame)
+    tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes)]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
+            raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
+    return [_operand(node, at, frame, inside) for at in range(len(node.args))]
+
+
+def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
+    """Raise DoesNotPrintError unless a member works element by element, or along the rows of the frame."""
+    if found.along is None:
+        return
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    dims = node.args[found.along] if found.along < len(node.args) else None
+    dims = [dims] if isinstance(dims, int) else dims
+    last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]  # type: ignore[operator]
+    if not last or source.shape[-1] != frame.columns or source.numel() != frame.numel:
+        raise DoesNotPrintError(f"{node.name} does not work along rows of {frame.columns}")
+
+
+def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> _Operand:
+    argument = node.args[at]
+    rowwise = ops.rule(node.target).rowwise
+    if not isinstance(argument, fx.Node) or (rowwise is not None and at in rowwise.whole and argument.meta["val"].dim()):
+        return _Operand(argument)
+    tensor, shape = argument.meta["val"], _shape_of_operands(node)
+    base = blocks.base_of(argument)
+    per_row = tensor.dim() == 1 and rowwise is not None and rowwise.per_row != ()
+    if base in inside:
+        chain = argument
+        while chain is not base:
+            if len(chain.all_input_nodes) != 1 or not keeps_order(chain, frame):
+                raise DoesNotPrintError(f"{chain.name} has the elements of {base.name} in another order")
+            chain = chain.all_input_nodes[0]
+        stand_in = torch.empty(tensor.shape, device="meta")
+        if not per_row and not in_order(stand_in, tensor.numel(), shape, frame):
+            raise DoesNotPrintError(f"{node.name} takes the elements of {base.name} in another order")
+        return _Operand(argument)
+    access = access_of(tensor.unsqueeze(-1) if per_row else tensor, shape, frame.columns)
+    if access is None:
+        raise DoesNotPrintError(f"{argument.name} cannot be read by {node.name}")
+    return _Operand(argument, access)
+
+
+def _shape_of_operands(node: fx.Node) -> torch.Size:
+    """The shape that the operands of a member are broadcast to: that of the result, or of what it reduces."""
+    rowwise = ops.rule(node.target).rowwise
+    reduces = rowwise is not None and rowwise.keepdim is not None
+    shape: torch.Size = (node.args[0] if reduces else node).meta["val"].shape  # type: ignore[union-attr]
+    return shape
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
+
+
+class _Kernel:
+    """Prints one kernel: first its values in order, then the lines that compute them, once or in several passes."""
+
+    def __init__(self, name: str, body: fx.Graph, frame: Matrix) -> None:
+        self.name, self.body, self.frame = name, body, frame
+        self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
+        self.rows = any(_needs_rows(node) for node in self.members)
+        self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
+        self.made: dict[fx.Node, Value] = {}
+        for node in placeholders(body):
+            self.lines.pointers[node] = self.lines.name(node.name)
+        self.last = blocks.last_member(body)
+
+    def text(self) -> KernelText:
+        inside = set(self.members)
+        for node in self.members:
+            self._member(node, inside)
+        result = self.made[self.last]
+        made = self.last.meta["val"]
+        written = access_of(made, made.shape, self.frame.columns)
+        if written is None or any(not stride for _, stride in written.dims):
+            raise DoesNotPrintError(f"{self.last.name} has elements that share memory")
+        if result.reach is Reach.ROW or (self.rows and made.numel() == self.frame.rows):
+            written = Access((*written.dims, (self.frame.columns, 0)), self.frame.columns)
+        body = self._in_rows(result, written) if self.rows else self._flat(result, written)
+        constants, programs, warps = self._launch()
+        names = [*self.lines.pointers.values(), "out", *(f"{name}: tl.constexpr" for name in constants)]
+        source = f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+        return KernelText(source, self.name, constants, programs, warps, self._passes(result) if self._pieces else 1)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _member(self, node: fx.Node, inside: Collection[fx.Node]) -> None:
+        found = printed(node.target)
+        assert found is not None, f"{node.name} does not print"
+        operands = _operands(node, self.frame, inside)
+        dtype = node.meta["val"].dtype
+        self.lines.comment = source_line(node)
+        common = _common_dtype(node, found)
+        self.lines.dtype = torch.float32 if dtype in FLOATS else dtype
+        values = [self._value(node, operand, common) for operand in operands]
+        write = found.write
+        value = self.lines.let(write, *values) if isinstance(write, str) else write(self.lines, node, values)
+        self.made[node] = self.lines.named(node.name, value, dtype)
+
+    def _value(self, node: fx.Node, operand: _Operand, common: torch.dtype | None) -> Value:
+        given = operand.value
+        if not isinstance(given, fx.Node):
+            return self.lines.constant(given, common or torch.float32)
+        if operand.access is not None:
+            value = self.lines.load(given, operand.access)
+        elif blocks.base_of(given) in self.made:
+            value = self.made[blocks.base_of(given)]
+        else:
+            return self.lines.constant(0, torch.int64)  # read by the operator's own text, if at all
+        return self.lines.cast(value, common) if common is not None else value
+
+    # -- lines ------------------------------------------------------------------------------------------------------
+
+    def _flat(self, result: Value, written: Access) -> list[str]:
+        numel = self.frame.numel
+        lines = [f"index = tl.program_id(0){self._wide(written)} * BLOCK + tl.arange(0, BLOCK)", f"inside = index < {numel}"]
+        lines += [_assigned(value, "inside") for value in self.lines.values]
+        return [*lines, f"tl.store(out + {written.offset(rows=False)}, {result.name}, inside)"]
+
+    def _in_rows(self, result: Value, written: Access) -> list[str]:
+        rows, columns = self.frame.rows, self.frame.columns
+        lines = [f"row = tl.program_id(0){self._wide(written)} * ROWS + tl.arange(0, ROWS)[:, None]"]
+        if not self._pieces:
+            lines += ["column = tl.arange(0, COLUMNS)[None, :]", f"inside = (row < {rows}) & (column < {columns})"]
+            for value in self.lines.values:
+                lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
+            return [*lines, self._store(result, written)]
+        for level in range(self._passes(result)):
+            lines += self._pass(level, result, written)
+        return lines
+
+    def _pass(self, level: int, result: Value, written: Access) -> list[str]:
+        """The lines of one pass over rows in pieces: the sums that depend on as many others, or at last the result."""
+        sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
+        last = level == self._passes(result) - 1
+        wanted = [value.reads[0] for value in sums] + ([result] if last and result.reach is not Reach.ROW else [])
+        needed = _closure(wanted)
+        here = [value for value in self.lines.values if not value.reduced and value.level <= level]
+        once = [v for v in here if v.reach in (Reach.ROW, Reach.ONE) and (v.level == level or v.loads)]
+        lines = [_assigned(v, self._mask(v)) for v in once if v.level == level]
+        lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
+        if wanted:
+            lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
+            inner = ["column = start + tl.arange(0, COLUMNS)[None, :]"]
+            inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
+            inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
+            inner += [self._accumulated(value) for value in sums]
+            inner += [self._store(result, written)] if last and result.reach is not Reach.ROW else []
+            lines += [f"    {line}" for line in inner]
+        lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
+        if last and result.reach is Reach.ROW:
+            lines.append(self._store(result, written))
+        return lines
+
+    def _reduction(self, value: Value) -> str:
+        how, of = REDUCED[value.reduced], value.reads[0].name
+        padded = self.frame.columns & (self.frame.columns - 1)
+        of = f"tl.where(column < {self.frame.columns}, {of}, {how.start})" if padded else of
+        return f"{value.name} = {how.function}({of}, 1, keep_dims=True)"
+
+    def _accumulated(self, value: Value) -> str:
+        how, name = REDUCED[value.reduced], value.name
+        of = f"tl.where(inside, {value.reads[0].name}, {how.start})"
+        return f"{name} = {how.join.format(name, of)}"
+
+    def _store(self, result: Value, written: Access) -> str:
+        mask = f"row < {self.frame.rows}" if result.reach in (Reach.ROW, Reach.ONE) else "inside"
+        return f"tl.store(out + {written.offset(rows=True)}, {result.name}, {mask})"
+
+    def _mask(self, value: Value) -> str:
+        rows, columns = f"row < {self.frame.rows}", f"column < {self.frame.columns}"
+        return {Reach.ALL: "inside", Reach.ROW: rows, Reach.COLUMN: columns, Reach.ONE: ""}[value.reach]
+
+    # -- how it is launched -------------------------------------------------------------------------------------------
+
+    @property
+    def _pieces(self) -> bool:
+        return self.rows and self.frame.columns > LONGEST_ROW
+
+    def _passes(self, result: Value) -> int:
+        return max(value.level for value in self.lines.values) + 1
+
+    def _wide(self, written: Access) -> str:
+        """Text that makes numbers of elements 64 bits wide where 32 would not do."""
+        largest = max([written.last, self.frame.numel, *(access.last for _, access in self.lines.loaded)])
+        return ".to(tl.int64)" if largest + 2 * PIECE >= 1 << 31 else ""
+
+    def _launch(self) -> tuple[dict[str, int], int, int]:
+        if not self.rows:
+            return {"BLOCK": BLOCK}, -(-self.frame.numel // BLOCK), 4
+        columns = PIECE if self._pieces else 1 << (self.frame.columns - 1).bit_length()
+        rows = max(1, BLOCK // columns)
+        warps = min(16, max(4, rows * columns // 512))
+        return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
+
+
+def _needs_rows(node: fx.Node) -> bool:
+    found, rowwise = printed(node.target), ops.rule(node.target).rowwise
+    return (found is not None and found.along is not None) or (rowwise is not None and rowwise.per_row != ())
+
+
+def _common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
+    """What the operands of a member are converted to before it works; None for nothing."""
+    if found.common == "each":
+        return None
+    if found.common == "operands":
+        first, second = (a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2])
+        return torch.result_type(first, second)
+    if found.along is not None:  # it adds up in float32 what it reads
+        return torch.float32
+    made: torch.Tensor = node.meta["val"]
+    return made.dtype
+
+
+def _assigned(value: Value, mask: str) -> str:
+    text = value.text.replace("{mask}", mask) if mask else value.text.replace(", {mask}, 0", "")
+    return f"{value.name} = {text}" + (f"  # {value.comment}" if value.comment else "")
+
+
+def _closure(values: Sequence[Value]) -> set[Value]:
+    """All values that ``values`` are computed of, themselves included."""
+    found: set[Value] = set()
+    left = list(values)
+    while left:
+        value = left.pop()
+        if value not in found:
+            found.add(value)
+            left += value.reads
+    return found

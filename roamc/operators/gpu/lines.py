@@ -1,0 +1,214 @@
+"""The lines of a kernel while it is printed: values, which elements they have, and sums along rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from roamc.operators.gpu.frame import Access, Reach
+
+FLOATS = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+INTEGERS = {torch.int64: "tl.int64", torch.int32: "tl.int32", torch.int16: "tl.int16", torch.uint8: "tl.uint8"}
+PRINTABLE = {*FLOATS, *INTEGERS, torch.bool}
+"""Dtypes of operands and results that kernels know."""
+
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a reduction along rows prints.
+
+    Attributes:
+        function: Triton's.
+        start: the element that changes nothing.
+        join: the text that joins two elements.
+    """
+
+    function: str
+    start: str
+    join: str
+
+
+REDUCED = {
+    "sum": Reduction("tl.sum", "0.0", "{0} + {1}"),
+    "max": Reduction("tl.max", 'float("-inf")', "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"),
+}
+
+
+class DoesNotPrintError(Exception):
+    """An operator, or a call of it, has no form in a kernel; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value in a kernel.
+
+    Attributes:
+        name: of its variable.
+        text: the expression that it is assigned.
+        reach: for which elements of the matrix it differs.
+        level: how many reductions along a row come before it, one after the other: so many times a kernel has to read
+            rows before it, if they are too long to be held at once.
+        dtype: a value of 16 bits is held in float32.
+        reads: the values in ``text``.
+        reduced: "sum" or "max" for a reduction along rows of the only value that it reads; else "".
+        loads: ``text`` reads memory.
+        aliases: the value whose variable this is, under another dtype.
+        comment: the user's line.
+    """
+
+    name: str
+    text: str
+    reach: Reach
+    level: int
+    dtype: torch.dtype
+    reads: tuple[Value, ...] = ()
+    reduced: str = ""
+    loads: bool = False
+    aliases: Value | None = None
+    comment: str = ""
+
+
+class Lines:
+    """Values in the order in which they are computed.
+
+    Args:
+        columns: elements of a row of the matrix.
+        rows: the kernel knows ``row`` and ``column`` of each element; else the element's number alone.
+        taken: names that values must not have.
+    """
+
+    def __init__(self, columns: int, *, rows: bool, taken: Iterable[str]) -> None:
+        self.columns, self.rows = columns, rows
+        self.values: list[Value] = []
+        self.taken = set(taken)
+        self.comment = ""
+        self.pointers: dict[fx.Node, str] = {}
+        self.loaded: dict[tuple[fx.Node, Access], Value] = {}
+        self.dtype = torch.float32
+        self.unnamed: set[Value] = set()
+
+    # -- what a printer of an operator calls ---------------------------------------------------------
+
+    def let(self, text: str, *reads: Value) -> Value:
+        """Write a line that computes ``text``, in which ``{0}`` stands for the first of ``reads``."""
+        return self._unnamed(text.format(*(value.name for value in reads)), reads, self.dtype)
+
+    def total(self, value: Value) -> Value:
+        """Write the sum of ``value`` along each row, in float32."""
+        return self._reduce(value, "sum")
+
+    def largest(self, value: Value) -> Value:
+        """Write the largest element of ``value`` in each row."""
+        return self._reduce(value, "max")
+
+    def pick(self, table: fx.Node, place: Value) -> Value:
+        """Write the element of ``table``, one-dimensional, at the index that ``place`` has for each row."""
+        stride = table.meta["val"].stride(0)
+        text = f"tl.load({self.pointers[table]} + {place.name} * {stride}).to(tl.float32)"
+        return self._add("picked", text, (place,), self.dtype)
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return ``value`` converted to ``dtype``, with a line of its own if that takes one.
+
+        Raises:
+            DoesNotPrintError: a float would become an integer.
+        """
+        if value.dtype is dtype:
+            return value
+        if dtype is torch.bool:
+            return self._unnamed(f"{value.name} != 0", (value,), dtype)
+        if dtype in INTEGERS:
+            if value.dtype in FLOATS:
+                raise DoesNotPrintError("floats become integers")
+            return self._unnamed(f"{value.name}.to({INTEGERS[dtype]})", (value,), dtype)
+        if dtype is torch.float32 and value.dtype in FLOATS:  # it is held so already
+            return replace(value, dtype=dtype, aliases=value)
+        text = value.name if value.dtype in FLOATS else f"{value.name}.to(tl.float32)"
+        return self._unnamed(rounded(text, dtype), (value,), dtype)
+
+    def number(self, value: object) -> str:
+        """Return the text of a number."""
+        if isinstance(value, bool):
+            return str(int(value))
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        return repr(value)
+
+    # -- what the kernel's printer calls ----------------------------------------------------------------
+
+    def load(self, node: fx.Node, access: Access) -> Value:
+        """Return the elements of an operand, read where it is used first."""
+        known = self.loaded.get((node, access))
+        if known is None:
+            dtype = node.meta["val"].dtype
+            text = f"tl.load({self.pointers[node]} + {access.offset(rows=self.rows)}, {{mask}}, 0)"
+            text += ".to(tl.float32)" if dtype in (torch.float16, torch.bfloat16) else ""
+            text = text.replace(" + 0,", ",")
+            name = self.name(f"{self.pointers[node]}_value")
+            known = Value(name, text, access.reach, 0, dtype, loads=True, comment=self.comment)
+            self.values.append(known)
+            self.loaded[node, access] = known
+        return known
+
+    def constant(self, value: object, dtype: torch.dtype) -> Value:
+        """Return a number as a value without a line; a float where the operation is one of floats."""
+        number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
+        return Value(self.number(number), "", Reach.ONE, 0, dtype)
+
+    def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:
+        """Write ``value``, rounded to ``dtype``, under the name of the operator that it is the result of."""
+        done = value.dtype is dtype or dtype not in FLOATS
+        if self.values and self.values[-1] is value and value in self.unnamed:
+            self.values.pop()  # its text becomes that of the named line
+            text = value.text if done or dtype is torch.float32 else rounded(f"({value.text})", dtype)
+            return self._add(name, text, value.reads, dtype)
+        text = value.name if done else rounded(value.name, dtype)
+        return self._add(name, text, (value,), dtype)
+
+    def _unnamed(self, text: str, reads: tuple[Value, ...], dtype: torch.dtype) -> Value:
+        made = self._add("t", text, reads, dtype)
+        self.unnamed.add(made)
+        return made
+
+    def _add(self, name: str, text: str, reads: tuple[Value, ...], dtype: torch.dtype) -> Value:
+        reads = tuple(value.aliases or value for value in reads)
+        level = max((value.level for value in reads), default=0)
+        reach = joined(value.reach for value in reads)
+        reach = Reach.ALL if "column ==" in text or "(column" in text else reach
+        made = Value(self.name(name), text, reach, level, dtype, reads, comment=self.comment)
+        self.values.append(made)
+        return made
+
+    def _reduce(self, value: Value, how: str) -> Value:
+        value = value.aliases or value
+        if value.reach is not Reach.ALL:
+            raise DoesNotPrintError("what is reduced along rows has no element for each column")
+        made = Value(self.name("total" if how == "sum" else "largest"), "", Reach.ROW, value.level + 1, self.dtype,
+                     (value,), reduced=how, comment=self.comment)
+        self.values.append(made)
+        return made
+
+    def name(self, name: str) -> str:
+        """Return ``name``, with a number behind it if it is taken, and take it."""
+        free, number = name, 0
+        while free in self.taken:
+            number += 1
+            free = f"{name}_{number}"
+        self.taken.add(free)
+        return free
+
+
+def rounded(text: str, dtype: torch.dtype) -> str:
+    """Return the text of a float32 rounded to ``dtype`` and held in float32."""
+    return text if dtype is torch.float32 else f"{text}.to({FLOATS[dtype]}).to(tl.float32)"
+
+
+def joined(reaches: Iterable[Reach]) -> Reach:
+    """Return where a value differs that is computed of values that differ so."""
+    seen = {reach for reach in reaches if reach is not Reach.ONE}
+    return seen.pop() if len(seen) == 1 else (Reach.ALL if seen else Reach.ONE)

@@ -1,0 +1,275 @@
+"""The chapter of the operator table on kernels: how an operator prints in Triton.
+
+A value of 16 bits is held in float32 and rounded after every operator, as ATen's kernels do that run one after the
+other. ``exact`` operators are one operation of IEEE 754, or none that rounds: their bits are those of ATen's kernels on
+every device. The others, and all sums, may differ in last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload
+from roamc.operators.schemas import argument_of, stem
+
+if TYPE_CHECKING:
+    from roamc.operators.gpu.lines import Lines, Value
+
+Writer = Callable[["Lines", fx.Node, Sequence["Value"]], "Value"]
+"""Writes the lines of a call and returns its result before it is rounded.
+
+It gets the lines written so far, the node, and for each positional argument that is a tensor or a number its value.
+"""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """How one operator prints.
+
+    Attributes:
+        write: the text of its result with ``{0}``, ``{1}`` for the positional arguments; or a function that writes it,
+            for an operator that takes more than one line.
+        exact: its bits are those of ATen's kernel on every device; or a function that says so of a call.
+        common: what its operands are converted to: "result" for the dtype of the result; "operands" for the dtype that
+            torch promotes the operands to; "each" for none.
+        along: position of the argument that names the dimension it works along, which must be the last.
+        keywords: names of arguments that it takes beside the positional ones; with any other it does not print.
+    """
+
+    write: str | Writer
+    exact: bool | Callable[[fx.Node], bool] = False
+    common: str = "result"
+    along: int | None = None
+    keywords: tuple[str, ...] = ()
+
+
+# -- operators of several lines -----------------------------------------------------------------------------------
+
+
+def _sum(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.total(values[0])
+
+
+def _mean(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.let(f"{{0}} / {float(lines.columns)}", lines.total(values[0]))
+
+
+def _largest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.largest(values[0])
+
+
+def _smallest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
+
+
+def _softmax(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    powers = lines.let("tl.exp({0} - {1})", values[0], lines.largest(values[0]))
+    return lines.let("{0} / {1}", powers, lines.total(powers))
+
+
+def _log_softmax(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    shifted = lines.let("{0} - {1}", values[0], lines.largest(values[0]))
+    total = lines.total(lines.let("tl.exp({0})", shifted))
+    return lines.let("{0} - tl.log({1})", shifted, total)
+
+
+def _softmax_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    product = lines.let("{0} * {1}", values[0], values[1])
+    return lines.let("{0} - {1} * {2}", product, values[1], lines.total(product))
+
+
+def _log_softmax_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.let("{0} - tl.exp({1}) * {2}", values[0], values[1], lines.total(values[0]))
+
+
+def _nll_loss_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """The gradient of a negative log-likelihood: minus the weight of the label's class, and zero elsewhere."""
+    weight, reduction, ignored = node.args[3], node.args[4], node.args[5]
+    grad, target = values[0], values[2]
+    scale = lines.let("{0} / {1}", grad, values[6]) if reduction == 1 else grad
+    if weight is not None:
+        chosen = lines.let(f"tl.where({{0}} == {ignored}, 0, {{0}})", target)
+        scale = lines.let("{0} * {1}", scale, lines.pick(weight, chosen))  # type: ignore[arg-type]
+    return lines.let(f"tl.where((column == {{0}}) & ({{0}} != {ignored}), -{{1}}, 0.0)", target, scale)
+
+
+def _gelu(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    if argument_of(node.target, node.args, node.kwargs, "approximate") == "tanh":
+        inner = lines.let(f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})", values[0])
+        return lines.let("0.5 * {0} * (1.0 + {1})", values[0], lines.let(_TANH, inner))
+    return lines.let(f"{{0}} * 0.5 * (1.0 + tl.erf({{0}} * {_ROOT_HALF}))", values[0])
+
+
+def _gelu_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    grad, x = values[0], values[1]
+    if argument_of(node.target, node.args, node.kwargs, "approximate") == "tanh":
+        inner = lines.let(f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})", x)
+        tanh = lines.let(_TANH, inner)
+        slope = lines.let(f"{_TWO_OVER_PI} * (1.0 + 3.0 * 0.044715 * {{0}} * {{0}})", x)
+        return lines.let(
+            "{0} * (0.5 * (1.0 + {1}) + 0.5 * {2} * (1.0 - {1} * {1}) * {3})", grad, tanh, x, slope
+        )
+    below = lines.let(f"0.5 * (1.0 + tl.erf({{0}} * {_ROOT_HALF}))", x)
+    density = lines.let(f"tl.exp(-0.5 * {{0}} * {{0}}) * {_ROOT_HALF_OVER_PI}", x)
+    return lines.let("{0} * ({1} + {2} * {3})", grad, below, x, density)
+
+
+def _clamp(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    result = values[0]
+    for bound, how in zip(node.args[1:3], ("maximum", "minimum"), strict=False):
+        if bound is not None:
+            result = lines.let(_NAN_STAYS.format(how=how, bound=lines.number(bound)), result)
+    return result
+
+
+def _convert(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return values[0]
+
+
+def _add(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return _scaled(lines, "+", node, values)
+
+
+def _sub(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return _scaled(lines, "-", node, values)
+
+
+def _scaled(lines: Lines, sign: str, node: fx.Node, values: Sequence[Value]) -> Value:
+    alpha = node.kwargs.get("alpha", 1)
+    second = values[1] if alpha == 1 else lines.let(f"{lines.number(alpha)} * {{0}}", values[1])
+    return lines.let(f"{{0}} {sign} {{1}}", values[0], second)
+
+
+def _unscaled(node: fx.Node) -> bool:
+    return node.kwargs.get("alpha", 1) == 1
+
+
+def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """ATen's kernel multiplies by the reciprocal of a number."""
+    if isinstance(node.args[1], fx.Node):
+        return lines.let("tl.div_rn({0}, {1})", *values)
+    inverse = torch.ones(()) / torch.tensor(float(node.args[1]), dtype=torch.float32)  # type: ignore[arg-type]
+    return lines.let(f"{{0}} * {lines.number(inverse.item())}", values[0])
+
+
+def _where(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    chosen = [lines.cast(value, node.meta["val"].dtype) for value in values[1:]]
+    return lines.let("tl.where({0}, {1}, {2})", values[0], *chosen)
+
+
+def _masked_fill(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.let("tl.where({1}, {2}, {0})", values[0], values[1], lines.cast(values[2], node.meta["val"].dtype))
+
+
+def _power(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    return lines.let(POWERS[node.args[1]], values[0])  # type: ignore[index]
+
+
+POWERS: Mapping[float, str] = {
+    0.5: "tl.sqrt_rn({0})",
+    1: "{0}",
+    2: "{0} * {0}",
+    3: "{0} * {0} * {0}",
+    -0.5: "tl.rsqrt({0})",
+    -1: "tl.div_rn(1.0, {0})",
+    -2: "tl.div_rn(1.0, {0} * {0})",
+}
+"""Exponent to the text of a power; powers with other exponents do not print."""
+
+_ROOT_HALF = math.sqrt(0.5)
+_TWO_OVER_PI = math.sqrt(2 / math.pi)
+_ROOT_HALF_OVER_PI = 1 / math.sqrt(2 * math.pi)
+_SIGMOID = "(1.0 / (1.0 + tl.exp(-{0})))"
+# Near zero the quotient would lose digits: two terms of the series are exact to float32 there.
+_TANH = (
+    "tl.where(tl.abs({0}) < 0.03125, {0} - {0} * {0} * {0} * (0.33333333 - 0.13333333 * {0} * {0}),"
+    " 2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)"
+)
+_NAN_STAYS = "tl.{how}({{0}}, {bound}, propagate_nan=tl.PropagateNan.ALL)"
+_LARGER = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
+_SMALLER = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
+
+# -- the chapter --------------------------------------------------------------------------------------------------
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+PRINTED: dict[str, Printed] = {
+    "_to_copy": Printed(_convert, exact=True, keywords=("dtype",)),
+    "add": Printed(_add, exact=_unscaled, keywords=("alpha",)),
+    "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",)),
+    "mul": Printed("{0} * {1}", exact=True),
+    "div": Printed(_divide, exact=True),
+    "neg": Printed("-{0}", exact=True),
+    "abs": Printed("tl.abs({0})", exact=True),
+    "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
+    "sqrt": Printed("tl.sqrt_rn({0})", exact=True),
+    "relu": Printed("tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)", exact=True),
+    "maximum": Printed(_LARGER, exact=True),
+    "minimum": Printed(_SMALLER, exact=True),
+    "clamp": Printed(_clamp, exact=True),
+    "clamp_min": Printed(_NAN_STAYS.format(how="maximum", bound="{1}"), exact=True),
+    "clamp_max": Printed(_NAN_STAYS.format(how="minimum", bound="{1}"), exact=True),
+    "threshold_backward": Printed("tl.where({1} <= {2}, 0.0, {0})", exact=True),
+    "where": Printed(_where, exact=True, common="each"),
+    "masked_fill": Printed(_masked_fill, exact=True, common="each"),
+    "native_dropout_backward": Printed("{0} * ({1}) * {2}", exact=True),
+    "logical_not": Printed("{0} == 0", exact=True, common="each"),
+    "bitwise_not": Printed("~{0}", exact=True),
+    "bitwise_and": Printed("{0} & {1}", exact=True),
+    "bitwise_or": Printed("{0} | {1}", exact=True),
+    "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each"),
+    "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each"),
+    **{f"{name}": Printed(f"{{0}} {sign} {{1}}", True, "operands") for name, sign in _COMPARISONS.items()},
+    "pow": Printed(_power, exact=lambda node: node.args[1] in (0.5, 1, 2, 3, -1, -2)),
+    "exp": Printed("tl.exp({0})"),
+    "exp2": Printed("tl.exp2({0})"),
+    "log": Printed("tl.log({0})"),
+    "log2": Printed("tl.log2({0})"),
+    "rsqrt": Printed("tl.rsqrt({0})"),
+    "sin": Printed("tl.sin({0})"),
+    "cos": Printed("tl.cos({0})"),
+    "erf": Printed("tl.erf({0})"),
+    "tanh": Printed(_TANH),
+    "sigmoid": Printed(_SIGMOID),
+    "silu": Printed("{0} / (1.0 + tl.exp(-{0}))"),
+    "gelu": Printed(_gelu, keywords=("approximate",)),
+    "leaky_relu": Printed("tl.where({0} > 0, {0}, {0} * {1})"),
+    "tanh_backward": Printed("{0} * (1.0 - {1} * {1})"),
+    "sigmoid_backward": Printed("{0} * (1.0 - {1}) * {1}"),
+    "silu_backward": Printed("{0} * %s * (1.0 + {1} * (1.0 - %s))" % ((_SIGMOID.replace("{0}", "{1}"),) * 2)),
+    "gelu_backward": Printed(_gelu_backward, keywords=("approximate",)),
+    "leaky_relu_backward": Printed("tl.where({1} > 0, {0}, {0} * {2})"),
+    "addcmul": Printed("{0} + {1} * {2}"),
+    "addcdiv": Printed("{0} + {1} / {2}"),
+    "sum": Printed(_sum, along=1),
+    "mean": Printed(_mean, along=1),
+    "amax": Printed(_largest, along=1),
+    "amin": Printed(_smallest, along=1),
+    "_softmax": Printed(_softmax, along=1),
+    "_log_softmax": Printed(_log_softmax, along=1),
+    "_softmax_backward_data": Printed(_softmax_backward, along=2),
+    "_log_softmax_backward_data": Printed(_log_softmax_backward, along=2),
+    "nll_loss_backward": Printed(_nll_loss_backward, common="each"),
+}
+"""Name of an operator without its overload to how it prints. An overload has the row of its stem."""
+
+
+def printed(target: Any) -> Printed | None:
+    """Return how ``target`` prints; None if it does not, as operators that write over an argument."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return None
+    return PRINTED.get(stem(target))
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether ``node``, whose operator prints, has the bits of ATen's kernel on every device."""
+    found = printed(node.target)
+    if found is None:
+        return False
+    return found.exact if isinstance(found.exact, bool) else found.exact(node)
