@@ -88,9 +88,11 @@ def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Bring the operators into the decided order; views and picks move with their operators.
+    """Bring the operators into the decided order; changes the FX graph in place.
+
+    Views and picks move along with what they belong to; views that nothing reads are erased.
 
     Raises:
-        PlanError: the decision names other operators than the graph has.
+        PlanError: the decision names other operators than the graph has, or one in front of what it reads.
     """
     return arrange(graph, decision.order)

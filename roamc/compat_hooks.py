@@ -65,7 +65,7 @@ def global_module_hooks() -> tuple[object, ...]:
 
 
 def function_modes() -> list[object]:
-    """Return the torch function modes around this call, without that of the default device."""
+    """Return the torch function modes around this call, outermost first, without that of the default device."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 

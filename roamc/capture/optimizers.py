@@ -83,9 +83,13 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
 
 
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:
-    """Return the truth value of each of ``rule.flags`` in ``group``; where it changes, the step needs another graph.
+    """Return the truth value of each of ``rule.flags`` in ``group``; the step needs another graph when one changes.
 
-    A number, such as ``weight_decay``, counts only as zero or not.
+    Of a number, such as ``weight_decay``, only whether it is zero counts.
+
+    Args:
+        rule: says which settings decide on the graph.
+        group: one of the optimizer's ``param_groups``.
     """
     return tuple(bool(group.get(flag)) for flag in rule.flags)
 

@@ -229,11 +229,13 @@ class Reads:
         return all(slot.owner() is None or slot.now(known) == before for slot, before in self._found.values())
 
     def read(self, module: nn.Module, name: str) -> None:
-        """Note that the trace reads attribute ``name`` of ``module``, and the value that it has.
+        """Note that the trace reads attribute ``name`` of ``module``, and which value it finds at the first read.
 
-        A value that comes from a class is noted for that class. No value is noted for attributes that the trace has set
-        itself, that every module has, that are properties or come from a class of torch, nor for plain attributes of
-        the known modules.
+        If the attribute is found on a class, the value is noted for that class. No value is noted for an attribute
+
+        - that the trace has set itself, or that every module has;
+        - that is a property, or comes from a class of torch;
+        - that is a plain value or a function and belongs to one of the known modules, see the constructor.
         """
         if name in OWN or name.startswith("__"):
             return

@@ -281,7 +281,11 @@ class _Judge:
         self._closed.remove((low, high))
 
     def copy(self, place: _Stand, source: Any) -> None:
-        """Check that the program copies a result of its last operator, ``source``, to the result's planned place."""
+        """Check that the program copies ``source``, a result of its last operator, to that result's planned place.
+
+        Raises:
+            _Fault: ``source`` is no result that waits to be copied, or ``place`` is not its planned place.
+        """
         for at, (waiting, node, position) in enumerate(self._uncopied):
             if waiting() is source:
                 self._expect(place, node, position, "the copy of the result")

@@ -108,12 +108,12 @@ class Numbers:
         return content if self._born.get(content) == geometry else self.of("elements", content, geometry)
 
     def patched(self, content: Number, part: Place, elements: Number) -> Number:
-        """Return the content of a storage after a write to a part of it.
+        """Return the number of the content that a storage has after a write to a part of it.
 
         Args:
-            content: before the write.
-            part: what is written.
-            elements: number of the elements that are written.
+            content: number of the storage's content before the write.
+            part: the place that is written.
+            elements: what is written there: the value number of the elements, not their count; see :meth:`elements`.
         """
         geometry, elements = self._innermost(content, part.geometry, elements)
         if elements == self.elements(content, geometry):
@@ -135,7 +135,7 @@ class Numbers:
             content: of the storage that ``base`` lies in.
             base: a part of that storage, which is copied.
             part: what is written, a part of ``base``, as it lies in that storage.
-            elements: number of the elements that are written.
+            elements: what is written there, as for :meth:`patched`.
         """
         return self.of("patched part", content, base.geometry, *self._innermost(content, part.geometry, elements))
 

@@ -51,7 +51,7 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements of the matrix."""
         return self.rows * self.columns
 
 
@@ -265,7 +265,14 @@ def must_align(nodes: Iterable[fx.Node], matrix: Matrix) -> bool:
 
 
 def same_groups(numel: int, threads: int) -> bool:
-    """Whether every thread begins at a multiple of what vector code works on at a time, in ``numel`` elements."""
+    """Whether torch splits ``numel`` elements among threads only at multiples of :data:`TOGETHER`, or not at all.
+
+    Then vector code works on the same elements together as one thread alone would, whatever their dtype.
+
+    Args:
+        numel: elements of a tensor that an operator goes through one by one.
+        threads: torch's number of threads.
+    """
     shared = min(threads, -(-numel // GRAIN))
     return shared <= 1 or -(-numel // shared) % TOGETHER == 0
 

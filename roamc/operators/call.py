@@ -29,7 +29,10 @@ def call_of(node: fx.Node) -> Call:
 
 
 def fakes(value: Any) -> Any:
-    """Return ``value`` with each node, also in nested lists, tuples and dicts, replaced by its fake value, or None."""
+    """Return ``value`` with its nodes replaced by their fake values, also in nested lists, tuples and dicts.
+
+    A node without a fake value becomes None.
+    """
     return fx.node.map_arg(value, lambda node: node.meta.get("val"))
 
 

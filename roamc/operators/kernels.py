@@ -79,13 +79,13 @@ def functional_copy(self: Tensor, source: Tensor, non_blocking: bool = False, *,
 
 @_writes(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 def zeros(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Fill ``out`` with zeros."""
+    """Fill ``out`` with zeros; the other arguments are those of ATen's operators and are not read."""
     out.zero_()
 
 
 @_writes(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 def ones(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Fill ``out`` with ones."""
+    """Fill ``out`` with ones; the other arguments are those of ATen's operators and are not read."""
     out.fill_(1)
 
 
@@ -179,8 +179,8 @@ def binary_cross_entropy(
 ) -> None:
     """Write the loss of each element (reduction 0), or the mean (1) or sum (2) of all, to ``out``.
 
-    ATen's own operator keeps every element's loss in the storage of the result, and with ``out=`` in the memory behind
-    it.
+    For a mean or sum, ATen's own operator keeps every element's loss: in the storage of its result or, with ``out=``,
+    in the memory that follows ``out``, where other storages may lie.
     """
     _by_element(aten.binary_cross_entropy, (self, target, weight), reduction, out=out)
 
@@ -413,7 +413,10 @@ def _longest(tensor: Tensor) -> tuple[int, int]:
 
 
 def piece_elements(tensor: Tensor) -> int:
-    """Return the elements of the largest piece, where a kernel works through ``tensor`` in pieces: about ``PIECE``."""
+    """Return the number of elements in the largest piece in which a kernel works through ``tensor``.
+
+    That is about :data:`PIECE`, or all elements of a smaller tensor.
+    """
     if tensor.numel() <= PIECE:
         return tensor.numel()
     dim, length = _longest(tensor)

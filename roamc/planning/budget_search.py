@@ -30,7 +30,7 @@ class Made(Protocol):
 
     @property
     def needed_bytes(self) -> Bytes:
-        """Peak in bytes behind the layout, workspaces and tensor objects included; compared with a budget."""
+        """Peak in bytes after layout, with workspaces and tensor objects; compared with a budget."""
 
     @property
     def added_seconds(self) -> Seconds:

@@ -101,12 +101,13 @@ def charts(picture: Picture) -> dict[str, Chart]:
 def table(picture: Picture) -> dict[str, Any]:
     """Return what the page's script shows under the pointer, ready for JSON.
 
-    Every text is a number there: its index in ``texts``. The keys:
+    Each text is stored once, in ``texts``; everywhere else its index there stands for it. The keys:
 
-    - ``before``, ``after``: of each order, ``work`` has (node, operator, phase, line) per step, and ``live`` bytes.
-    - ``boxes``: for ``arena`` and ``outside``, one row per storage: name, kind, place, operator, line, bytes, born,
-      dead, low, list of tensors.
-    - ``texts``: all texts, each once.
+    - ``before``, ``after``: the two orders, each with ``work``, a row (node, operator, phase, line) for each step, and
+      ``live``, the live bytes at each step.
+    - ``boxes``: under ``arena`` and ``outside``, one row for each storage: (name, kind, place, operator, line, bytes,
+      born, dead, low, names of the results that lie in it).
+    - ``texts``: the list of all texts.
     """
     texts: dict[str, int] = {}
     data: dict[str, Any] = {

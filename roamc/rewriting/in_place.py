@@ -76,7 +76,8 @@ def all_reuses(memory: MemoryModel) -> list[Reuse]:
 def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
     """Yield a :class:`Reuse` for each argument that ``operator`` may write its single result over, best first.
 
-    They hold in each order in which ``operator`` is the last to use the argument's storage, see :func:`possible`.
+    Each is legal in those orders in which ``operator`` is the last to use the argument's storage; :func:`possible`
+    picks those that are legal in one order.
     """
     node = operator.node
     tensors = [tensor for _, tensor in tensors_of(node)]

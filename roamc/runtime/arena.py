@@ -172,7 +172,12 @@ class _View:
     stride: tuple[int, ...]
 
     def move_to(self, storage: torch.UntypedStorage, start: Bytes) -> None:
-        """Move the tensor to its offset behind byte ``start`` of ``storage``."""
+        """Make the tensor show the bytes of ``storage`` at ``start`` plus its offset; no bytes are copied.
+
+        Args:
+            storage: the memory of an arena.
+            start: the byte of it at which the arena begins.
+        """
         move_to(self.tensor, storage, (start + self.offset) // self.tensor.itemsize, self.size, self.stride)
 
     def is_in_place(self, start: int) -> bool:

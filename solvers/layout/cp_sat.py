@@ -31,9 +31,13 @@ def cp_sat(
     seconds: float | None,
     effort: Effort = EFFORT,
 ) -> CpSatResult:
-    """The lowest layout with an arena from floor to roof bytes, within a limit on deterministic time.
+    """Return the lowest layout that CP-SAT finds with an arena from floor to roof bytes; no offsets if it finds none.
 
-    floor: a lower bound. seconds: a limit on wall-clock time too; None for none.
+    floor: a lower bound on the arena, in bytes.
+    roof: the most bytes that the arena may have.
+    node_limit: work, in nodes of the section search. CP-SAT gets the deterministic time in which that search places
+        about as many storages: `node_limit / effort.cp_sat_unit_nodes` of CP-SAT's units, at least 0.01.
+    seconds: a limit on wall-clock time too, under which equal calls may give different answers; None for none.
     """
     if roof < floor:
         return CpSatResult(None, proved=True)

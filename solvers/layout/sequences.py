@@ -70,10 +70,10 @@ def by_hint(problem: LayoutProblem) -> LongArray:
 
 
 def long_lived_below(problem: LayoutProblem) -> LongArray:
-    """What outlives a sixteenth of all steps first, by lifetime; then the rest by size: a sequence, int64[n].
+    """Those that live for more than a sixteenth of all steps, the longest life first; then the rest, the largest first.
 
-    With the long-lived at the bottom, what lies above them falls apart into segments of time that do not
-    touch: each is laid out by itself and all share the same bytes (Shu et al. 2023, "ROAM", arXiv 2310.19295,
+    A sequence, int64[n]. With the long-lived at the bottom, what lies above them falls apart into segments of time that
+    do not touch: each is laid out by itself and all share the same bytes (Shu et al. 2023, "ROAM", arXiv 2310.19295,
     Fig. 5).
     """
     life = _lifetime(problem)

@@ -113,7 +113,12 @@ def _trimmings(room: Room, piece: Bytes, shares: Sequence[float]) -> Iterator[Tr
 
 
 def trimmed(gaps: Sequence[IdleRange], steps: int) -> LongArray:
-    """Return the trimmed bytes at each moment, int64[n + 1], for n = ``steps``."""
+    """Return how many bytes are trimmed at each moment, int64[n + 1]: n steps, and the time until the first runs again.
+
+    Args:
+        gaps: the ranges that are trimmed.
+        steps: n, the number of steps (operators).
+    """
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
         _add(gone[None], gap.first, gap.length, gap.high - gap.low)

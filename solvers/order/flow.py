@@ -58,12 +58,15 @@ class Flow(NamedTuple):
 
 
 def forward_flow(problem: OrderProblem) -> Flow:
-    """Return the tables of a problem with one stage, with time from the first operator to the last."""
+    """Return the tables of a problem with one stage, read from its first operator to its last."""
     return _flow(problem, successors(problem), _producers(problem), _last_uses(problem), backward=False)
 
 
 def backward_flow(problem: OrderProblem) -> Flow:
-    """Return the tables of a problem with one stage, with time from the last operator to the first."""
+    """Return the tables of a problem with one stage, read backward, from its last operator to its first.
+
+    An order found with them has to be reversed to be one of the problem.
+    """
     return _flow(problem, predecessors(problem), _last_uses(problem), _producers(problem), backward=True)
 
 

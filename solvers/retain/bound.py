@@ -182,9 +182,10 @@ class Bounds:
         self.networks = [self._network(int(step)) for step in chosen]
 
     def anew(self) -> "Bounds":
-        """Return bounds with the same networks, no cuts and no work.
+        """Return bounds that share the networks of these, with no cuts and no work counted.
 
-        A cut that either has made takes the other no time, but counts as work where it is first used.
+        A cut that one of the two has computed costs the other no time. It still counts as work when the other first
+        uses it, so that the count does not depend on who came first.
         """
         fresh = copy.copy(self)
         fresh.cuts, fresh.work = {}, 0

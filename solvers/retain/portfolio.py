@@ -226,7 +226,13 @@ class _Run:
         return found
 
     def greedy(self, state: State) -> None:
-        """Lower the state with the work that is left, then keep what can stay."""
+        """Offer what greedy drops make of the state: its peak comes down to the budget, or as far as the work allows.
+
+        Where it comes within the budget, the drops that are not needed for that are undone. Nothing happens if the best
+        state is `closed` or the work limit is reached.
+
+        state: where the drops begin; it is left unchanged.
+        """
         if self.closed() or self.late():
             return
         state = lower(self.search, state, self.budget, self.limit)

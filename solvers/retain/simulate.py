@@ -138,7 +138,10 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
 def simulate_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
-    """Simulate once, as `evaluate`; return (seconds, peak, area, runs), the fields of `Score`."""
+    """Simulate once, with the arguments of `evaluate`; return (seconds, peak, area, runs), the fields of `Score`.
+
+    If the seconds are finite, the room then holds the whole schedule, `dead` and `live` included.
+    """
     runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
@@ -155,8 +158,12 @@ def simulate_and_measure(
 def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
     """Write the schedule of the decisions into the room; return (runs, seconds that the reruns add).
 
-    Seconds are infinite where a rerun is not allowed or the room is full: `room.stuck` then says which, and runs counts
-    those before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`.
+    The runs are counted with the originals. Seconds are infinite where a rerun is not allowed or the room is full:
+    `room.stuck` then says which of the two, and the runs are those before. `room.dead` and `room.live` are not set, see
+    `mark_reuse` and `count_live`.
+
+    release, hold: int64[gaps]. In each gap, what is there is kept for reruns before the step `release`, and a rerun at
+        the step `hold` or later is kept up to the next read; the module has a picture, and larger values of `hold`.
 
     The loop names the arrays that it uses, and hands tuples on only where something is rebuilt: each time takes a
     microsecond.

@@ -119,9 +119,10 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 
 
 def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``index_reduce``: 0, but for means.
+    """Return the workspace of ``index_reduce``: 0, except for mode "mean".
 
-    They take ones like the source, sums of these like the result, and four numbers for every index.
+    A mean takes a tensor of ones as large as the source, their sums, as large as the result ``made``, and four integers
+    of 8 bytes for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
