@@ -24,6 +24,8 @@ def version() -> str:
     return re.search(r'__version__ = "(.+)"', text).group(1)
 
 
+# Compiles the kernels of groups of operators on a GPU. MIT; 1 GB installed, brings nothing. torch for CUDA pins its own.
+TRITON = "triton>=3.4; platform_system == 'Linux'"
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
 
 setup(
@@ -66,7 +68,9 @@ setup(
             "lightning",  # the same; Apache-2.0, with torchmetrics and aiohttp 15 MB
             "expecttest",  # torch's own databases of operators, modules and optimizers import it
             TRANSFORMERS,
+            TRITON,  # its interpreter and its compiler run without a GPU
         ],
+        "gpu": [TRITON],
         "bench": [TRANSFORMERS],
         "dev": ["mypy", "ruff"],
     },

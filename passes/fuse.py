@@ -100,6 +100,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     for names in decision.groups:
         if len(set(names)) != len(names) or not names or any(name not in nodes for name in names):
             raise PlanError(f"this graph has no operators {', '.join(names) or '(none)'} that could be one group")
+        views = [name for name in names if ops.is_view(nodes[name].target)]
+        if views:
+            raise PlanError(f"{', '.join(names)} cannot be one group: {views[0]} is a view, and no operator")
         members = _with_views(nodes[names[-1]], {nodes[name] for name in names}, position)
         wrong = _unfit(graph, members) if members else "they do not lead to one result"
         if wrong:

@@ -45,11 +45,11 @@ class BoundStep:
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether this program also runs ``captured``, a step captured anew whose graph has the fingerprint ``mark``.
 
-        It does not if torch now uses more threads than the plan was made for.
+        It does not if operators may take more on as many threads as torch now uses.
         """
         return (
             self.plan.fingerprint == mark
-            and self.plan.threads >= torch.get_num_threads()
+            and self.whole.executable.planned.covers(torch.get_num_threads())
             and self.sources == captured.sources
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}

@@ -37,8 +37,10 @@ from roamc.graph.same_values import ATEN, Call, equal_of
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
 from roamc.operators import ops
+from roamc.operators.composite import Composite
 from roamc.operators.ops import Need
 from roamc.operators.random import replay, save_rng_state
+from roamc.operators.schemas import name_of
 
 aten = torch.ops.aten
 
@@ -99,7 +101,7 @@ def check(
         before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
         lossy: names of the codecs with an error that may be used.
-        fast: products may be made by a library that sums in another order.
+        fast: products may be made by a library, and groups by a kernel, that sum in another order.
         handed_over: compare outputs of forward only where the caller gets them, and not again at the end of the step:
             by then the caller may have written to tensors that they are views of.
 
@@ -107,9 +109,8 @@ def check(
         The values of ``graph``.
 
     Raises:
-        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec or a product is not
-            exact;
-            names the reader, what it would read and who wrote it.
+        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec, a product or a group
+            is not exact; names the reader, what it would read and who wrote it.
     """
     for encoding in graph.encodings:
         if encoding.error and encoding.codec not in lossy:
@@ -122,6 +123,13 @@ def check(
         raise VerifyError(
             f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
             f"{ATEN[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
+        )
+    inexact = (node for node in graph.graph.nodes if isinstance(node.target, Composite) and not node.target.exact)
+    group = next(inexact, None)
+    if group is not None and not fast:
+        raise VerifyError(
+            f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than its operators "
+            "one by one: allow it with options={'numerics': 'fast'}, or plan again"
         )
     now = read(graph, before.numbers, after)
     for name, number in now.operators.items():

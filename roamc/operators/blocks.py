@@ -295,23 +295,34 @@ def may_block(nodes: Iterable[fx.Node], matrix: Matrix, threads: int, *, broadca
     return whole and not (broadcast and parted and matrix.columns % TOGETHER)
 
 
-def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool) -> int:
+def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool, pointwise: bool) -> int:
     """Return how many rows one block has: about :data:`BLOCK_BYTES`, so that each thread begins where it may.
 
-    Never such that one row is left for the last block, since torch adds up one row in another order than several.
+    Never such that one row is left for the last block, since torch adds up one row in another order than several. All
+    rows if blocks of no size will do.
 
     Args:
         matrix: the rows and columns.
         itemsize: bytes of an element.
         threads: torch's number of threads.
         aligned: blocks begin at a multiple of :data:`TOGETHER` rows; without it at any row.
+        pointwise: some member works element by element: then the threads that share a block, and those that share the
+            last one, must begin at a multiple of :data:`TOGETHER` elements, too.
     """
     unit = threads * (TOGETHER if aligned else 1)
-    rows = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit)) * unit
-    rows += unit if rows == 1 else 0
-    while rows < matrix.rows and matrix.rows % rows == 1:
-        rows += unit
-    return min(rows, matrix.rows)
+    wanted = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit))
+    for units in (*range(wanted, max(0, wanted - TRIES), -1), *range(wanted + 1, wanted + TRIES)):
+        rows = units * unit
+        parts = {min(rows, matrix.rows), matrix.rows % rows} - {0}
+        if rows == 1 or (rows < matrix.rows and 1 in parts):
+            continue
+        if not pointwise or all(same_groups(n, threads) and same_groups(n * matrix.columns, threads) for n in parts):
+            return min(rows, matrix.rows)
+    return matrix.rows
+
+
+TRIES = 16
+"""Sizes of blocks that are tried below and above the one that is wanted."""
 
 
 def widest(nodes: Iterable[fx.Node]) -> int:

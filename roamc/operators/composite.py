@@ -11,9 +11,11 @@ class Composite:
     Attributes:
         title: what is shown and hashed in the place of an operator's qualified name; the same in every process.
         rule: the :class:`roamc.operators.ops.OpRule` that follows from the operators.
+        exact: its results have the bits of the operators run one after the other.
         kernel: the :class:`roamc.operators.kernels.Kernel` that writes its results into planned memory.
     """
 
     title: str
     rule: Any
+    exact: bool
     kernel: Any

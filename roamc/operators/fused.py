@@ -30,6 +30,7 @@ from roamc.operators.costs.kinds import FUSED
 from roamc.operators.kernels import CPU_ONLY, Kernel
 from roamc.operators.ops import OpRule
 from roamc.operators.schemas import name_of
+from roamc.operators.table import Rowwise
 from roamc.units import Bytes
 
 
@@ -156,7 +157,9 @@ class Fused(Composite):
         if not blocks.may_block(self.nodes, self.matrix, threads, broadcast=self._broadcasts):
             return self.matrix.rows
         itemsize = blocks.widest(self.nodes)
-        return blocks.block_rows(self.matrix, itemsize, threads, aligned=blocks.must_align(self.nodes, self.matrix))
+        aligned = blocks.must_align(self.nodes, self.matrix)
+        pointwise = any(ops.rule(node.target).rowwise == Rowwise() for node in self.nodes)
+        return blocks.block_rows(self.matrix, itemsize, threads, aligned=aligned, pointwise=pointwise)
 
     @functools.cached_property
     def _broadcasts(self) -> bool:

@@ -76,12 +76,12 @@ def check_numbers(given: Plan, planned: Planned) -> None:
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:
-    """Return the plan with ``needed_bytes`` for at least ``threads`` threads: counted again if it is made for fewer.
+    """Return the plan with ``needed_bytes`` for ``threads`` threads: counted again if it may take more on so many.
 
     The count is that of a caller whose idle arenas are freed, which may be more than a new plan would say.
     """
     plan, placement = planned.plan, planned.graph.layout
-    if plan.threads >= threads:
+    if planned.covers(threads):
         return planned
     assert placement is not None  # the judge of layouts has seen it
     needed = max(plan.needed_bytes, layout.recounted(planned.graph.replace(threads=threads), placement)["needed_bytes"])

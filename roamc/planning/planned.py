@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
+from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
 from roamc.planning import other_orders
 from roamc.planning.effort import EFFORT, Effort
@@ -37,6 +39,20 @@ class Planned:
 
     graph: TrainGraph
     plan: Plan
+
+    def covers(self, threads: int) -> bool:
+        """Whether operators take no more for themselves with ``threads`` threads than the plan counts.
+
+        On fewer threads than planned for, a group of operators may have larger blocks, or run whole.
+        """
+        planned = self.plan.threads
+        return threads == planned or (
+            threads < planned and all(group.block_rows(threads) <= group.block_rows(planned) for group in self._groups)
+        )
+
+    @functools.cached_property
+    def _groups(self) -> tuple[Fused, ...]:
+        return tuple(node.target for node in self.graph.graph.nodes if isinstance(node.target, Fused))
 
 
 def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds, effort: Effort = EFFORT) -> Plan:

@@ -347,9 +347,9 @@ class Pair:
         return tuple(results)
 
     def _warn_of_threads(self) -> None:
-        """Warn, once, if backward runs with more threads than the budget is kept with."""
+        """Warn, once, if backward runs with another number of threads, with which operators may take more."""
         now = torch.get_num_threads()
-        if 0 < self.threads < now:
+        if self.threads and not self.executable.planned.covers(now):
             planned, self.threads = self.threads, 0
             warnings.warn(
                 f"backward of {self.executable.planned.graph.name} runs with {now} threads, and its plan counts the "

@@ -98,7 +98,9 @@ def _place(dims: Dims, number: str) -> str:
         text = number if inside == 1 else f"{number} // {inside}"
         text += f" % {size}" if position else ""
         if stride:
-            terms.insert(0, (f"({text})" if " " in text and stride != 1 else text) + (f" * {stride}" if stride != 1 else ""))
+            terms.insert(
+                0, (f"({text})" if " " in text and stride != 1 else text) + (f" * {stride}" if stride != 1 else "")
+            )
         inside *= size
     return " + ".join(terms) or "0"
 
@@ -121,8 +123,16 @@ def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Acces
     if lacking < 0 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
         return None
     strides = (0,) * lacking + tuple(tensor.stride())
-    seen = ((int(wanted), int(stride) if size > 1 else 0) for size, wanted, stride in zip(sizes, shape, strides, strict=True))
+    seen = (
+        (int(wanted), int(stride) if size > 1 else 0)
+        for size, wanted, stride in zip(sizes, shape, strides, strict=True)
+    )
     return Access(_merged(tuple((size, stride) for size, stride in seen if size > 1)), columns)
+
+
+def along_columns(access: Access) -> Access:
+    """Return how an element for each row is read, the same one for all its columns."""
+    return Access((*access.dims, (access.columns, 0)) if access.columns > 1 else access.dims, access.columns)
 
 
 def frame_of(node: fx.Node) -> Matrix | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,12 @@ from roamc.operators.kernels import Kernel
 from roamc.units import Bytes
 
 DEVICES = frozenset({"cuda"})
+
+COMPARED_BYTES: Bytes = 1 << 26
+"""Bytes of a group's values up to which its first result is compared with that of the operators, once in a process."""
+
+ROUNDING = 0.05
+"""Part of a value, and of the largest, by which a kernel with other last bits may differ in 16-bit floats."""
 
 
 class FusedKernel(Fused):
@@ -82,6 +89,10 @@ class FusedKernel(Fused):
         """The source of the kernel."""
         return kernel_text(f"fused_{self.name}", self.body, self.matrix)
 
+    def block_rows(self, threads: int) -> int:
+        """All rows: torch's threads on the CPU have no part in it."""
+        return self.matrix.rows
+
     def block_bytes(self, threads: int) -> Bytes:
         """No bytes: values inside a kernel live in registers."""
         return 0
@@ -101,7 +112,43 @@ class FusedKernel(Fused):
     def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
         """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
 
-        An argument that lies otherwise in memory than in the body is copied first. Where Triton is not installed or
-        does not compile the kernel, the operators run one after the other, and a warning says so.
+        An argument that lies otherwise in memory than in the body is copied first. The first result is compared with that
+        of the operators, unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not
+        installed, or it does not compile the kernel, the operators run one after the other, and a warning says so.
         """
-        self._run(*self.laid_out(args), out=out)
+        lie = self.laid_out(args)
+        if "_begun" in self.__dict__:
+            self._run(*lie, out=out)
+        else:
+            self.__dict__["_begun"] = True
+            self._first(lie, out)
+
+    def _first(self, args: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Run for the first time; ``out`` may lie over an argument, so what is compared is computed before."""
+        compared = sum(made.numel() * made.itemsize for made in map(blocks.only_tensor, self.nodes)) <= COMPARED_BYTES
+        want = torch.empty_like(out) if compared else None
+        if want is not None:
+            self._one_by_one(*args, out=want)
+        try:
+            self._run(*args, out=out)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            self._run(*args, out=out)
+        else:
+            if want is not None and not self._agrees(out, want):
+                self._give_up("its first result is not that of the operators")
+                out.copy_(want)
+
+    def _agrees(self, out: torch.Tensor, want: torch.Tensor) -> bool:
+        if self.exact or not want.is_floating_point():
+            return bool(((out == want) | ((out != out) & (want != want))).all())
+        scale = want.abs().amax().item() if want.numel() else 0.0
+        return bool(torch.isclose(out, want, rtol=ROUNDING, atol=ROUNDING * scale, equal_nan=True).all())
+
+    def _give_up(self, reason: str) -> None:
+        warnings.warn(
+            f"the Triton kernel of {self.title} does not run here, so its operators run one by one: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        self.__dict__["_run"] = self._one_by_one

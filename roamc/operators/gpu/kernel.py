@@ -19,6 +19,7 @@ result:
 from __future__ import annotations
 
 import keyword
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from torch import fx
 from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
-from roamc.operators.gpu.frame import Access, Reach, access_of, in_order, keeps_order, shape_reach
+from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, in_order, keeps_order, shape_reach
 from roamc.operators.gpu.lines import FLOATS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
 from roamc.operators.gpu.printed import Printed, printed
 
@@ -137,7 +138,9 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
 def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> _Operand:
     argument = node.args[at]
     rowwise = ops.rule(node.target).rowwise
-    if not isinstance(argument, fx.Node) or (rowwise is not None and at in rowwise.whole and argument.meta["val"].dim()):
+    if not isinstance(argument, fx.Node) or (
+        rowwise is not None and at in rowwise.whole and argument.meta["val"].dim()
+    ):
         return _Operand(argument)
     tensor, shape = argument.meta["val"], _shape_of_operands(node)
     base = blocks.base_of(argument)
@@ -155,6 +158,8 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
     access = access_of(tensor.unsqueeze(-1) if per_row else tensor, shape, frame.columns)
     if access is None:
         raise DoesNotPrintError(f"{argument.name} cannot be read by {node.name}")
+    if math.prod(shape) != frame.numel:  # an element for each row, the same for all columns
+        access = along_columns(access)
     return _Operand(argument, access)
 
 
@@ -181,6 +186,7 @@ class _Kernel:
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name)
         self.last = blocks.last_member(body)
+        self.ends_in_row = self.last.meta["val"].numel() != frame.numel  # one element for each row
 
     def text(self) -> KernelText:
         inside = set(self.members)
@@ -191,8 +197,8 @@ class _Kernel:
         written = access_of(made, made.shape, self.frame.columns)
         if written is None or any(not stride for _, stride in written.dims):
             raise DoesNotPrintError(f"{self.last.name} has elements that share memory")
-        if result.reach is Reach.ROW or (self.rows and made.numel() == self.frame.rows):
-            written = Access((*written.dims, (self.frame.columns, 0)), self.frame.columns)
+        if self.rows and self.ends_in_row:
+            written = along_columns(written)
         body = self._in_rows(result, written) if self.rows else self._flat(result, written)
         constants, programs, warps = self._launch()
         names = [*self.lines.pointers.values(), "out", *(f"{name}: tl.constexpr" for name in constants)]
@@ -230,9 +236,12 @@ class _Kernel:
 
     def _flat(self, result: Value, written: Access) -> list[str]:
         numel = self.frame.numel
-        lines = [f"index = tl.program_id(0){self._wide(written)} * BLOCK + tl.arange(0, BLOCK)", f"inside = index < {numel}"]
-        lines += [_assigned(value, "inside") for value in self.lines.values]
-        return [*lines, f"tl.store(out + {written.offset(rows=False)}, {result.name}, inside)"]
+        lines = [
+            f"index = tl.program_id(0){self._wide(written)} * BLOCK + tl.arange(0, BLOCK)",
+            f"inside = index < {numel}",
+        ]
+        lines += [_assigned(value, "" if value.reach is Reach.ONE else "inside") for value in self.lines.values]
+        return [*lines, f"tl.store(out + {_with(written.offset(rows=False), 'index')}, {result.name}, inside)"]
 
     def _in_rows(self, result: Value, written: Access) -> list[str]:
         rows, columns = self.frame.rows, self.frame.columns
@@ -250,7 +259,7 @@ class _Kernel:
         """The lines of one pass over rows in pieces: the sums that depend on as many others, or at last the result."""
         sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
         last = level == self._passes(result) - 1
-        wanted = [value.reads[0] for value in sums] + ([result] if last and result.reach is not Reach.ROW else [])
+        wanted = [value.reads[0] for value in sums] + ([result] if last and not self.ends_in_row else [])
         needed = _closure(wanted)
         here = [value for value in self.lines.values if not value.reduced and value.level <= level]
         once = [v for v in here if v.reach in (Reach.ROW, Reach.ONE) and (v.level == level or v.loads)]
@@ -262,10 +271,10 @@ class _Kernel:
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
             inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             inner += [self._accumulated(value) for value in sums]
-            inner += [self._store(result, written)] if last and result.reach is not Reach.ROW else []
+            inner += [self._store(result, written)] if last and not self.ends_in_row else []
             lines += [f"    {line}" for line in inner]
         lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
-        if last and result.reach is Reach.ROW:
+        if last and self.ends_in_row:
             lines.append(self._store(result, written))
         return lines
 
@@ -281,8 +290,9 @@ class _Kernel:
         return f"{name} = {how.join.format(name, of)}"
 
     def _store(self, result: Value, written: Access) -> str:
-        mask = f"row < {self.frame.rows}" if result.reach in (Reach.ROW, Reach.ONE) else "inside"
-        return f"tl.store(out + {written.offset(rows=True)}, {result.name}, {mask})"
+        mask = f"row < {self.frame.rows}" if self.ends_in_row else "inside"
+        place = _with(written.offset(rows=True), "row", *([] if self.ends_in_row else ["column"]))
+        return f"tl.store(out + {place}, {result.name}, {mask})"
 
     def _mask(self, value: Value) -> str:
         rows, columns = f"row < {self.frame.rows}", f"column < {self.frame.columns}"
@@ -332,6 +342,11 @@ def _common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
 def _assigned(value: Value, mask: str) -> str:
     text = value.text.replace("{mask}", mask) if mask else value.text.replace(", {mask}, 0", "")
     return f"{value.name} = {text}" + (f"  # {value.comment}" if value.comment else "")
+
+
+def _with(place: str, *numbers: str) -> str:
+    """Return the text of a place in memory for each element of a block, also where ``numbers`` make no difference."""
+    return " + ".join([*(f"{number} * 0" for number in numbers if number not in place), place]).removesuffix(" + 0")
 
 
 def _closure(values: Sequence[Value]) -> set[Value]:

@@ -17,7 +17,6 @@ PRINTABLE = {*FLOATS, *INTEGERS, torch.bool}
 """Dtypes of operands and results that kernels know."""
 
 
-
 @dataclass(frozen=True)
 class Reduction:
     """How a reduction along rows prints.
@@ -58,6 +57,7 @@ class Value:
         reduced: "sum" or "max" for a reduction along rows of the only value that it reads; else "".
         loads: ``text`` reads memory.
         aliases: the value whose variable this is, under another dtype.
+        number: the number that it is; None for other values, which have a line.
         comment: the user's line.
     """
 
@@ -70,6 +70,7 @@ class Value:
     reduced: str = ""
     loads: bool = False
     aliases: Value | None = None
+    number: float | None = None
     comment: str = ""
 
 
@@ -120,6 +121,8 @@ class Lines:
         """
         if value.dtype is dtype:
             return value
+        if value.number is not None:
+            return self.constant(torch.tensor(value.number, dtype=dtype).item(), dtype)
         if dtype is torch.bool:
             return self._unnamed(f"{value.name} != 0", (value,), dtype)
         if dtype in INTEGERS:
@@ -158,7 +161,8 @@ class Lines:
     def constant(self, value: object, dtype: torch.dtype) -> Value:
         """Return a number as a value without a line; a float where the operation is one of floats."""
         number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
-        return Value(self.number(number), "", Reach.ONE, 0, dtype)
+        known = number if isinstance(number, int | float) else None
+        return Value(self.number(number), "", Reach.ONE, 0, dtype, number=known)
 
     def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:
         """Write ``value``, rounded to ``dtype``, under the name of the operator that it is the result of."""
@@ -179,17 +183,25 @@ class Lines:
         reads = tuple(value.aliases or value for value in reads)
         level = max((value.level for value in reads), default=0)
         reach = joined(value.reach for value in reads)
-        reach = Reach.ALL if "column ==" in text or "(column" in text else reach
+        reach = Reach.ALL if "(column" in text or "COLUMNS" in text else reach
         made = Value(self.name(name), text, reach, level, dtype, reads, comment=self.comment)
         self.values.append(made)
         return made
 
     def _reduce(self, value: Value, how: str) -> Value:
         value = value.aliases or value
-        if value.reach is not Reach.ALL:
-            raise DoesNotPrintError("what is reduced along rows has no element for each column")
-        made = Value(self.name("total" if how == "sum" else "largest"), "", Reach.ROW, value.level + 1, self.dtype,
-                     (value,), reduced=how, comment=self.comment)
+        if value.reach is not Reach.ALL:  # the same for several elements: each of them counts
+            value = self._unnamed(f"{value.name} + tl.zeros((ROWS, COLUMNS), tl.float32)", (value,), self.dtype)
+        made = Value(
+            self.name("total" if how == "sum" else "largest"),
+            "",
+            Reach.ROW,
+            value.level + 1,
+            self.dtype,
+            (value,),
+            reduced=how,
+            comment=self.comment,
+        )
         self.values.append(made)
         return made
 

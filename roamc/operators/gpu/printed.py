@@ -112,9 +112,7 @@ def _gelu_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Valu
         inner = lines.let(f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})", x)
         tanh = lines.let(_TANH, inner)
         slope = lines.let(f"{_TWO_OVER_PI} * (1.0 + 3.0 * 0.044715 * {{0}} * {{0}})", x)
-        return lines.let(
-            "{0} * (0.5 * (1.0 + {1}) + 0.5 * {2} * (1.0 - {1} * {1}) * {3})", grad, tanh, x, slope
-        )
+        return lines.let("{0} * (0.5 * (1.0 + {1}) + 0.5 * {2} * (1.0 - {1} * {1}) * {3})", grad, tanh, x, slope)
     below = lines.let(f"0.5 * (1.0 + tl.erf({{0}} * {_ROOT_HALF}))", x)
     density = lines.let(f"tl.exp(-0.5 * {{0}} * {{0}}) * {_ROOT_HALF_OVER_PI}", x)
     return lines.let("{0} * ({1} + {2} * {3})", grad, below, x, density)

@@ -1,0 +1,142 @@
+"""Kernels compiled ahead of time for GPUs that are not here. Run as a program: Triton's interpreter would stand in its way.
+
+Prints one line for each kernel and target: registers, bytes of shared memory, bytes spilled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from roamc.graph import placeholders
+from roamc.operators import blocks
+from roamc.operators.gpu.frame import frame_of
+from roamc.operators.gpu.kernel import KernelText, kernel_text
+from roamc.operators.gpu.launch import jit_function
+
+aten = torch.ops.aten
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def gates(grad: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    return aten.silu_backward(grad * up, gate)
+
+
+def loss(scale: Tensor, scores: Tensor, labels: Tensor, total: Tensor) -> Tensor:
+    grad = aten.nll_loss_backward(scale, scores, labels, None, 1, -100, total)
+    return aten._log_softmax_backward_data(grad, scores, 1, torch.float32).bfloat16()
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + x.neg() * sin
+
+
+def dropped(grad: Tensor, mask: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(aten.native_dropout_backward(grad, mask, 1.25), x, approximate="tanh")
+
+
+def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
+    """A group by name at the sizes of a language model of a billion parameters, and its kernel."""
+    half = torch.bfloat16
+    with torch.device("meta"):
+        functions = {
+            "norm": (norm, (torch.empty(4, 2048, 2048, dtype=half), torch.empty(2048, dtype=half))),
+            "gates": (gates, tuple(torch.empty(8192, 8192, dtype=half) for _ in range(3))),
+            "loss": (
+                loss,
+                (torch.empty(()), torch.empty(8192, 50257), torch.empty(8192, dtype=torch.int64), torch.empty(())),
+            ),
+            "softmax": (lambda x: F.softmax(x.float(), -1).to(half), (torch.empty(4, 32, 512, 2048, dtype=half),)),
+            "rotary": (
+                rotary,
+                (torch.empty(4, 2048, 32, 64, dtype=half).transpose(1, 2), *(torch.empty(2048, 64) for _ in range(2))),
+            ),
+            "dropped": (
+                dropped,
+                (
+                    torch.empty(8192, 3072, dtype=half),
+                    torch.empty(8192, 3072, dtype=torch.bool),
+                    torch.empty(8192, 3072, dtype=half),
+                ),
+            ),
+        }
+        function, given = functions[name]
+        body = make_fx(function, tracing_mode="fake")(*given).graph
+    frame = frame_of(blocks.last_member(body))
+    assert frame is not None, f"{name} has no frame"
+    return body, kernel_text(f"fused_{name}", body, frame)
+
+
+def spilled(compiled: object, target: str) -> tuple[int, int]:
+    """Registers, and bytes or registers spilled."""
+    asm = compiled.asm  # type: ignore[attr-defined]
+    if "amdgcn" in asm:
+        registers, lost = (
+            re.search(rf"\.{name}:\s*(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        assert registers and lost, "the assembly does not name its registers"
+        return int(registers[1]), int(lost[1])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(asm["ptx"])
+        file.flush()
+        said = subprocess.run(
+            [tool, "-v", f"-arch={target}{'a' if target == 'sm_90' else ''}", file.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers and stores, said
+    return int(registers[1]), int(stores[1])
+
+
+def main() -> None:
+    """Compile every group for every target; the exit status says whether none spills."""
+    wrong = 0
+    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped"):
+        body, text = group(name)
+        operands = {node.name: POINTERS[node.meta["val"].dtype] for node in placeholders(body)}
+        operands["out"] = POINTERS[blocks.only_tensor(blocks.last_member(body)).dtype]
+        function = jit_function(text)
+        signature = dict(zip(function.arg_names, operands.values(), strict=False))
+        signature |= dict.fromkeys(text.constants, "constexpr")
+        for target, where in TARGETS.items():
+            source = ASTSource(fn=function, signature=signature, constexprs=text.constants)
+            compiled = triton.compile(
+                source, target=where, options={"num_warps": text.warps, "enable_fp_fusion": False}
+            )
+            registers, lost = spilled(compiled, target)
+            wrong += lost > 0
+            print(f"{name} {target}: {registers} registers, {compiled.metadata.shared} bytes shared, {lost} spilled")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Kernels of random groups under Triton's interpreter, beside the operators themselves. Run as a program.
+
+The interpreter has to be chosen before Triton is imported, so a test runs this in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from roamc.operators import blocks, ops
+from roamc.operators.gpu.frame import frame_of
+from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
+from roamc.operators.gpu.launch import jit_function
+from roamc.operators.gpu.printed import is_exact
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ERROR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+"""Of values of about one, after a few operators: some roundings of the dtype."""
+
+# Continuous functions: where a comparison jumps, another rounding of its operand would be another result.
+Unary = Callable[[Tensor], Tensor]
+UNARY: dict[str, Unary] = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "sqrt": lambda x: (x.abs() + 1).sqrt(),
+    "rsqrt": lambda x: (x.abs() + 1).rsqrt(),
+    "reciprocal": lambda x: (x.abs() + 1).reciprocal(),
+    "exp": lambda x: x.clamp(-3, 1).exp(),
+    "exp2": lambda x: x.clamp_max(1).exp2(),
+    "log": lambda x: (x.abs() + 1).log(),
+    "log2": lambda x: (x.abs() + 1).log2(),
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "square": lambda x: x.clamp_min(-2).clamp_max(2).pow(2),
+    "cube": lambda x: x.clamp(-1, 1).pow(3),
+    "root": lambda x: (x.abs() + 1).pow(-0.5),
+    "inverse square": lambda x: (x.abs() + 1).pow(-2),
+    "by number": lambda x: x / 3,
+    "number": lambda x: 0.3 * x + 1,
+    "wider": lambda x: x.float(),
+    "narrower": lambda x: x.to(torch.bfloat16),
+    "fill": lambda x: x.masked_fill(x > 0.5, 0.5),
+    "not": lambda x: torch.where(~(x > 0) | (x < -1), x, 0.5 * x),
+    "both": lambda x: torch.where((x > -0.5) & (x <= 0.5), x, x.clamp(-0.5, 0.5)),
+    "logical": lambda x: torch.where(torch.logical_not(x > 0), x, torch.where(x == 0, x, x * 0.5)),
+}
+Binary = Callable[[Tensor, Tensor], Tensor]
+BINARY: dict[str, Binary] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": lambda x, y: x / (y.abs() + 1),
+    "alpha": lambda x, y: torch.add(x, y, alpha=0.3),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "greater": lambda x, y: torch.where(x > y, x, y),
+    "silu backward": lambda x, y: aten.silu_backward(x.float(), y.float()),
+    "gelu backward": lambda x, y: aten.gelu_backward(x.float(), y.float()),
+    "tanh gelu backward": lambda x, y: aten.gelu_backward(x.float(), y.float(), approximate="tanh"),
+    "sigmoid backward": lambda x, y: aten.sigmoid_backward(x.float(), y.float()),
+    "tanh backward": lambda x, y: aten.tanh_backward(x.float(), y.clamp(-1, 1).float()),
+    "relu backward": lambda x, y: aten.threshold_backward(x.float() * y, y.float(), 0),
+    "leaky backward": lambda x, y: aten.leaky_relu_backward(x.float() * y, y.float(), 0.1, False),
+    "addcmul": lambda x, y: torch.addcmul(x.float(), y.float(), y.float()),
+    "addcdiv": lambda x, y: torch.addcdiv(x.float(), y.float(), y.float().abs() + 1),
+}
+ROWS: dict[str, Unary] = {
+    "sum": lambda x: x - x.sum(-1, keepdim=True) / x.shape[-1],
+    "mean": lambda x: x * (x.float().pow(2).mean(-1, keepdim=True) + 1).rsqrt(),
+    "amax": lambda x: x - x.amax(-1, keepdim=True),
+    "amin": lambda x: x - x.amin(-1, keepdim=True),
+    "softmax": lambda x: torch.softmax(x.float(), -1),
+    "log softmax": lambda x: torch.log_softmax(x.float(), -1) / 8,
+    "softmax backward": lambda x: (
+        aten._softmax_backward_data(x.float(), x.float().sigmoid(), -1, torch.float32) / x.shape[-1]
+    ),
+    "log softmax backward": lambda x: (
+        aten._log_softmax_backward_data(x.float(), -x.float().abs() - 3, -1, torch.float32) / x.shape[-1]
+    ),
+}
+
+
+def inputs(rng: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
+    """Tensors of ``shape``, or that broadcast to it; some transposed, some with every second element."""
+    made = []
+    for _ in range(rng.randint(1, 4)):
+        sizes = [size if rng.random() < 0.8 else 1 for size in shape] if made else list(shape)
+        kind = rng.choice(("plain", "plain", "transposed", "strided", "row"))
+        if kind == "transposed" and len(sizes) > 1:
+            made.append(torch.randn(*sizes[:-2], sizes[-1], sizes[-2]).to(dtype).transpose(-1, -2))
+        elif kind == "strided":
+            made.append(torch.randn(*sizes[:-1], 2 * sizes[-1]).to(dtype)[..., ::2])
+        elif kind == "row" and made:
+            made.append(torch.randn(sizes[-1]).to(dtype))
+        else:
+            made.append(torch.randn(sizes).to(dtype))
+    return made
+
+
+def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., Tensor]:
+    """A function of ``count`` steps, each on earlier values, that ends with one value."""
+    steps = [
+        (rng.choice([*UNARY] * 2 + [*BINARY] * 2 + ([*ROWS] * 3 if along_rows else [])), rng.random(), rng.random())
+        for _ in range(count)
+    ]
+
+    def run(*given: Tensor) -> Tensor:
+        value, others = given[0], list(given)
+        for name, one, _ in steps:
+            if name in BINARY:
+                value = BINARY[name](value, others[int(one * len(others))])
+            else:
+                value = (UNARY.get(name) or ROWS[name])(value)
+            others.append(value)
+        return value
+
+    return run
+
+
+def same_on_cpu(node: fx.Node) -> bool:
+    """Whether the interpreter has the bits of ATen on a CPU, which divides by numbers, and takes roots of its own."""
+    if node.target is aten.div.Tensor and not isinstance(node.args[1], fx.Node):
+        return False
+    return is_exact(node) and node.target is not aten.sqrt.default and node.args[1:] != (0.5,)
+
+
+def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[str, KernelText | None]:
+    """Say how the kernel of ``function`` differs from it; "" if it does not. None for a group that does not fit."""
+    body = make_fx(function, tracing_mode="fake")(*given).graph
+    body.eliminate_dead_code()
+    root = blocks.last_member(body)
+    frame = frame_of(root)
+    members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
+    if frame is None or root not in members or any(unfit(node, frame, set(members)) for node in members):
+        return "", None
+    text = kernel_text("kernel", body, frame)
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN fails for some strides of gelu's backward
+        want = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
+    made = blocks.only_tensor(root)
+    out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).fill_(float("nan"))
+    used = [node for node in body.nodes if node.op == "placeholder"]
+    jit_function(text)[(text.programs,)](*given[: len(used)], out, **text.constants)
+    if want.dtype is torch.float32 and all(map(same_on_cpu, members)) and not torch.equal(out, want):
+        return f"an exact kernel has other bits:\n{text.source}", text
+    narrowest = max((ERROR.get(blocks.only_tensor(node).dtype, 0.0) for node in (*members, *used)), default=0.0)
+    error = ((out.double() - want.double()).abs() / (1 + want.double().abs())).max().item()
+    said = "" if error <= narrowest * (1 + len(members) / 4) else f"errs by {error:.2g}:\n{text.source}"
+    return said, text
+
+
+def loss(scale: Tensor, scores: Tensor, labels: Tensor, total: Tensor, *weight: Tensor) -> Tensor:
+    """Backward of cross-entropy on log-probabilities."""
+    grad = aten.nll_loss_backward(scale, scores, labels, weight[0] if weight else None, 1, -100, total)
+    return aten._log_softmax_backward_data(grad, scores, 1, torch.float32)
+
+
+def losses() -> list[str]:
+    """Say which backwards of cross-entropy differ: few and many classes, with weights and without."""
+    wrong = []
+    for classes in (50, LONGEST_ROW + 1):
+        for weighted in (False, True):
+            scores = torch.randn(6, classes).log_softmax(-1)
+            given = [torch.tensor(2.0), scores, torch.tensor([1, 2, -100, 4, 0, 49]), torch.tensor(5.0)]
+            said, text = compare(loss, [*given, torch.rand(classes)] if weighted else given)
+            wrong += [f"{classes} classes: {said or 'does not print'}"] if said or text is None else []
+    return wrong
+
+
+def random_case(rng: random.Random, name: str | None) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A group, or the operator ``name`` alone, and operands for it."""
+    sizes = [rng.choice((1, 2, 3, 5, 8, 16)) for _ in range(rng.randint(0, 3))] + [rng.choice((1, 7, 33, 64, 257))]
+    if rng.random() < 0.05:
+        sizes = [2, LONGEST_ROW + rng.choice((1, 64))]
+    given = inputs(rng, rng.choice(DTYPES), sizes)
+    if name is None:
+        return group(rng, rng.randint(2, 12), along_rows=rng.random() < 0.6), given
+    function = FORMS[name]
+    return (lambda *x: function(*(x * 2)[:2]) if name in BINARY else function(x[0])), given
+
+
+def main() -> None:
+    """Compare random groups, or every operator alone, ``--count`` of each; the exit status says whether all agree."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--forms", action="store_true", help="every operator alone, in the place of groups")
+    how = parser.parse_args()
+    rng = random.Random(how.seed)
+    torch.manual_seed(how.seed)
+    wrong = losses() if how.forms else []
+    for name in FORMS if how.forms else [None]:
+        seen = tried = 0
+        while seen < how.count and tried < 10 * how.count:
+            function, given = random_case(rng, name)
+            said, text = compare(function, given)
+            tried, seen = tried + 1, seen + (text is not None)
+            wrong += [f"{name}, {[(tuple(t.shape), t.stride(), t.dtype) for t in given]}: {said}"] if said else []
+        wrong += [f"{name}: only {seen} of {tried} print"] if seen < how.count else []
+    print(f"{len(wrong)} wrong\n" + "\n\n".join(wrong[:3]))
+    raise SystemExit(bool(wrong))
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {**UNARY, **BINARY, **ROWS}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Triton kernels of groups, without a GPU: under Triton's interpreter, compiled ahead of time, and in plans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from roamc.compat import FakeTensorMode
+from roamc.errors import PlanError, VerifyError
+from roamc.graph import TrainGraph, copied, operators, value_flow
+from roamc.graph.value_numbers import Numbers
+from roamc.operators import blocks
+from roamc.operators.fused import fuse as group_of
+from roamc.operators.gpu import fused_kernel, launch
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.kernel import unfit
+from roamc.options import Options
+from roamc.passes import fuse
+from roamc.passes.fuse import Decision
+from tests.graphs import traced
+
+aten = torch.ops.aten
+HALF = torch.bfloat16
+
+
+def run(module: str, *arguments: str) -> None:
+    """Run a program of this folder with one thread; its output is the message of a failure."""
+    ran = subprocess.run(
+        [sys.executable, "-m", f"tests.operators.{module}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_of_random_groups_agree_with_their_operators(seed: int) -> None:
+    run("interpreted", "--seed", str(seed), "--count", "40")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_of_every_operator_agrees_with_it(seed: int) -> None:
+    run("interpreted", "--forms", "--seed", str(seed), "--count", "3")
+
+
+def test_kernels_compile_for_gpus_that_are_not_here_and_spill_nothing() -> None:
+    run("compiled")
+
+
+# -- the pass on graphs of a GPU --------------------------------------------------------------------------------------
+
+
+def on_gpu(*shapes: Any) -> list[Tensor]:
+    """Fake tensors in bfloat16 on a GPU."""
+    with FakeTensorMode():
+        return [torch.empty(shape, device="cuda", dtype=HALF) for shape in shapes]
+
+
+def norm_and_gate(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+    return torch.nn.functional.silu(normed) * normed
+
+
+@pytest.fixture
+def graph() -> TrainGraph:
+    with torch.no_grad():
+        return traced(norm_and_gate, *on_gpu((8, 16, 64), (64,)))
+
+
+def test_exact_groups_hold_operators_that_have_the_same_bits_everywhere(graph: TrainGraph) -> None:
+    assert fuse.decide(graph, Options()).groups == (("mul", "_to_copy_1", "mul_1"),)
+
+
+def test_fast_groups_hold_sums_along_rows(graph: TrainGraph) -> None:
+    (group,) = fuse.decide(graph, Options(numerics="fast")).groups
+    assert {"pow_1", "mean", "rsqrt", "silu", "mul_2"} <= set(group)
+
+
+def fused(graph: TrainGraph, numerics: Any) -> FusedKernel:
+    fuse.apply(graph, fuse.decide(graph, Options(numerics=numerics)))
+    (found,) = [node.target for node in operators(graph.graph) if isinstance(node.target, FusedKernel)]
+    return found
+
+
+def test_the_result_may_lie_over_an_operand_that_is_read_element_by_element(graph: TrainGraph) -> None:
+    assert fused(graph, "fast").rule.overwrites == (0,)
+
+
+def test_a_group_reads_and_writes_every_element_once(graph: TrainGraph) -> None:
+    text = fused(graph, "fast").text
+    assert text.source.count("tl.load(") == 2
+    assert text.source.count("tl.store(") == 1
+    assert text.reads == 1
+
+
+def test_groups_with_other_last_bits_are_refused_unless_fast(graph: TrainGraph) -> None:
+    before = value_flow.read(graph, Numbers(), "capture")
+    decision = fuse.decide(graph, Options(numerics="fast"))
+    now = fuse.apply(copied(graph), decision)
+    value_flow.check(now, before, "fuse", fast=True)
+    with pytest.raises(VerifyError, match="other last bits"):
+        value_flow.check(now, before, "fuse")
+
+
+def test_operands_of_other_devices_and_dtypes_stay_outside() -> None:
+    def function(x: Tensor, wide: Tensor) -> Tensor:
+        return (x * 2 + wide) * 3
+
+    with FakeTensorMode():
+        given = torch.empty(4, 64, device="cuda"), torch.empty(4, 64, device="cuda", dtype=torch.float64)
+    with torch.no_grad():
+        graph = traced(function, *given)
+    assert fuse.decide(graph, Options()).groups == ()
+    with pytest.raises(PlanError, match="another device or dtype"):
+        fuse.apply(graph, Decision((("mul", "add"),)))
+
+
+def test_elements_in_another_order_stay_outside() -> None:
+    with torch.no_grad():
+        graph = traced(lambda x: (x * 2).transpose(0, 1) * 3, *on_gpu((64, 64)))
+    assert fuse.decide(graph, Options()).groups == ()
+
+
+# -- where kernels do not run -----------------------------------------------------------------------------------------
+
+
+def on_cpu() -> tuple[FusedKernel, list[Tensor], Tensor]:
+    """A group with its kernel, operands on a CPU, and what its operators give."""
+    given = [torch.randn(4, 32), torch.randn(32)]
+    body = make_fx(lambda x, y: (x * 2 + y).neg(), tracing_mode="fake")(*given).graph
+    members = [node for node in body.nodes if node.op == "call_function"]
+    assert not any(unfit(node, FusedKernel.frame(members[-1]), members) for node in members)
+    group, _ = group_of(blocks.last_member(body), members, FusedKernel)
+    return group, given, -(given[0] * 2 + given[1])
+
+
+def test_without_triton_operators_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(text: object) -> None:
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(launch, "jit_function", missing)
+    group, given, want = on_cpu()
+    out = torch.empty(4, 32)
+    with pytest.warns(RuntimeWarning, match="Triton is not installed"):
+        group.write(*given, out=out)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["elsewhere", "over an operand"])
+@pytest.mark.parametrize("fails", [False, True], ids=["wrong", "fails"])
+def test_a_kernel_that_fails_or_is_wrong_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool, over: bool
+) -> None:
+    def broken(*args: Tensor, out: Tensor) -> None:
+        if fails:
+            raise RuntimeError("no compiler")
+        out.fill_(7)
+
+    monkeypatch.setattr(fused_kernel, "launcher", lambda text: broken)
+    group, given, want = on_cpu()
+    out = given[0] if over else torch.empty(4, 32)
+    with pytest.warns(RuntimeWarning, match="operators run one by one"):
+        group.write(*given, out=out)
+    assert torch.equal(out, want)
+    again = torch.empty(4, 32)
+    group.write(*([torch.ones(4, 32), torch.zeros(32)]), out=again)
+    assert torch.equal(again, torch.full((4, 32), -2.0))
