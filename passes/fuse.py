@@ -34,14 +34,15 @@ NAME = "fuse"
 
 @dataclass(frozen=True)
 class Effort:
-    """Which groups are worth it: those with a value inside that leaves the cache, or that much of the memory is.
+    """How large the largest value inside a group must be for the group to be made.
 
-    Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28 of the time for values of 2 to
-    13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
+    A group is made if that value has at least ``least_bytes`` and is larger than the device's cache or than
+    ``least_share`` of eager's peak. Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28
+    of the time for values of 2 to 13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
 
     Attributes:
-        least_bytes: bytes of the largest value inside at least: four times those of a block.
-        least_share: a value inside that is this share of what eager holds at its peak is worth a group in any case.
+        least_bytes: fewest bytes of the largest value inside: four times those of a block.
+        least_share: share of eager's peak bytes from which on a value need not be larger than the cache.
     """
 
     least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
@@ -66,7 +67,11 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Group operators from the last to the first; none but on a CPU, where the kernels are there that groups run."""
+    """Choose groups of operators, the one that ends last first; ``graph`` stays as it is.
+
+    Each group is the largest that fits and in which no step holds more bytes than before. The decision is empty for a
+    graph that is not on a CPU: only CPU kernels run in groups. ``options.profile`` chooses the device profile.
+    """
     profile = load_profile(main_device(graph), options.profile)
     share = EFFORT.least_share * (graph.eager_bytes or 0)
     finder = _Finder(graph, max(EFFORT.least_bytes, min(profile.cache_bytes, share)))
@@ -81,7 +86,9 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Make one node of each group, in the place and with the name of its last operator; changes the FX graph in place.
+    """Replace each group by one node that has the name of the group's last operator; changes the FX graph in place.
+
+    The node stands in the place of the group's first operator in front of which all operands of the group exist.
 
     Raises:
         PlanError: the graph has no such operators, or they cannot run as a group.
@@ -105,11 +112,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 Positions = Mapping[fx.Node, int]
-"""Node to its place in the graph that was decided on."""
+"""Node to its index among all nodes of the graph, as counted before groups are written."""
 
 
 def positions(graph: TrainGraph) -> Positions:
-    """Return the place of every node of ``graph``, from 0."""
+    """Return the index, from 0, of every node of ``graph`` in the present order of the FX graph."""
     return {node: at for at, node in enumerate(graph.graph.nodes)}
 
 

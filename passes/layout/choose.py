@@ -34,9 +34,10 @@ from roamc.solvers.layout.trim import Trimming, trimmed
 from roamc.units import Bytes
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
-"""How good a layout is, less is better: it is above the budget; it is within, but above eager's peak; bytes by which
-workspace may bring it above eager's peak; its peak is higher than without trims; its cost, or the bytes that it needs
-if it is above the budget."""
+"""Rank of a layout; the smallest tuple is the best layout. The entries: whether the layout needs more than the budget;
+whether it keeps the budget but its peak is above eager's; upper bound on the bytes by which workspace may bring it
+above eager's peak; whether its peak is higher than that of the first placement without trims; its cost if it keeps the
+budget, else the bytes that it needs."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Laid:
         solution: offsets of the others in the arena.
         trimming: ranges of the arena that are trimmed.
         peak_bytes: most bytes at one operator, of the arena without trimmed ranges and of tensors outside of it.
-        needed_bytes: the same with workspace and tensor objects, as estimated.
+        needed_bytes: that peak with the estimated bytes of workspace and tensor objects; with trims at least the bytes
+            that the step holds before parts of the arena are trimmed.
         cost: the peak plus the prices of trims and of bytes that pass through the allocator, in bytes of peak.
     """
 
@@ -63,7 +65,7 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    Within the budget that is the cheapest; where nothing fits the budget, the one that needs the fewest bytes.
+    Where no layout keeps the budget, the result is the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.

@@ -50,7 +50,10 @@ class NamedOrder:
 def equal_peaks(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Iterator[NamedOrder]:
     """Yield other legal orders whose peak is no higher than that of `order`, the most promising first, each once.
 
-    `order` must be legal and is not itself among them. Each is computed when it is asked for; there may be none.
+    Each order is computed when the caller asks for it; there may be none.
+
+    order: int32[n], a legal order of `problem`; not itself yielded.
+    effort: limits of the algorithms that make the orders.
     """
     staged = one_stage(problem)
     start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)

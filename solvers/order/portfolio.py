@@ -101,10 +101,10 @@ def solve(
 
     algorithms: keys of `ALGORITHMS`.
     pieces: what follows the algorithms; if left out, all pieces after several algorithms and none after one.
-    work_limit: operators and arcs that the pieces may look at, kept within a factor of two; `effort.work_limit` if left
-        out. The algorithms always run.
-    progress: called with the best peak and the bound, in bytes, whenever an order was compared. A small problem may be
-        solved twice; the calls then begin anew.
+    work_limit: operators and arcs that algorithms and pieces may look at, kept within a factor of two;
+        `effort.work_limit` if left out. The algorithms run even if it is 0.
+    progress: called with the best peak and the bound, in bytes, after each order that was compared. A small problem may
+        be solved twice; the calls then begin anew.
     effort: what each piece may spend of the work.
 
     Raises ValueError for an unknown algorithm, or if none is named.

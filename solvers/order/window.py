@@ -36,9 +36,10 @@ class Window:
 
 
 def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window:
-    """Make the operators at steps [lo, hi) of a legal order a problem of their own. O(n + b + reads).
+    """Return the operators at steps [lo, hi) of a legal order as a problem of their own. O(n + b + reads).
 
-    The given problem must have one stage.
+    problem: has one stage.
+    order: int32[n], a legal order of `problem`.
     """
     position = positions(order)
     number = np.clip(position - lo + 1, 0, hi - lo + 1).astype(np.int32)
