@@ -5,9 +5,9 @@
               one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
               bits of the whole with as many threads as the plan is made for
 
-A group has one result: it is an operator with all operators before it whose results nobody else reads. It is made where
-it saves a pass over memory and where, in the present order, no step holds more bytes. Backward of cross-entropy is the
-most worth: the gradient of the log-probabilities, a number for every token and word, never exists.
+A group has one result: an operator, with operators before it whose results are read inside the group alone. A group is
+made where it saves a pass over memory and where, in the present order, no step holds more bytes. The backward of
+cross-entropy gains most: the gradient of the log-probabilities, a number for every token and word, never exists.
 """
 
 from __future__ import annotations

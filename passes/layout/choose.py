@@ -81,7 +81,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     plain = placements(table, eager_bytes)
     estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
     cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
-    # Trims may bring any of these under the budget; these need none.
+    # Placements in `within` keep the budget without trims; the others may keep it with trims.
     within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())

@@ -157,7 +157,7 @@ class Versions:
 
 
 def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
-    """Erase nodes that nobody reads, such as a first run whose readers all read a later one."""
+    """Erase nodes without readers, such as a first run whose readers all read a later one."""
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
         if idle and not ops.must_run(node.target):

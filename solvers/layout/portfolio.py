@@ -1,4 +1,4 @@
-"""Several simple layouts, all of them improved, the best searched, and the bound beside it."""
+"""Several simple layouts, the lowest improved, the best searched, and a lower bound."""
 
 import time
 from collections.abc import Callable
@@ -53,12 +53,14 @@ def solve(
     seconds: float | None = None,
     effort: Effort = EFFORT,
 ) -> LayoutSolution:
-    """Run the heuristics, improve what they found, then search; stop as soon as the arena is low enough.
+    """Find a layout with a low arena: run the heuristics, improve their layouts, then search, until it is low enough.
 
-    node_limit: how many storages the search may place, 0 for no search, `effort.node_limit` if left out. capacity: an
-    arena of this size is low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer
-    depend on the machine; None for no such limit. effort: what each part may spend. Ties go to the earlier candidate.
-    `LayoutSolution` says what the status means.
+    node_limit: number of storages that the search may place; 0 for no search; `effort.node_limit` if left out.
+    capacity: bytes; an arena of this size is low enough. None asks for the lowest arena.
+    seconds: stop at about this time, which makes the answer depend on the machine; None for no such limit.
+    effort: what each part may spend.
+
+    Ties go to the earlier candidate. `LayoutSolution` says what the status means.
     """
     limit = effort.node_limit if node_limit is None else node_limit
     return interpreted_first(problem.num_storages, lambda: _solved(problem, limit, capacity, seconds, effort))
@@ -107,7 +109,7 @@ class _Run:
 
     @property
     def target(self) -> Bytes:
-        """An arena of so many bytes is low enough."""
+        """Bytes of an arena that is low enough: the bound, or the capacity if that is larger."""
         return self.bound if self.capacity is None else max(self.bound, self.capacity)
 
     def best(self) -> _Candidate:

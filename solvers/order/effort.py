@@ -1,6 +1,6 @@
 """What the order solver may spend: its limits, shares and prices, in one place.
 
-What compiled loops read stands beside them as plain constants: numba cannot read a field of a Python object.
+Constants that compiled loops read stand in the files of the loops: numba cannot read a field of a Python object.
 """
 
 from dataclasses import dataclass

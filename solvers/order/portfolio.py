@@ -1,4 +1,4 @@
-"""Several simple orders, the best of them, the bound beside it, and a search where the two do not meet."""
+"""Several simple orders, the best of them, a lower bound, and a search where peak and bound do not meet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -8,7 +8,7 @@ Operators are numbered 0..n-1 in program order, which is itself legal. An order 
 - all operators of one stage run before any operator of the next.
 
 A buffer is live on the half-open steps [position of producer, last position of a consumer + 1): one step if
-nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
+it has no reader, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
 plus the workspace bytes of the operator that runs there; the peak is their maximum.
 
 In-place reuse: an operator may write a result over an input that dies there. The buffers whose bytes buffer k may

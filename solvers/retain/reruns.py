@@ -12,7 +12,8 @@ from roamc.solvers.retain.tables import Gaps, Tables
 def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, ...]:
     """Return the reruns of the schedule in the room, as `RetainSolution` holds them; a rerun renews what is read later.
 
-    runs: the number of runs of that schedule, as in its `Score`.
+    runs: number of runs of the schedule, originals included, as in its `Score`.
+    room: holds the schedule, because it was simulated last.
     """
     found = []
     for run in range(runs):

@@ -99,7 +99,8 @@ class Score:
 def make_room(tables: Tables, most_runs: int) -> Room:
     """Allocate the arrays, with space for schedules of fewer than `most_runs` runs, originals included.
 
-    Longer ones, and ones whose reruns read or make far more buffers than the original runs, count as impossible.
+    Longer schedules, and schedules whose reruns read or make far more buffers than the original runs, count as
+    impossible.
     """
     n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
@@ -125,10 +126,12 @@ def make_room(tables: Tables, most_runs: int) -> Room:
 
 
 def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room) -> Score:
-    """Simulate the schedule of these decisions once and return its cost; if that is finite, the room then holds it.
+    """Simulate the schedule of decisions once, and return its cost; the room holds the schedule if the cost is finite.
 
-    release, hold: int64[gaps]; see the module.
+    tables: the problem.
+    release, hold: int64[gaps], the decisions, as in `State`.
     budget: bytes; the area counts what is above.
+    room: arrays made for the same problem; overwritten.
     """
     seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
     return Score(seconds, int(peak), area, runs)
@@ -138,7 +141,12 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
 def simulate_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
-    """Simulate once, as `evaluate`; return (seconds, peak, area, runs), the fields of `Score`."""
+    """Simulate the schedule of decisions once; return (seconds, peak, area, runs), as the fields of `Score`.
+
+    release, hold: int64[gaps], the decisions, as in `State`.
+    budget: bytes; the area counts what is above.
+    room: arrays made for the same problem; they end with the schedule if the seconds are finite.
+    """
     runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
@@ -156,10 +164,10 @@ def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) ->
     """Write the schedule of the decisions into the room; return (runs, seconds that the reruns add).
 
     Seconds are infinite where a rerun is not allowed or the room is full: `room.stuck` then says which, and runs counts
-    those before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`.
+    the runs before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`. The loop passes tuples
+    on only where something is rebuilt, because each call with one takes a microsecond.
 
-    The loop names the arrays that it uses, and hands tuples on only where something is rebuilt: each time takes a
-    microsecond.
+    release, hold: int64[gaps], the decisions, as in `State`.
     """
     read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last
     made_start, made, gap_start = tables.made_start, tables.made, tables.gap_start

@@ -7,11 +7,11 @@ from roamc.solvers.retain.search import Search, State
 
 
 def from_cut(search: Search, cut: Cut, budget: int) -> State:
-    """Return the state that keeps over the cut's step only what the cut keeps, and drops all else once.
+    """Return the state that keeps over the cut's step only the buffers that the cut keeps, and drops the others once.
 
-    It decides on the free gaps that begin before the step and end behind it, also those behind a last read. All other
-    gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds where that
-    fails.
+    The cut decides on the free gaps that begin before its step and end behind it, also those behind a last read. All
+    other gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds if the
+    repair fails. `search.work` grows.
 
     budget: bytes, for the area of the score.
     """
