@@ -95,7 +95,8 @@ class Decision:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose which temporaries stay with the allocator, offsets for the others, and the arena's trims.
 
-    ``graph`` stays as it is; its operators are laid out in their present order.
+    ``graph`` stays as it is; its operators are laid out in their present order. ``options`` give the budget, the
+    alignment and the limits of the search.
 
     Raises:
         VerifyError: the solver gave a layout that is not legal.

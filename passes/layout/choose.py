@@ -1,9 +1,9 @@
 """Lay out several placements between arena and allocator, trim where that is worth its price, and take the cheapest.
 
 The cost of a placement is its peak plus prices for what the step pays: bytes that pass through the allocator, and bytes
-of the arena that are trimmed and come again. Before the cost come the budget, and then that no peak is above eager's.
-Where every arena is above it, through alignment or fragmentation, or in a small graph through workspace and the
-caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets everything.
+of the arena that are trimmed and then used again. Keeping the budget counts before the cost, and so does a peak that is
+not above eager's. Where every arena leads to a peak above eager's, through alignment or fragmentation, or in a small
+graph through workspace and the caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets everything.
 """
 
 from __future__ import annotations

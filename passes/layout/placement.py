@@ -9,9 +9,9 @@ storage that lives at the arena's fullest step may cost less outside, in room th
 Results of operators without an ``out=`` form are either copied into the arena, and then exist twice for a
 moment, or left with the allocator. Temporaries on another device than the arena's always lie with the allocator.
 
-With all temporaries with the allocator there is no arena. In an order whose live bytes are not above eager's the peak
-of that placement is not either: both are the bytes asked of the allocator. The arena counts with what its alignment
-adds.
+With all temporaries with the allocator there is no arena. In an order whose live bytes are not above eager's, the peak
+of that placement is not above eager's peak: both are the bytes requested from the allocator. The arena counts with the
+bytes that its alignment adds.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def make_table(
     idle: bool = True,
     effort: Effort = EFFORT,
 ) -> Table:
-    """Describe a graph's storages in the order of ``memory``.
+    """Return a graph's storages as arrays, in the order of ``memory.counted``.
 
     Args:
         memory: the memory model of ``graph``, in its own or another order.

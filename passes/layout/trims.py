@@ -46,6 +46,10 @@ def moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
     The two arrays are for a caller that keeps the outputs of forward and for one that drops them, both with padded
     sizes and workspace. With ``torch.compile`` the optimizer runs between steps: the last entry is twice the bytes of
     the gradients, but at most the step's peak. The last entry is 0 for an arena too small to be trimmed.
+
+    Args:
+        table: the graph's storages, and the n steps.
+        placement: which of them lie with the allocator.
     """
     arena = arena_live(table, placement.with_allocator)
     if peak(arena) < table.effort.trim.least_bytes:

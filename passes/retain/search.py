@@ -121,8 +121,9 @@ class Choice:
 
         Args:
             target: live bytes.
-            together: begin with solutions of earlier calls with ``together``. The decision then depends on those;
-                without, it depends on earlier calls only by what :meth:`forget` forgets.
+            together: begin with solutions of earlier calls with ``together``. The decision then depends on these
+                calls; without ``together`` it depends on earlier calls only by the codecs that won last, until
+                :meth:`forget` is called.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
 
         Returns:
@@ -401,7 +402,7 @@ def choose(
 
 
 def decision(asked: Question, solution: RetainSolution) -> Decision:
-    """Return the solver's answer to ``asked`` as a :class:`Decision` with names for its numbers.
+    """Return ``solution``, the solver's answer to ``asked``, as a :class:`Decision` with names for its numbers.
 
     ``codes`` is empty, also if the graph of ``asked`` has codecs; an infinite bound becomes 0.
     """

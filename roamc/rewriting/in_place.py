@@ -79,7 +79,10 @@ def wanted(memory: MemoryModel, options: Options) -> list[Reuse]:
 def all_reuses(memory: MemoryModel) -> list[Reuse]:
     """Return, in graph order, a :class:`Reuse` for each argument that an operator may write its single result over.
 
-    Several may name the same result or the same argument; those of one operator stand best first.
+    Several entries may name the same result or the same argument; the entries of one operator stand best first.
+
+    Args:
+        memory: memory model of a graph.
     """
     return [reuse for operator in memory.operators for reuse in reuses(memory, operator)]
 

@@ -83,7 +83,10 @@ def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Whether another run of ``node`` gives the same bits, for the same inputs and the same state of the generator."""
+    """Return whether another run of the operator ``node`` gives the same bits, and writes no argument.
+
+    The inputs and, for a random operator, the state of the generator are the same in both runs.
+    """
     target, _, _ = recompute_variant(node)
     rule = ops.rule(target)
     return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state

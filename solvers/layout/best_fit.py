@@ -58,7 +58,10 @@ class _Waiting:
         self.count = len(self._storage)
 
     def longest_within(self, start: Step, end: Step) -> StorageIndex | None:
-        """Take out the longest-lived storage within [start, end), the larger if equal; None if none."""
+        """Remove and return the longest-lived storage that lives within steps [start, end), of equals the largest.
+
+        None if no waiting storage lives within these steps.
+        """
         lo, hi = np.searchsorted(self._born, (start, end)).tolist()
         if lo == hi:
             return None

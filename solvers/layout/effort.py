@@ -71,9 +71,9 @@ class TrimEffort:
     Attributes:
         least_bytes: a smaller arena is not trimmed.
         pieces: sizes in bytes of the pieces that the arena is cut into, the larger first; a piece is trimmed as a
-            whole. Each size is tried. Those of the system's large pages come again in a tenth of the time.
-        most_pieces: pieces of an arena at most; a larger arena has larger pieces. More find smaller idle ranges and
-            take longer.
+            whole. Each size is tried. The system brings a large page back in a tenth of the time, per byte.
+        most_pieces: most pieces of an arena; a larger arena has larger pieces. More pieces find smaller idle ranges
+            and take longer.
         shares: the peaks that are tried: the lowest that trims can reach, plus each share of the most bytes that trims
             can save.
     """

@@ -18,12 +18,17 @@ Sequence = Callable[[LayoutProblem], LongArray]
 
 
 def by_size(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the largest first; ties to the longer life, then the earlier birth: int64[n]."""
+    """Return int64[n], the indices of all storages, the largest first.
+
+    Ties go to the longer life, then to the earlier birth.
+    """
     return _sorted(-padded(problem), -_lifetime(problem), problem.born)
 
 
 def by_size_and_birth(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the largest first; ties to the earlier birth: int64[n].
+    """Return int64[n], the indices of all storages, the largest first.
+
+    Ties go to the earlier birth.
 
     First fit then gives storages of one size as many places as are live at once, no more: first fit by birth colours an
     interval graph with the fewest colours.
@@ -32,16 +37,16 @@ def by_size_and_birth(problem: LayoutProblem) -> LongArray:
 
 
 def outward_by_size(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the nearest in time to the fullest step first: int64[n].
+    """Return int64[n], the indices of all storages, the nearest in time to the fullest step first.
 
-    Ties go to the larger, then to the earlier birth. Storages that are live at the fullest step come first, so that
-    first fit loses no byte there.
+    Ties go to the larger size, then to the earlier birth. Storages that are live at the fullest step come first, so
+    that first fit loses no byte there.
     """
     return _sorted(_steps_from_fullest(problem), -padded(problem), problem.born)
 
 
 def outward_by_short_life(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the nearest in time to the fullest step first: int64[n].
+    """Return int64[n], the indices of all storages, the nearest in time to the fullest step first.
 
     Ties go to the shorter life, then to the larger size, then to the earlier birth.
     """
@@ -49,22 +54,31 @@ def outward_by_short_life(problem: LayoutProblem) -> LongArray:
 
 
 def by_lifetime(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the longest life first; ties to the larger, then the earlier birth: int64[n]."""
+    """Return int64[n], the indices of all storages, the longest life first.
+
+    Ties go to the larger size, then to the earlier birth.
+    """
     return _sorted(-_lifetime(problem), -padded(problem), problem.born)
 
 
 def by_area(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the largest product of size and lifetime first; ties to the larger size: int64[n]."""
+    """Return int64[n], the indices of all storages, the largest product of size and lifetime first.
+
+    Ties go to the larger size, then to the earlier birth.
+    """
     return _sorted(-_area(problem), -padded(problem), problem.born)
 
 
 def by_birth(problem: LayoutProblem) -> LongArray:
-    """Return all storages, the earliest birth first; ties to the longer life, then the larger: int64[n]."""
+    """Return int64[n], the indices of all storages, the earliest birth first.
+
+    Ties go to the longer life, then to the larger size.
+    """
     return _sorted(problem.born, -_lifetime(problem), -padded(problem))
 
 
 def by_pressure(problem: LayoutProblem) -> LongArray:
-    """Return all storages, first those with the most live bytes at some step of their lives: int64[n].
+    """Return int64[n], the indices of all storages, first those with the most live bytes at some step of their lives.
 
     Ties go to the larger size, then to the longer life, then to the earlier birth.
     """
@@ -72,12 +86,15 @@ def by_pressure(problem: LayoutProblem) -> LongArray:
 
 
 def by_hint(problem: LayoutProblem) -> LongArray:
-    """Return all storages, those with a hint first, the lowest hint in front; ties to the larger: int64[n]."""
+    """Return int64[n], the indices of all storages, those with a hint first, the lowest hint in front.
+
+    Ties go to the larger size, then to the longer life, then to the earlier birth.
+    """
     return _sorted(problem.hint < 0, problem.hint, -padded(problem), -_lifetime(problem), problem.born)
 
 
 def long_lived_below(problem: LayoutProblem) -> LongArray:
-    """Return all storages, first those that live longer than a sixteenth of all steps: int64[n].
+    """Return int64[n], the indices of all storages, first those that live longer than a sixteenth of all steps.
 
     Long-lived storages come by falling lifetime, then the others by falling size. With the long-lived storages at the
     bottom, the others fall apart into segments of time that do not touch: each segment is laid out by itself, and all
@@ -90,7 +107,7 @@ def long_lived_below(problem: LayoutProblem) -> LongArray:
 
 
 def by_width_area_total(problem: LayoutProblem) -> LongArray:
-    """Return all storages by lifetime, then area, then pressure, each falling: int64[n].
+    """Return int64[n], the indices of all storages by lifetime, then area, then pressure, each falling.
 
     Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
     """
@@ -98,7 +115,7 @@ def by_width_area_total(problem: LayoutProblem) -> LongArray:
 
 
 def by_total_area_width(problem: LayoutProblem) -> LongArray:
-    """Return all storages by pressure, then area, then lifetime, each falling: int64[n].
+    """Return int64[n], the indices of all storages by pressure, then area, then lifetime, each falling.
 
     Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
     """
@@ -106,7 +123,7 @@ def by_total_area_width(problem: LayoutProblem) -> LongArray:
 
 
 def by_total_width_area(problem: LayoutProblem) -> LongArray:
-    """Return all storages by pressure, then lifetime, then area, each falling: int64[n].
+    """Return int64[n], the indices of all storages by pressure, then lifetime, then area, each falling.
 
     Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
     """

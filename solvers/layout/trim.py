@@ -152,8 +152,8 @@ class _IdleRanges:
     def cover(self, over: LongArray) -> list[int] | None:
         """Choose gaps that together bring ``over`` to 0 or below, by number; None if the aim is out of reach.
 
-        In turn for the moment that is highest above the aim: of the gaps that include it, those that help at the most
-        moments. In the end, gaps that others have made needless are left out.
+        For the moment that is highest above the aim, gaps that include the moment are taken, first the ones that help
+        at the most moments; then for the next moment. In the end, gaps that others have made needless are left out.
 
         Args:
             over: int64[ways, n + 1] bytes above the aim, one row for each array of ``Room.outsides``; changed in place.
@@ -174,7 +174,7 @@ class _IdleRanges:
         return [gap for gap in reversed(chosen) if not self._needless(over, gap)]
 
     def merged(self, chosen: Sequence[int]) -> tuple[IdleRange, ...]:
-        """The chosen gaps, neighbouring pages with the same gap as one."""
+        """Return the gaps with the numbers in ``chosen``, those of neighbouring pages and equal time as one range."""
         found: list[IdleRange] = []
         columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
         for first, length, low, size in sorted(columns.T.tolist()):

@@ -105,9 +105,11 @@ def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int, far: int) -> IntA
 def relieve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
     """Return an order with no higher peak and fewer live bytes around its full steps, as far as greedy rules find one.
 
-    First the whole order, then the parts before and after its fullest step, then the parts of those, level by level,
-    are each ordered anew by two greedy rules, up to `effort.relieved_parts` parts. A part keeps its sequence where
+    First the whole order, then the parts before and after its fullest step, then in the same way the parts of each
+    part, are ordered anew by two greedy rules, up to `effort.relieved_parts` parts. A part keeps its sequence where
     neither rule lowers the part's peak. The problem must have one stage. The result is a new array, int32[n].
+
+    order: int32[n], a legal order; left unchanged.
     """
     best = order.copy()
     spans = [(0, len(order))]

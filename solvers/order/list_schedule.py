@@ -74,7 +74,8 @@ def release_first(problem: OrderProblem) -> IntArray:
 def allocate_last(problem: OrderProblem) -> IntArray:
     """Return program order, but with operators that allocate more than they free as late as they can run: int32[n].
 
-    Such an operator runs right before the first operator that waits for it. The problem must have one stage.
+    Of several such operators that could run last, the one with the greatest difference does. The problem must have one
+    stage.
     """
     return _greedy(backward_flow(problem), MOST_BYTES, only_freed=True)
 

@@ -122,6 +122,7 @@ def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | Int
 
     No order in which all of `later` run after `op` has a lower peak; with `later` empty, no order has.
 
+    network: of the problem, made by `make_network`.
     later: operators that `op` does not wait for.
     """
     cuts = _cuts(network, op, later)
@@ -131,8 +132,10 @@ def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | Int
 def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
     """Return the least live bytes while `op` runs, a set that attains them, and the number of arcs looked at.
 
-    The set, bool[n], is true for the operators that run before `op`; it holds all operators that one of its own waits
-    for.
+    The set, bool[n], is true for the operators that run before `op`; with an operator, all that the operator waits for
+    are in the set.
+
+    network: of the problem, made by `make_network`.
     """
     cuts = _cuts(network, op, ())
     least = min(cuts, key=lambda cut: cut.value)

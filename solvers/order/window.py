@@ -22,8 +22,8 @@ class Window:
     problem: source 0, then the operators of `ops` as 1 to len(ops), then the sink; their given order is its program
         order.
     ops: int32, the operators' numbers in the whole problem, in the given order.
-    offset_bytes: bytes that are live during the whole window and left out of `problem`: its live bytes at a step of one
-        of `ops`, plus these, are those of the whole order at that step.
+    offset_bytes: bytes that are live during the whole window and left out of `problem`. The live bytes of the whole
+        order at a step of one of `ops` are the live bytes of `problem` at that step plus `offset_bytes`.
     """
 
     problem: OrderProblem

@@ -46,7 +46,7 @@ class Drops:
 
 
 def list_drops(search: Search, state: State, budget: int) -> Drops:
-    """List the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
+    """Return the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
 
     The room of the search must hold the schedule of `state`.
 

@@ -4,7 +4,7 @@ The decisions are those of the gaps in which there is a choice (`Gaps.free`): ke
 rerun brings back stays until the next read), drop after every rerun, or drop and bring back in front of one of the
 steps in the gap that read something. The best of all combinations is optimal among schedules of this kind, which rerun
 in the reference order. Without the last choice, bringing back, there are 3^gaps combinations. Where all combinations
-are too many, the best of these is a state to begin other searches with.
+are too many, the best of the 3^gaps combinations is a state to begin other searches with.
 """
 
 import math

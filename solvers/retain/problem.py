@@ -72,8 +72,8 @@ class Rerun:
 
     before: the step of the reference order in front of which it runs; it must be after the operator's own step.
     operator: the operator that runs, as numbered in the problem's `order`, not a step.
-    renews: those of its results, sorted, of which this run makes a new version, which later reads find; the other
-        results are live during this run only.
+    renews: results of the operator, sorted, of which this run makes a new version for later reads; the other results
+        are live during this run only.
     """
 
     before: Step

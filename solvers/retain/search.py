@@ -121,7 +121,7 @@ def keep_more(
     room: Room,
     seconds: float,
 ) -> tuple[float, int]:
-    """Make those of the given moves, in turn, that take fewer seconds and leave the peak within the budget.
+    """Try the given moves in turn, and make each that lowers the seconds and leaves the peak within the budget.
 
     release, hold: int64[gaps], the decisions, changed in place.
     gap, new_release, new_hold: int64[moves], for each move the gap and its new decision.

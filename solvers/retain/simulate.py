@@ -50,7 +50,7 @@ class Room(NamedTuple):
     By gap: rebuilt, the number of reruns that renewed its buffer in it; next_brought, the next gap that brings its
     buffer back at the same step, else -1.  By step: brought, the first such gap, else -1.
     stuck: one entry, valid only where seconds are infinite: the buffer that could not be rebuilt, -1 if the room was
-    full.  runs: one entry, the number of runs of the last simulation that got through.
+    full.  runs: one entry, the number of runs of the last simulation with finite seconds.
     """
 
     op: IntArray
@@ -97,7 +97,7 @@ class Score:
 
 
 def make_room(tables: Tables, most_runs: int) -> Room:
-    """Allocate the arrays, with space for schedules of fewer than `most_runs` runs, originals included.
+    """Return new arrays for simulations, with space for schedules of fewer than `most_runs` runs, originals included.
 
     Longer schedules, and schedules whose reruns read or make far more buffers than the original runs, count as
     impossible.

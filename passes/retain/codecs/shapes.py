@@ -23,7 +23,7 @@ NAME = "shapes"
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one uninitialised element, expanded to ``shape``: a tensor of that shape in the bytes of one element."""
+    """Return one uninitialised element of this dtype and device, expanded to ``shape`` without more bytes."""
     one = aten.empty.memory_format([1] * len(shape), dtype=dtype, device=device)
     expanded: Tensor = aten.expand.default(one, shape)
     return expanded
