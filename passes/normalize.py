@@ -56,10 +56,10 @@ class Decision:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Find aliases and dead nodes to take out, and dropouts to split; ``graph`` stays as it is.
 
-    A node is dead if its results have no readers and it has no other effect. Aliases are dead once their users read
-    their inputs; aliases that are outputs, gradients or saved stay. Random operators stay even without readers:
-    without them later ones would draw other numbers. A dropout is split if it runs on a CPU, drops, and its input is
-    contiguous. ``options`` are not read.
+    A node is dead if no node, or only dead ones, read its results, and it has no other effect. Aliases are dead once
+    their users read their inputs; aliases that are outputs, gradients or saved stay. Random operators stay even without
+    readers: without them later ones would draw other numbers. A dropout is split if it runs on a CPU, drops, and its
+    input is contiguous. ``options`` are not read.
     """
     named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
     aliases = [n.name for n in operators(graph.graph) if ops.rule(n.target).renames and n.name not in named]

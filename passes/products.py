@@ -43,9 +43,9 @@ class Decision:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose the products whose form oneDNN multiplies faster; ``graph`` stays as it is.
 
-    Forms that were never timed on this machine are timed now, and the times are written to a file. The decision is
-    empty unless ``options.numerics`` is "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch
-    offers oneDNN's product.
+    Forms that were never timed on this machine are timed now, for some seconds at most, and the times are written to a
+    file; products of a form without a time stay with torch. The decision is empty unless ``options.numerics`` is
+    "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch offers oneDNN's product.
     """
     if options.numerics != "fast" or not torch.backends.mkldnn.enabled or product_into() is None:
         return Decision()

@@ -29,8 +29,9 @@ class SearchState(NamedTuple):
     """The state of a section search over n storages, which `start` makes and `search` changes in place.
 
     Storages are numbered by rank. By storage: size and alignment, bytes; first and end, the sections [first, end) in
-    which it lives; `alike`, a number shared by storages with equal sections and alignment; `floor`, the lowest offset
-    that it may still have; `offset`, once it is placed. By number in `alike`: `over`, the storage placed last.
+    which it lives; `alike`, a number shared by storages with equal sections and alignment, and with equal size if that
+    is no multiple of the alignment; `floor`, the lowest offset that it may still have; `offset`, once it is placed. By
+    number in `alike`: `over`, the storage placed last.
 
     A frame is a set of waiting storages that are connected in time (`lists[list_at]` is their number, the storages
     follow, and `ranks` has their ranks at the same places), and the storage of the set that was placed. The others fall

@@ -102,7 +102,7 @@ class _Search(NamedTuple):
 
 
 def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswer:
-    """Search for an order of `flow` whose live bytes never exceed `capacity`, in bytes, by branch and bound.
+    """Search for an order of `flow` whose live bytes never exceed `capacity`, in bytes, depth first.
 
     The answer has an order, a proof that there is none, or neither if a limit of work or memory ended the search.
 

@@ -26,8 +26,8 @@ def candidates(search: Search) -> LongArray:
 def affordable(search: Search, work_limit: int, brings: bool) -> bool:
     """Return whether the combinations that `exact` tries are few enough.
 
-    They are if there are at most `effort.exact_gaps` gaps to decide, and if all simulations together take less work
-    than `effort.exact_work` and than is left up to `work_limit`.
+    True with at most `effort.exact_gaps` gaps to decide, if all simulations together take less work than
+    `effort.exact_work` and than is left up to `work_limit`.
 
     work_limit: a value of `search.work`, not an amount on top of it.
     brings: whether bringing a buffer back early is among the choices.
