@@ -24,7 +24,8 @@ def version() -> str:
     return re.search(r'__version__ = "(.+)"', text).group(1)
 
 
-# Compiles the kernels of groups of operators on a GPU. MIT; 1 GB installed, brings nothing. torch for CUDA pins its own.
+# Compiles the kernels of groups of operators on a GPU. MIT; 1 GB installed, brings no others.
+# torch for CUDA pins its own.
 TRITON = "triton>=3.4; platform_system == 'Linux'"
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
 

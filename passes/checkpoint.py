@@ -23,6 +23,7 @@ from roamc.rewriting.rerun import Rerun, rerun
 NAME = "checkpoint"
 
 AGAIN = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
+"""Policies in ``node.meta["recompute"]`` under which an operator of forward runs again in backward."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,18 @@ class Decision:
     """A decision lists the operators that run again in backward.
 
     Attributes:
-        reruns: (operator in front of which it runs, operator that runs again, storages that it renews), all by name, in
-            the order in which they run.
+        reruns: for each rerun, in the order in which they run: the name of the operator in front of which the rerun
+            stands, the name of the operator that runs again, and the names of the storages that the rerun makes anew.
     """
 
     reruns: tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Plan to make every storage that a policy marks again, right before its first reader behind forward.
+    """Plan to make every storage again that a checkpoint policy marks, right before its first reader behind forward.
 
-    Nothing runs again in a graph with a boundary between forward and backward, or without marks.
+    The decision is empty for a graph with a boundary between forward and backward, or without marks
+    (``node.meta["recompute"]``). ``options`` are not read, and ``graph`` stays as it is.
     """
     if graph.boundary or not any("recompute" in node.meta for node in graph.graph.nodes):
         return Decision(())
@@ -54,10 +56,10 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Write the reruns into the graph; the FX graph is changed in place.
+    """Write the reruns into the graph, whose FX graph is changed in place, and return the graph.
 
     Raises:
-        PlanError: the graph has no such operators or storages.
+        PlanError: the graph lacks an operator or storage that the decision names, or the operator cannot run again.
     """
     return rerun(graph, [Rerun(*again) for again in decision.reruns]) if decision.reruns else graph
 

@@ -5,9 +5,9 @@
               one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
               bits of the whole with as many threads as the plan is made for
 
-A group has one result: it is an operator with all operators before it whose results nobody else reads. It is made where
-it saves a pass over memory and where, in the present order, no step holds more bytes. Backward of cross-entropy is the
-most worth: the gradient of the log-probabilities, a number for every token and word, never exists.
+A group has one result: an operator, with operators before it whose results are read inside the group alone. A group is
+made where it saves a pass over memory and where, in the present order, no step holds more bytes. The backward of
+cross-entropy gains most: the gradient of the log-probabilities, a number for every token and word, never exists.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ NAME = "fuse"
 
 @dataclass(frozen=True)
 class Effort:
-    """Which groups are worth it: those with a value inside that leaves the cache, or that much of the memory is.
+    """How large the largest value inside a group must be for the group to be made.
 
-    Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28 of the time for values of 2 to
-    13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
+    A group is made if that value has at least ``least_bytes`` and is larger than the device's cache or than
+    ``least_share`` of eager's peak. Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28
+    of the time for values of 2 to 13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
 
     Attributes:
-        least_bytes: bytes of the largest value inside at least: four times those of a block.
-        least_share: a value inside that is this share of what eager holds at its peak is worth a group in any case.
+        least_bytes: fewest bytes of the largest value inside: four times those of a block.
+        least_share: share of eager's peak bytes from which on a value need not be larger than the cache.
     """
 
     least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
@@ -66,7 +67,12 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Group operators from the last to the first: on a CPU those of large values, on a GPU all that print."""
+    """Choose groups of operators, the one that ends last first; ``graph`` stays as it is.
+
+    Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value inside
+    that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it. Groups with other
+    last bits than their operators are chosen under ``numerics="fast"`` alone.
+    """
     finder = _Finder(graph, _least_bytes(graph, options), fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []
     taken: set[fx.Node] = set()
@@ -88,7 +94,9 @@ def _least_bytes(graph: TrainGraph, options: Options) -> float:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Make one node of each group, in the place and with the name of its last operator; changes the FX graph in place.
+    """Replace each group by one node that has the name of the group's last operator; changes the FX graph in place.
+
+    The node stands in the place of the group's first operator in front of which all operands of the group exist.
 
     Raises:
         PlanError: the graph has no such operators, or they cannot run as a group.
@@ -115,11 +123,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 Positions = Mapping[fx.Node, int]
-"""Node to its place in the graph that was decided on."""
+"""Node to its index among all nodes of the graph, as counted before groups are written."""
 
 
 def positions(graph: TrainGraph) -> Positions:
-    """Return the place of every node of ``graph``, from 0."""
+    """Return the index, from 0, of every node of ``graph`` in the present order of the FX graph."""
     return {node: at for at, node in enumerate(graph.graph.nodes)}
 
 

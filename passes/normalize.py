@@ -34,7 +34,7 @@ NAME = "normalize"
 aten = torch.ops.aten
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""What :func:`rounded` can round to."""
+"""Dtypes that :func:`rounded` can round to, and that a dropout may have to be split."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Decision:
     """A decision names the nodes to take out and the dropouts to split.
 
     Attributes:
-        aliases: nodes that only give their input another name; their users read the input instead. ``dead`` has them,
-            too.
-        dead: nodes to erase, each behind all of its users.
-        dropouts: ``native_dropout`` nodes to split into a mask and a product with it.
+        aliases: names of nodes that only give their input another name; their users read the input instead. ``dead``
+            lists these nodes as well.
+        dead: names of nodes to erase; a node is listed behind all of its users.
+        dropouts: names of ``native_dropout`` nodes to split into a mask and a product with the mask.
     """
 
     aliases: tuple[str, ...]
@@ -54,11 +54,12 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Find nodes to take out, because nobody reads their results and they change nothing else, and dropouts to split.
+    """Find aliases and dead nodes to take out, and dropouts to split; ``graph`` stays as it is.
 
-    Aliases are listed as dead too: nobody reads them once their users read their inputs. Aliases that are outputs,
-    gradients or saved stay. Random operators stay even when unread: without them later ones would draw other numbers.
-    A dropout is split if it runs on a CPU, drops, and its input is contiguous. ``options`` are not read.
+    A node is dead if no node, or only dead ones, read its results, and it has no other effect. Aliases are dead once
+    their users read their inputs; aliases that are outputs, gradients or saved stay. Random operators stay even without
+    readers: without them later ones would draw other numbers. A dropout is split if it runs on a CPU, drops, and its
+    input is contiguous. ``options`` are not read.
     """
     named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
     aliases = [n.name for n in operators(graph.graph) if ops.rule(n.target).renames and n.name not in named]
@@ -188,7 +189,7 @@ def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Return ``value`` rounded to ``dtype``, one of :data:`FLOATS`, as a tensor would hold it: ties to even.
+    """Return ``value`` rounded to ``dtype``, one of :data:`FLOATS`, as a tensor of that dtype holds it: ties to even.
 
     No tensor is made: under the fake mode of a compilation it would be a fake one.
     """

@@ -26,6 +26,7 @@ from roamc.options import Options
 NAME = "products"
 
 MISSING = "the plan has products by oneDNN, which this torch does not offer: torch's own products run in their place"
+"""Note on a graph whose decision this torch cannot carry out."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose the products whose form oneDNN multiplies faster.
+    """Choose the products whose form oneDNN multiplies faster; ``graph`` stays as it is.
 
-    None with ``numerics="exact"``, or where the user has switched oneDNN off (``torch.backends.mkldnn.flags``).
+    Forms that were never timed on this machine are timed now, for some seconds at most, and the times are written to a
+    file; products of a form without a time stay with torch. The decision is empty unless ``options.numerics`` is
+    "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch offers oneDNN's product.
     """
     if options.numerics != "fast" or not torch.backends.mkldnn.enabled or product_into() is None:
         return Decision()
@@ -52,10 +55,13 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Exchange the operators; the FX graph is changed in place. A note says so if this torch has no such product.
+    """Let the products that the decision names call oneDNN; the FX graph is changed in place.
+
+    If this torch does not offer oneDNN's product, the returned graph has :data:`MISSING` among its ``notes``, and
+    torch's own product runs in each call.
 
     Raises:
-        PlanError: the decision names what is no operator of the graph, or no product that oneDNN can take.
+        PlanError: a name in the decision is no operator of the graph, or no product that oneDNN can take.
     """
     nodes = {node.name: node for node in operators(graph.graph)}
     for name in decision.onednn:

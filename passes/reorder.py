@@ -26,7 +26,8 @@ from roamc.units import Bytes, format_bytes
 NAME = "reorder"
 
 TRIAL_WORK = 1_000_000
-"""The order solver's work limit under a budget: several plans are tried, and only those with reruns are hard."""
+"""Work limit of the order solver under a budget, in operators and arcs looked at; lower than without a budget, because
+the order is searched once for each of several plans."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Decision:
 
     Attributes:
         order: names of all operators (views and picks left out), first to last.
-        peak_bytes: live bytes at the worst step.
-        bound_bytes: no order of this graph has a lower peak.
+        peak_bytes: most live bytes at one step.
+        bound_bytes: lower bound on the peak of any legal order of this graph.
         status: ``"optimal"`` if peak and bound meet, else ``"gap"``, or ``"limit"`` if the search reached its limit.
-        algorithm: the member of the portfolio that found it.
-        candidates: (algorithm, peak) of every member that ran.
+        algorithm: name of the algorithm that found the order.
+        candidates: (algorithm, peak bytes) of every algorithm that ran.
         laid_out: (algorithm or name, peak bytes in the arena and outside of it) of every order that was laid out to
             choose among orders with no higher peak, the first one included. Empty if no other order was tried, because
             the arena of the first is no larger than what lives in it.
@@ -55,12 +56,13 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Search an order of the operators with a low peak of live bytes.
+    """Search for an order of the operators with a low peak of live bytes; ``graph`` stays as it is.
 
-    All algorithms of the portfolio run, or the one that ``options.order`` names.
+    All algorithms run if ``options.order`` is "best", else the one of that name. With a budget, in
+    ``options.limit_bytes``, the search stops after :data:`TRIAL_WORK`. Progress messages go to :mod:`roamc.progress`.
 
     Raises:
-        OptionError: there is no algorithm of that name.
+        OptionError: there is no algorithm named ``options.order``.
         VerifyError: the solver's order breaks a constraint.
     """
     memory = build_memory(graph)
@@ -88,11 +90,9 @@ def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Bring the operators into the decided order; changes the FX graph in place.
-
-    Views and picks move along with what they belong to; views that nothing reads are erased.
+    """Bring the operators into the decided order, in place; views and picks move with their operators.
 
     Raises:
-        PlanError: the decision names other operators than the graph has, or one in front of what it reads.
+        PlanError: the decision names other operators than the graph has, or one in front of an operator that it reads.
     """
     return arrange(graph, decision.order)

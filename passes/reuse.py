@@ -31,8 +31,9 @@ class Decision:
     """A decision names the operators that write their result over an argument.
 
     Attributes:
-        overwrites: (name of the operator, position of the argument that it writes over), first to last.
-        nbytes: bytes of all these results, which are not allocated.
+        overwrites: (name of the operator, position of the positional argument that the operator writes its result
+            over), in graph order.
+        nbytes: sum of the bytes of the results, for which no memory is allocated.
     """
 
     overwrites: tuple[tuple[str, int], ...]
@@ -40,7 +41,10 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Let every result take over an argument's bytes that can do so in the graph's present order."""
+    """Let every result take over an argument's bytes if the graph's present order allows that.
+
+    ``options`` are not read, and ``graph`` stays as it is.
+    """
     memory = build_memory(graph)
     chosen = due(memory, range(len(memory.operators)), all_reuses(memory))
     return Decision(
@@ -55,11 +59,13 @@ def _maker(memory: MemoryModel, reuse: Reuse) -> str:
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Enter in ``TrainGraph.reuse`` that each result, with its views, takes over the memory of its argument.
+    """Return the graph with the decision in ``reuse``: each result, with its views, takes over its argument's memory.
+
+    The FX graph stays as it is.
 
     Raises:
-        PlanError: the graph has no such operators, they cannot write over these arguments, or their results have
-            other bytes.
+        PlanError: the graph lacks an operator of the decision, the operator cannot write over that argument, or the
+            bytes of the results do not add up to ``decision.nbytes``.
     """
     memory = build_memory(graph)
     now = possible(memory, range(len(memory.operators)), all_reuses(memory))

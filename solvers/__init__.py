@@ -2,7 +2,7 @@
 
 Each folder is one problem and has the same parts: `problem.py` (the question and the answer as data),
 `validate.py` (a judge that shares no code with any algorithm), one file per algorithm, and `portfolio.py`
-whose `solve` runs them, keeps the best and states a lower bound beside it.
+whose `solve` runs them, keeps the best and states a lower bound.
 
 - `roamc.solvers.order`: in which order operators run, so that the peak of live bytes is low.
 - `roamc.solvers.layout`: at which offset of one arena each storage lives, so that the arena is no higher than

@@ -41,10 +41,10 @@ class Csr:
 
 
 def group_by(owner: IntArray, item: IntArray, rows: int) -> Csr:
-    """Collect `item[k]` into row `owner[k]`, for every k; within a row, items keep their sequence.
+    """Return a table whose row r holds `item[k]` for every k with `owner[k] == r`, in the sequence of k.
 
     owner, item: int32[m]; every owner lies in [0, rows).
-    rows: number of rows of the result; those that own nothing are empty.
+    rows: number of rows of the table; a row that owns nothing is empty.
     """
     by_owner = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=rows)

@@ -42,22 +42,22 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 def compiled_uncounted(function: Callable[P, R]) -> Callable[P, R]:
     """Compile `function` as `compiled` does, but without numba's counting of references to arrays.
 
-    The function must neither make nor return arrays. Where it hands on tuples of many arrays,
+    The function must neither make nor return arrays. For a function that passes tuples of many arrays to others,
     counting takes a microsecond per call, which is most of a short loop.
     """
     return _compile(function, _UNCOUNTED)
 
 
 def interpreted_first(size: int, solve: Callable[[], R]) -> R:
-    """Return `solve()`; functions that are not compiled yet run in it as plain Python, as long as that is quick.
+    """Return `solve()`; `compiled` functions that are not compiled yet run in it as plain Python while that is quick.
 
     Interpreting may take `PATIENCE` seconds of a process in all; then functions are compiled. Both give the same
-    result. What is compiled already, in this process or on disk, runs compiled.
+    result. A function that is compiled already, in this process or on disk, runs compiled.
 
     Args:
-        size: operators or storages of the problem; above `SMALL` every function is compiled.
-        solve: is called again from the beginning where Python turns out to be too slow, so it must not keep anything
-            between two calls.
+        size: number of operators or storages of the problem; above `SMALL` every function is compiled.
+        solve: called once, or again from the beginning if interpreting takes too long; `solve` must therefore keep
+            nothing between two calls.
     """
     left = _process.patience
     if size > SMALL or left <= 0 or _thread.deadline is not None:

@@ -59,6 +59,8 @@ FIRST: dict[str, int] = {
     "tests/graph/test_verify.py::test_storages_that_live_together_overlap": 4,
     "tests/operators/test_blocks.py::test_binary_operators_have_the_bits_of_the_whole": 14,
     "tests/operators/test_blocks.py::test_unary_operators_have_the_bits_of_the_whole": 20,
+    "tests/operators/test_gpu_kernels.py::test_kernel_of_every_operator_agrees_with_it": 1,
+    "tests/operators/test_gpu_kernels.py::test_kernels_of_random_groups_agree_with_their_operators": 1,
     "tests/operators/test_overwrites.py::test_result_over_an_argument_has_the_same_bits": 68,
     "tests/passes/retain/test_search.py::test_no_set_of_codecs_is_below_the_bound": 1,
     "tests/passes/retain/test_search.py::test_programs_with_all_codecs_give_the_same_bits": 3,

@@ -69,10 +69,11 @@ class Decision:
         peak_bytes: most bytes at one operator: of the arena without trimmed ranges, and of what lies outside it.
         needed_bytes: the same with the operators' estimated workspace and the estimated size of tensor objects; with
             trims at least what the arena takes before parts of it are trimmed.
-        trims: (low, high, after, before) of every :class:`roamc.graph.layout.Trim`.
-        trimmed_bytes: bytes of the arena that are trimmed and come again in one run.
+        trims: (low, high, after, before): bytes [low, high) of the arena are given back behind operator ``after`` and
+            used again by operator ``before``; ``""`` stands for the start or the end of the step.
+        trimmed_bytes: bytes of the arena that are trimmed and then used again in one run.
         status: ``"optimal"`` if the arena has the size of its lower bound, else ``"gap"`` or ``"limit"``.
-        algorithm: the member of the portfolio that found it.
+        algorithm: name of the algorithm that found the offsets.
     """
 
     arena_bytes: Bytes
@@ -92,7 +93,10 @@ class Decision:
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose what stays with the allocator, then offsets for the rest, and the arena's trims.
+    """Choose which temporaries stay with the allocator, offsets for the others, and the arena's trims.
+
+    ``graph`` stays as it is; its operators are laid out in their present order. ``options`` give the budget, the
+    alignment and the limits of the search.
 
     Raises:
         VerifyError: the solver gave a layout that is not legal.
@@ -101,7 +105,16 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decision:
-    """Choose a layout as :func:`decide` does, for the lives in ``memory``: those of ``graph``, or of another order."""
+    """Choose a layout as :func:`decide` does, but for the storages and the order of ``memory``.
+
+    Args:
+        memory: memory model of ``graph`` in its present order, or in another one, with or without in-place reuse.
+        graph: says the device, the number of threads, the largest element and what eager holds; stays as it is.
+        options: budget, alignment and limits of the search.
+
+    Raises:
+        VerifyError: the solver gave a layout that is not legal.
+    """
     device = main_device(graph).type
     alignment = _alignment(graph, options)
     table = _table(memory, graph, options)
@@ -139,7 +152,8 @@ def _largest_element(graph: TrainGraph) -> Bytes:
 def above_eager(graph: TrainGraph, options: Options) -> Bytes:
     """Return an upper bound on the bytes by which ``graph`` may exceed eager's peak, workspace included.
 
-    0 if it cannot exceed it, and where eager is no limit: without a layout, with a budget, or in a large graph.
+    0 if the graph cannot exceed eager's peak, if it has no layout or no ``eager_floor`` (as large graphs), or if
+    ``options.limit_bytes`` sets a budget.
     """
     memory, layout = build_memory(graph), graph.layout
     if layout is None or not graph.eager_floor or options.limit_bytes is not None:
@@ -159,10 +173,12 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Attach the decided layout to the graph, for emission to read; the FX graph stays as it is.
 
     Raises:
-        PlanError: the decision's storages are not the graph's temporaries, or its alignment is no power of two.
+        PlanError: the decision's storages are not the graph's temporaries, or its alignment is no power of two or above
+            ``LARGEST_ALIGNMENT``.
     """
     temporaries = {s.name for s in build_memory(graph).counted if s.place is Place.TEMPORARY}
-    if set(decision.offset) | set(decision.with_allocator) != temporaries:
+    named = [*decision.offset, *decision.with_allocator]
+    if set(named) != temporaries or len(named) != len(temporaries):
         raise PlanError("the plan's storages are not this graph's temporaries")
     if decision.alignment < 1 or decision.alignment & (decision.alignment - 1):
         raise PlanError(f"alignment must be a power of two, not {decision.alignment}")

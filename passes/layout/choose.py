@@ -1,9 +1,9 @@
 """Lay out several placements between arena and allocator, trim where that is worth its price, and take the cheapest.
 
 The cost of a placement is its peak plus prices for what the step pays: bytes that pass through the allocator, and bytes
-of the arena that are trimmed and come again. Before the cost come the budget, and then that no peak is above eager's.
-Where every arena is above it, through alignment or fragmentation, or in a small graph through workspace and the
-caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets everything.
+of the arena that are trimmed and then used again. Keeping the budget counts before the cost, and so does a peak that is
+not above eager's. Where every arena leads to a peak above eager's, through alignment or fragmentation, or in a small
+graph through workspace and the caller's own tensors (:mod:`roamc.passes.layout.eager`), the allocator gets everything.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from roamc.solvers.layout.trim import Trimming, trimmed
 from roamc.units import Bytes
 
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
-"""How good a layout is, less is better: it is above the budget; it is within, but above eager's peak; bytes by which
-workspace may bring it above eager's peak; its peak is higher than without trims; its cost, or the bytes that it needs
-if it is above the budget."""
+"""Rank of a layout; the smallest tuple is the best layout. The entries: whether the layout needs more than the budget;
+whether it keeps the budget but its peak is above eager's; upper bound on the bytes by which workspace may bring it
+above eager's peak; whether its peak is higher than that of the first placement without trims; its cost if it keeps the
+budget, else the bytes that it needs."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Laid:
         solution: offsets of the others in the arena.
         trimming: ranges of the arena that are trimmed.
         peak_bytes: most bytes at one operator, of the arena without trimmed ranges and of tensors outside of it.
-        needed_bytes: the same with workspace and tensor objects, as estimated.
+        needed_bytes: that peak with the estimated bytes of workspace and tensor objects; with trims at least the bytes
+            that the step holds before parts of the arena are trimmed.
         cost: the peak plus the prices of trims and of bytes that pass through the allocator, in bytes of peak.
     """
 
@@ -63,7 +65,7 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    Within the budget that is the cheapest; where nothing fits the budget, the one that needs the fewest bytes.
+    Where no layout keeps the budget, the result is the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.
@@ -79,7 +81,7 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     plain = placements(table, eager_bytes)
     estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
     cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
-    # Trims may bring any of these under the budget; these need none.
+    # Placements in `within` keep the budget without trims; the others may keep it with trims.
     within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())

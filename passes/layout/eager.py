@@ -34,7 +34,7 @@ LOSS = 4
 """Bytes that the caller's loss takes, as a multiple of the tangents': ``square().mean()`` makes four such tensors."""
 
 UPDATE = 2
-"""Bytes that the optimizer takes beside the gradients, as a multiple of theirs."""
+"""Bytes that the optimizer takes in addition to the gradients, as a multiple of the gradients' bytes."""
 
 BETWEEN, AFTER = "between forward and backward", "after backward"
 """Names, in a :data:`Floor`, of the two moments at which the caller's own code runs; no operator has these names."""
@@ -46,16 +46,17 @@ the outputs of forward, and if the caller drops them."""
 
 @dataclass(frozen=True)
 class Moments:
-    """What eager holds and what may come on top, at the n operators of a graph and at two moments of the caller's code.
+    """Bytes that eager holds and bytes that may come on top, at the n operators of a graph and at two more moments.
 
-    The two moments are the last two columns: between forward and backward, and after backward.
+    The two moments are the last two columns: between forward and backward, and after backward, when the caller's own
+    code runs.
 
     Attributes:
-        floor: int64[2, n + 2] bytes that eager holds at least: row 0 if the caller keeps the outputs of forward, row 1
+        floor: int64[2, n + 2], fewest bytes that eager holds: row 0 if the caller keeps the outputs of forward, row 1
             if the caller drops them.
-        most: int64[2, 1], the highest of them over eager's own operators and the two moments.
+        most: int64[2, 1], the most of such bytes at any of eager's own operators or at the two moments, for each row.
         slack: int64[n + 2], upper bound on the bytes that come on top: workspace, the caller's loss, the optimizer.
-        output: bool[k], which storages are outputs, in the order of ``memory.counted``.
+        output: bool[k], which of the k storages are outputs, in the order of ``memory.counted``.
         idle: whether the arena keeps its memory after backward.
     """
 
@@ -70,7 +71,8 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
     """Return the fewest bytes that eager holds at every operator, and at the moments at which the caller's code runs.
 
     Args:
-        memory: the captured graph in program order, with every in-place reuse that is possible: eager may do that, too.
+        memory: memory model of the captured graph in program order, with every in-place reuse that is possible: eager
+            may do each of them.
         boundary: whether forward and backward run apart, with the caller's code between them.
     """
     born, dead = eager_lifetimes(memory)
@@ -86,15 +88,16 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
 def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: Bools, boundary: int) -> Int64s:
     """Append to live bytes, int64[n], those between forward and backward and those after backward: int64[n + 2].
 
-    Both are 0 if ``boundary`` is 0. Outputs are live between forward and backward, even if the caller drops them then:
-    the loss is made of them. Only an output without a life of its own lies in another storage.
+    Both are 0 if ``boundary`` is 0. Outputs count between forward and backward even if the caller drops them at the
+    boundary, because the loss is computed from them. An output with ``dead == born`` lies in another storage and does
+    not count.
 
     Args:
         live: live bytes at each operator.
-        size: bytes of each of k storages.
-        born: first step of each storage.
-        dead: step behind the last of each storage.
-        output: which storages are outputs.
+        size: int64[k], bytes of each of k storages.
+        born: int64[k], first step of each storage.
+        dead: int64[k], step behind the last of each storage.
+        output: bool[k], which storages are outputs.
         boundary: step at which backward begins; 0 if all runs in one go.
     """
     if not boundary:
@@ -105,12 +108,12 @@ def at_moments(live: Int64s, size: Int64s, born: Int64s, dead: Int64s, output: B
 
 
 def moments(memory: MemoryModel, workspace: Int64s, floor: Floor, *, idle: bool) -> Moments:
-    """Return what eager holds at the moments of a graph in its present order, and what may come on top.
+    """Return what eager holds at the moments of a planned graph, in its order of operators, and what may come on top.
 
     Args:
-        memory: the planned graph.
-        workspace: int64[n] estimated bytes that each operator takes for itself.
-        floor: what eager holds, from :func:`eager_floor`; 0 is taken for operators that it does not have.
+        memory: memory model of the planned graph, n operators.
+        workspace: int64[n], estimated bytes that each operator takes for itself.
+        floor: what eager holds, from :func:`eager_floor`, not empty; 0 bytes count for operators without an entry.
         idle: whether the arena keeps its memory after backward.
     """
     names = [operator.node.name for operator in memory.operators]

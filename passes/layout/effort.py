@@ -10,8 +10,8 @@ from roamc.units import Bytes
 class Effort:
     """How many placements pass layout tries, what a lower peak may cost, and which graphs count as small.
 
-    A price is the number of bytes that one step may spend for each byte of a lower peak. Where an entry names no
-    measurement none is recorded; it then says what another value trades off.
+    A price is the number of bytes that one step may spend for each byte of a lower peak. An entry without a measured
+    figure was not measured; it says what another value trades off.
 
     Attributes:
         small_graph: a graph of which eager holds fewer bytes is compared with eager at every operator, not by its peak
@@ -24,18 +24,18 @@ class Effort:
         candidates: for each move, the largest storages on each side that are tried. More take longer.
         crowded_share: a step is crowded if it has more than this share of the bytes of the fullest one; a move that
             leaves the peak must lower the number of crowded steps.
-        layouts: of the cheapest placements, and of those within the budget, at most this many are laid out, beside
-            three others: the one to take without trims, the one with the lowest peak, and that without an arena.
+        layouts: of the cheapest placements, and of those within the budget, at most this many are laid out, in addition
+            to three others: the best one without trims, the one with the lowest peak, and the one without an arena.
         allocator_price: bytes that pass through the allocator: fresh memory costs time. AlexNet, batch 1, Adam: 2.6 %
             less peak with no arena at all, for steps 1.4 times as long.
         allocator_call: bytes of peak that having any result with the allocator costs, and having no arena once more:
             calls of the allocator take time, however few bytes they ask for.
-        trim_price: bytes that are trimmed and come again in large pages: 0.03 ms a MB.
+        trim_price: bytes that are trimmed and then used again, in large pages: 0.03 ms a MB.
         small_trim_price: the same in small pages, which cost what fresh memory from the allocator costs: 0.37 ms a MB.
-        trim_share: having any trims costs this fraction of the peak, as a divisor: a few cost a hundredth of a small
-            step's time.
-        higher_share: a peak is no higher than that of the placement to take without trims if it is above it by at most
-            this fraction, as a divisor.
+        trim_share: a divisor: having any trims costs the peak divided by this number, because a few trims take a
+            hundredth of a small step's time.
+        higher_share: a divisor: a peak counts as higher than that of the best placement without trims if it is above
+            that peak by more than the peak divided by this number, and by more than ``allocator_call``.
         trim: what the search for trims may try.
     """
 

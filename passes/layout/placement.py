@@ -9,9 +9,9 @@ storage that lives at the arena's fullest step may cost less outside, in room th
 Results of operators without an ``out=`` form are either copied into the arena, and then exist twice for a
 moment, or left with the allocator. Temporaries on another device than the arena's always lie with the allocator.
 
-With all temporaries with the allocator there is no arena. In an order whose live bytes are not above eager's the peak
-of that placement is not either: both are the bytes asked of the allocator. The arena counts with what its alignment
-adds.
+With all temporaries with the allocator there is no arena. In an order whose live bytes are not above eager's, the peak
+of that placement is not above eager's peak: both are the bytes requested from the allocator. The arena counts with the
+bytes that its alignment adds.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Table:
         steps: number n of operators, each one step.
         boundary: the step at which backward begins; 0 if all runs in one go.
         size: bytes of each storage.
-        padded: the same, rounded up to the arena's alignment.
-        born: first step.
-        dead: step behind the last; outputs live to the end.
-        dropped: the same if the caller drops the outputs of forward as soon as forward has ended.
+        padded: bytes of each storage, rounded up to the arena's alignment.
+        born: first step of each storage.
+        dead: step behind the last of each storage; outputs live to the end.
+        dropped: ``dead`` if the caller drops the outputs of forward as soon as forward has ended.
         foreign: the caller's storages: outputs and tangents.
         saved: temporaries made in forward and read in backward, in a graph with a boundary; else none.
         allocated: temporaries made by an operator without an ``out=`` form.
@@ -60,6 +60,7 @@ class Table:
             operator, which has no ``out=`` form, has returned.
         workspace: int64[n], estimated bytes that each operator takes for itself.
         eager: what eager holds at every moment; None if that is no limit.
+        effort: how many placements to try, and the prices by which they are compared.
     """
 
     steps: int
@@ -109,7 +110,7 @@ def make_table(
     idle: bool = True,
     effort: Effort = EFFORT,
 ) -> Table:
-    """Describe a graph's storages in the order of ``memory``.
+    """Return a graph's storages as arrays, in the order of ``memory.counted``.
 
     Args:
         memory: the memory model of ``graph``, in its own or another order.
@@ -155,9 +156,14 @@ def _allocates(operator: Operator) -> bool:
 
 
 def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement]:
-    """Return different placements, best first: those not above ``eager_bytes`` (None: no limit), the cheapest of them.
+    """Return different placements, best first.
 
-    The placement of all temporaries with the allocator is always among them.
+    Placements whose peak is not above ``eager_bytes`` come first, then those that exceed eager's peak by fewer bytes
+    with workspace, then the cheaper ones. The placement of all temporaries with the allocator is always among them.
+
+    Args:
+        table: the graph's storages.
+        eager_bytes: most bytes that eager holds at one step; None if that is no limit.
     """
     everything = _placement(table, ~table.foreign)
     found = {everything.with_allocator.tobytes(): everything}
@@ -180,19 +186,19 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
 
 
 def is_above(peak_bytes: Bytes, eager_bytes: Bytes | None) -> bool:
-    """Whether a peak is above eager's; False if that is None."""
+    """Return whether ``peak_bytes`` is above eager's peak ``eager_bytes``; False if ``eager_bytes`` is None."""
     return eager_bytes is not None and peak_bytes > eager_bytes
 
 
 def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
-    """Return an upper bound on the bytes by which any moment may be above eager's peak.
+    """Return an upper bound on the bytes by which a plan may be above eager's peak at any moment, workspace included.
 
-    0 if no moment can be above it, or if ``table.eager`` is None.
+    0 if no moment can be above eager's peak, or if ``table.eager`` is None.
 
     Args:
-        table: the graph's storages.
+        table: the graph's k storages.
         with_allocator: bool[k], which of them lie with the allocator.
-        arena_bytes: size of the arena for the others.
+        arena_bytes: size of the arena for the other temporaries.
     """
     eager = table.eager
     if eager is None:
@@ -207,7 +213,13 @@ def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
 
 
 def cost(peak_bytes: Bytes, placement: Placement, effort: Effort) -> Bytes:
-    """Return a peak plus the price, in bytes of peak, of what ``placement`` passes through the allocator."""
+    """Return ``peak_bytes`` plus the price, in bytes of peak, of what ``placement`` passes through the allocator.
+
+    Args:
+        peak_bytes: the peak of ``placement``, or a bound on it.
+        placement: says how many bytes pass through the allocator, and whether there is an arena.
+        effort: the prices.
+    """
     calls = effort.allocator_call * ((placement.passed > 0) + placement.no_arena)
     return peak_bytes + placement.passed // effort.allocator_price + calls
 
@@ -281,14 +293,24 @@ def _largest(table: Table, chosen: Bools, step: int, other: int) -> list[int]:
 
 
 def arena_live(table: Table, with_allocator: Bools) -> Int64s:
-    """Return the live bytes of the arena at every step, int64[n], with padded sizes."""
+    """Return the live bytes of the arena at every step, int64[n], with padded sizes.
+
+    Args:
+        table: the k storages, and the n steps.
+        with_allocator: bool[k], which of them lie with the allocator instead of the arena.
+    """
     return timeline(table.padded * ~(with_allocator | table.foreign), table.born, table.dead, table.steps)
 
 
 def outside_live(table: Table, with_allocator: Bools) -> Int64s:
     """Return the bytes outside the arena at every step, int64[n], not padded.
 
-    These are the caller's storages, those with the allocator, and results before their copy into the arena.
+    The bytes are those of the caller's storages, of storages with the allocator, and of results before their copy into
+    the arena.
+
+    Args:
+        table: the k storages, and the n steps.
+        with_allocator: bool[k], which of them lie with the allocator instead of the arena.
     """
     return _outside(table, with_allocator, table.size, table.dead)
 
@@ -301,7 +323,7 @@ def _outside(table: Table, with_allocator: Bools, size: Int64s, dead: Int64s) ->
 
 
 def apart_bytes(table: Table, with_allocator: Bools) -> dict[str, Bytes]:
-    """Return what lies outside the arena, by the names of a layout's decision: see its attributes.
+    """Return ``outside_bytes``, ``copied_bytes`` and ``allocator_bytes`` of :class:`roamc.passes.layout.Decision`.
 
     Args:
         table: the storages, k of them.
@@ -317,11 +339,11 @@ def apart_bytes(table: Table, with_allocator: Bools) -> dict[str, Bytes]:
 def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
     """Return the padded bytes outside the arena at every step: if the caller keeps forward's outputs, and if not.
 
-    These are the caller's storages, those with the allocator, and results before their copy into the arena, at the step
-    at which they are made. Sizes are padded to the arena's alignment: the allocator pads too.
+    The bytes are those of the caller's storages, of storages with the allocator, and, at the step that makes them, of
+    results before their copy into the arena. Sizes are padded to the arena's alignment: the allocator pads too.
 
     Args:
-        table: the storages, k of them, and the n steps.
+        table: the k storages, and the n steps.
         with_allocator: bool[k], which of them lie with the allocator instead of the arena; never ``foreign`` ones.
 
     Returns:
@@ -333,5 +355,5 @@ def outsides(table: Table, with_allocator: Bools) -> tuple[Int64s, Int64s]:
 
 
 def peak(live: Int64s) -> Bytes:
-    """Return the most bytes at one step; 0 if there are no steps."""
+    """Return the most of ``live``, bytes at each step; 0 if there are no steps."""
     return int(live.max(initial=0))

@@ -18,12 +18,17 @@ from roamc.units import Bytes
 
 
 def recounted(graph: TrainGraph, layout: Layout) -> dict[str, Bytes]:
-    """The numbers of :class:`roamc.passes.layout.Decision` that follow from ``layout``, by field.
+    """Return the numbers of :class:`roamc.passes.layout.Decision` that follow from ``layout``, by field name.
 
-    ``needed_bytes`` is for the graph's number of threads and a caller whose idle arenas are freed, the most of all.
+    ``needed_bytes`` is for the graph's number of threads and a caller whose idle arenas are freed, the case with the
+    most bytes.
+
+    Args:
+        graph: its operators run in their present order; stays as it is.
+        layout: a layout of ``graph``; its own ``peak_bytes`` and ``needed_bytes`` are not read.
 
     Raises:
-        PlanError: a trim begins or ends at what is no operator.
+        PlanError: a trim begins or ends at a name that is no operator of the graph.
     """
     memory = build_memory(graph)
     table = make_table(memory, graph, layout.alignment)

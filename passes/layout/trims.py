@@ -41,11 +41,15 @@ def choices(table: Table, placement: Placement, solution: LayoutSolution, *, shr
 
 
 def moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
-    """Bytes outside the arena at each of the n operators, and between this step and the next: int64[n + 1].
+    """Return the bytes outside the arena at each of the n operators, and between this step and the next: int64[n + 1].
 
-    One array for each way in which the caller may behave, see :func:`outsides`. With ``torch.compile`` the optimizer
-    runs between steps; it is taken to need as much again as the caller's gradients, but not more than the step does
-    anyway. For arenas too small to be trimmed this guess is left out.
+    The two arrays are for a caller that keeps the outputs of forward and for one that drops them, both with padded
+    sizes and workspace. With ``torch.compile`` the optimizer runs between steps: the last entry is twice the bytes of
+    the gradients, but at most the step's peak. The last entry is 0 for an arena too small to be trimmed.
+
+    Args:
+        table: the graph's storages, and the n steps.
+        placement: which of them lie with the allocator.
     """
     arena = arena_live(table, placement.with_allocator)
     if peak(arena) < table.effort.trim.least_bytes:
@@ -59,16 +63,17 @@ def moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
 
 
 def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, keeps: bool) -> Bytes:
-    """Return bytes while an arena with trims is taken: all of it, aligned to a large page, before parts are trimmed.
+    """Return the bytes that are held when an arena with trims is allocated, before any part of it is trimmed.
 
-    An arena without saved storages, idle between forward and backward, is taken anew there if idle arenas are freed.
+    The arena counts with one large page more, to which it is aligned. An arena without saved storages is idle between
+    forward and backward; if idle arenas are freed, it is allocated again at the boundary, and the bytes outside count.
 
     Args:
-        table: the graph's storages.
-        inside: which lie in the arena.
-        arena_bytes: its size.
-        outside: bytes outside at every step.
-        keeps: idle arenas are kept.
+        table: the graph's k storages, and the n steps.
+        inside: bool[k], which of them lie in the arena.
+        arena_bytes: size of the arena.
+        outside: int64[n], bytes outside the arena at every step.
+        keeps: whether idle arenas are kept.
     """
     waits = bool((table.saved & inside).any())
     beside = int(outside[table.boundary]) if table.boundary and not waits and not keeps else 0
@@ -76,7 +81,7 @@ def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, k
 
 
 def price(trimming: Trimming, effort: Effort) -> Bytes:
-    """The price of trims, in bytes of peak."""
+    """Return the price of the trims in ``trimming``, in bytes of peak: 0 if there are none."""
     if not trimming.ranges:
         return 0
     small = trimming.trimmed_bytes - trimming.large

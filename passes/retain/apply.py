@@ -15,11 +15,12 @@ from roamc.rewriting.rerun import Rerun, rerun
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Write the codecs, bring the operators into the decided order and write the reruns between them.
 
-    The FX graph is changed in place.
+    The FX graph is changed in place; the returned graph holds the same one. A decision without codecs and reruns leaves
+    the graph as it is, the order of its operators included.
 
     Raises:
-        PlanError: the decision names unknown operators, storages or codecs, or some that cannot be used so,
-            or operators that may not run again by what it allows.
+        PlanError: ``decision.allowed`` is unknown; the graph lacks an operator or storage of the decision; a codec is
+            unknown or does not fit its storage; or an operator cannot run again, or may not under ``allowed``.
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")

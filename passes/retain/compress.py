@@ -38,7 +38,12 @@ MARK = "code"
 
 
 class Code(NamedTuple):
-    """The name of a storage to be kept smaller, and the name of its codec."""
+    """The names of a storage to be kept smaller and of the codec that encodes it.
+
+    Attributes:
+        storage: name of the storage, as in the memory model.
+        codec: a name in ``CODECS``, or "shapes" if readers behind forward need only the shape.
+    """
 
     storage: str
     codec: str
@@ -73,10 +78,11 @@ class Value(NamedTuple):
 
 
 def values(memory: MemoryModel) -> Iterator[Value]:
-    """Yield the saved storages that may be kept smaller, in the graph's order.
+    """Yield the saved storages of ``memory`` that may be kept smaller, in the graph's order.
 
-    Left out: outputs of the graph, storages that an operator writes to or no tensor fills, and what the user keeps
-    (``roamc.keep``, or a checkpoint policy that must save).
+    Left out are outputs of the graph, storages that a later operator writes, storages that no single tensor fills, and
+    values that the user keeps (``roamc.keep``, or a checkpoint policy that must save). Whether a codec fits is not
+    checked.
     """
     written = {storage for op in memory.operators for storage in op.writes}
     whole = _whole_nodes(memory)
@@ -124,10 +130,11 @@ def _unaliased(node: fx.Node) -> fx.Node:
 
 
 def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
-    """Return the codec called ``name`` and its coding of ``value``; None for :data:`shapes.NAME`, which keeps nothing.
+    """Return the codec called ``name`` and its coding of ``value``; None for the name "shapes", which keeps nothing.
 
     Raises:
-        PlanError: there is no such codec, it does not fit, or the name is :data:`shapes.NAME` and elements are read.
+        PlanError: there is no codec ``name``, the codec does not fit ``value``, or ``name`` is "shapes" and a reader
+            behind forward looks at elements.
     """
     if name == shapes.NAME:
         if not value.saved.late:
@@ -145,11 +152,11 @@ def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding |
 
     Args:
         value: the storage, with its readers.
-        lossy: names of the codecs with an error that may be used.
+        lossy: names of the codecs with an error that may be used; exact codecs always may.
 
     Returns:
-        None if no codec makes ``value`` smaller. The coding is None, and the name :data:`shapes.NAME`, if no reader
-        behind forward looks at an element: nothing is kept.
+        (name, coding); ("shapes", None) if no reader behind forward looks at an element, so that nothing is kept; None
+        if no codec makes ``value`` smaller.
     """
     if not value.saved.late:
         return shapes.NAME, None
@@ -159,11 +166,14 @@ def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding |
 
 
 def written(value: Value, coding: Coding | None) -> list[fx.Node]:
-    """Return the nodes that :func:`compress` would write for ``value``, in graphs of their own, to be priced.
+    """Return nodes like those that :func:`compress` would write for ``value``, so that their time can be predicted.
+
+    The nodes have fake values and belong to graphs that later calls share: they must not be changed. The graph of
+    ``value`` stays as it is.
 
     Args:
         value: the storage, with its readers.
-        coding: how it is encoded; None for stand-ins alone.
+        coding: the coding of the storage; None if nothing is kept and readers get stand-ins of the shape.
     """
     tensor = value.saved.tensor
     shape = tuple(map(int, tensor.shape)), tensor.dtype, tensor.device
@@ -177,14 +187,20 @@ def written(value: Value, coding: Coding | None) -> list[fx.Node]:
 def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     """Write ``codes`` into the graph: encode each storage, and decode it for its readers behind forward.
 
-    The FX graph is changed in place. The result lists the new encodings in ``TrainGraph.encodings``.
+    Readers that need only the shape get a stand-in. The FX graph is changed in place; the returned graph holds the same
+    one and lists the new encodings behind the old ones in ``TrainGraph.encodings``.
 
     Raises:
-        PlanError: the graph has no such storages, there are no such codecs, or they do not fit.
+        PlanError: the graph has no tensors or lacks a storage of ``codes``; two codes are of one storage; a codec is unknown or does
+            not fit.
     """
     writer = _Writer(graph)
     known = {value.storage.name: value for value in values(writer.memory)}
+    taken: set[str] = set()
     for code in codes:
+        if code.storage in taken:
+            raise PlanError(f"the plan keeps {code.storage!r} in two codes")
+        taken.add(code.storage)
         if code.storage not in known:
             raise PlanError(f"this graph has no storage {code.storage!r} that could be kept smaller")
         writer.add(known[code.storage], coding_of(known[code.storage], code.codec))
@@ -211,7 +227,12 @@ class _Writer(Versions):
         self.codes: dict[fx.Node, fx.Node] = {}
 
     def add(self, value: Value, kept: tuple[Codec, Coding] | None) -> None:
-        """Keep ``value`` in the coding of a codec, or not at all."""
+        """Insert the ``encode`` nodes of ``value`` behind its last reader in forward, and note its later readers.
+
+        Args:
+            value: the storage, with its readers.
+            kept: codec and coding of the value; None if readers behind forward need only the shape.
+        """
         for read in value.shapes:
             self.shapes.setdefault(read.reader, []).append((read.position, value))
         if kept is None:

@@ -13,16 +13,17 @@ class Decision:
 
     Attributes:
         order: names of all operators without the reruns, first to last; empty without a budget.
-        reruns: (operator in front of which it runs, operator that runs again, storages that it renews, predicted
-            seconds), in the order in which they run.
-        peak_bytes: live bytes at the worst step of that order with the reruns, workspace included; later passes may
-            lower it.
+        reruns: for each rerun, in the order in which they run: name of the operator in front of which the rerun stands,
+            name of the operator that runs again, names of the storages that the rerun makes anew, predicted seconds.
+        peak_bytes: most live bytes at one step of ``order`` with the reruns, workspace included; later passes may lower
+            this peak.
         added_seconds: predicted time of all reruns and of the operators that ``codes`` add.
         bound_seconds: lower bound on ``added_seconds`` of any choice within the same peak; 0 where none is known.
         status: ``"optimal"`` if no choice adds less, ``"gap"`` if that is not proved, ``"limit"`` if the solver's work
             limit ended the search, ``"infeasible"`` if the peak asked for was not reached.
-        allowed: what might run again, ``"all"`` or ``"light"`` operators; bound and status hold for these.
-        codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that this adds) of every
+        allowed: which operators were allowed to run again, ``"all"`` or ``"light"``; ``bound_seconds`` and ``status``
+            hold for these operators.
+        codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that the codec adds) for each
             storage that readers behind forward get decoded. ``order`` and ``reruns`` are of the graph with codecs.
     """
 
@@ -37,4 +38,4 @@ class Decision:
 
 
 NOTHING = Decision((), (), 0, 0.0, 0.0, "optimal", "all")
-"""Everything is kept, as eager PyTorch does."""
+"""The decision without a budget: no operator runs again and no storage is encoded."""

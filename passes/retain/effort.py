@@ -7,21 +7,21 @@ from dataclasses import dataclass
 class Effort:
     """How many questions pass retain asks of its solver, and how close is close enough.
 
-    A share is a fraction of what it is compared with. Where an entry names no measurement none is recorded; it then
+    A share is a fraction of the value that it is compared with. An entry without a measured figure was not measured; it
     says what another value trades off.
 
     Attributes:
-        worth_share: a storage gets a codec only if it is larger than this fraction, as a divisor, of all saved bytes. A
-            larger divisor makes more candidates that save little.
+        worth_share: a divisor: a storage gets a codec only if the storage is larger than all saved bytes divided by
+            this number. A larger divisor makes more candidates that save little.
         generous_factor: the second set takes every codec that costs, per saved byte, less than this many times the
-            price. The price is an estimate, so codecs somewhat above it may pay.
-        near_share: where a target differs from the last by at most this share, only the codecs that won there, and
-            none, are tried. A larger share tries fewer sets.
-        descents: times that the search for the lowest peak asks for a peak below the lowest so far.
-        lower_share: the first of these questions asks for a peak lower by this share; each later one doubles the share.
+            price. The price is an estimate, so codecs somewhat above the price may pay.
+        near_share: where a target differs from the last target by at most this share, two sets are tried: the codecs
+            that won at the last target, and none. A larger share tries fewer sets.
+        descents: largest number of times that the search for the lowest peak asks for a peak below the lowest so far.
+        lower_share: the first time, that search asks for a peak lower by this share; each further time doubles it.
         little_share: the search for the lowest peak ends when a question lowers the peak by no more than this share.
-        enough_share: an answer is good enough if it adds at most this share of the step's time above the bound: prices
-            are rougher.
+        enough_share: an answer is good enough if its added time exceeds the bound by at most this share of the step's
+            time: predicted times are less exact than that.
     """
 
     worth_share: int = 1_000

@@ -42,18 +42,18 @@ class Question:
 
     @functools.cached_property
     def ground(self) -> Ground:
-        """What the solver's searches for different peaks have in common; made once."""
+        """The tables that the solver's searches for different peaks share, computed on first access."""
         return Ground(self.problem)
 
 
 def question(
     graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds], allowed: str = "all"
 ) -> Question:
-    """Make the solver's problem of a graph: which operators to run again, in one order of the operators.
+    """Return the solver's problem for a graph: which operators to run again, in one order of the operators.
 
     Args:
-        graph: the graph, with the operators of codecs if there are any.
-        options: whether in-place reuse may lower the peak.
+        graph: the graph, with the operators of codecs if there are any; stays as it is.
+        options: in-place reuse counts unless ``options.disable`` names the pass "reuse".
         order: names of all operators, in a legal order.
         prices: predicted seconds of every operator, by name.
         allowed: ``"all"``, or ``"light"`` to let only operators run again that are light on any device.

@@ -20,14 +20,15 @@ Spare = tuple[str, Bytes]
 def not_needed(
     runs: Sequence[tuple[str, Bytes]], marks: Mapping[str, Mark], coded: Iterable[Spare], target: Bytes
 ) -> set[str]:
-    """Return the names of storages that can stay whole without a run above ``target``.
+    """Return the names of storages in ``coded`` that can stay whole without a run above ``target``.
 
-    Each storage is tried in turn, with the bytes of those already taken added.
+    The storages are tried in the sequence of ``coded``. One that can stay whole adds its bytes to the runs during which
+    its code waits, before the next one is tried.
 
     Args:
         runs: (operator, live bytes with workspace) of every run in the schedule with codecs and reruns.
-        marks: marks of the operators that belong to a codec, by operator name.
-        coded: storages to try, first those whose codec takes the most time.
+        marks: name of each operator that belongs to a codec to what the operator does there.
+        coded: (name, bytes that its codec saves) of the storages to try, those whose codec takes most time first.
         target: live bytes that no run may exceed.
     """
     live = np.array([nbytes for _, nbytes in runs], dtype=np.int64)

@@ -73,8 +73,8 @@ Known = dict[tuple[Candidate, ...], Frontier]
 class Choice:
     """A choice decides which values of one graph are recomputed or encoded, for one peak of live bytes after another.
 
-    It stores what calls have in common (the graph as a problem, codecs, bounds, earlier solutions) and remembers which
-    codecs won last: see :meth:`forget`. It does not change the graph.
+    A choice stores what calls have in common (the graph as a problem, codecs, bounds, earlier solutions), remembers
+    which codecs won last (see :meth:`forget`), and does not change the graph.
 
     Attributes:
         graph, options, order, profile, prices, allowed, effort: as given to the constructor.
@@ -121,8 +121,9 @@ class Choice:
 
         Args:
             target: live bytes.
-            together: begin with solutions of earlier calls with ``together``. The decision then depends on those;
-                without, it depends on earlier calls only by what :meth:`forget` forgets.
+            together: begin with solutions of earlier calls with ``together``. The decision then depends on these
+                calls; without ``together`` it depends on earlier calls only by the codecs that won last, until
+                :meth:`forget` is called.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
 
         Returns:
@@ -164,24 +165,25 @@ class Choice:
         return _bounded(best, target, bound)
 
     def forget(self) -> None:
-        """Forget which codecs won last, so that the next decision tries all sets even if its peak is nearly the same.
+        """Forget which codecs won last, so that the next call tries all sets even if its target is nearly the same.
 
-        Solutions that calls with ``together`` have found stay.
+        Solutions that :meth:`decide` and :meth:`lowest` have found with ``together=True`` stay.
         """
         self._won = 0, ()
 
     def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
         """Search for the lowest peak of live bytes, then for less added time at that peak.
 
-        The first target is a little above what the operator that needs most takes alone; each further one is below the
-        lowest peak so far. Order and layout decide later which of the decisions needs fewer bytes.
+        The first target is a little above the bytes that the largest operator needs alone; each further target is below
+        the lowest peak so far. Which of the returned decisions needs fewer bytes in the end depends on order and
+        layout, which later passes choose.
 
         Args:
-            together: as in :meth:`decide`.
+            together: begin with solutions of earlier calls with ``together``; the decisions then depend on those calls.
 
         Returns:
-            (cheap, low), or (cheap,) if both have the same reruns and codecs. low: the lowest peak that the search
-            reached. cheap: found when asked for that peak; no higher, and mostly with less added time.
+            (cheap, low), or (cheap,) if both have the same reruns and codecs. low: the decision with the lowest peak
+            that the search reached. cheap: the decision for that peak as target; mostly with less added time.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
@@ -212,12 +214,15 @@ class Choice:
 
     @functools.cached_property
     def plain(self) -> Question:
-        """The graph without codecs as a problem for the solver."""
+        """The graph without codecs as a problem for the solver; made on first access."""
         return question(self.graph, self.options, self.order, self.prices, self.allowed)
 
     @functools.cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The saved storages that a codec makes smaller, without the smallest, in the graph's order."""
+        """A candidate for each saved storage that a codec makes smaller, in the graph's order.
+
+        Storages of no more than 1 / ``effort.worth_share`` of all saved bytes are left out.
+        """
         least = sum(storage.nbytes for storage in self.memory.saved) // self.effort.worth_share
         lossy = self.options.codecs
         fitting = [(value, best) for value in values(self.memory) if (best := best_codec(value, lossy)) is not None]
@@ -378,7 +383,8 @@ def choose(
     Args:
         asked: the graph as a problem.
         target: live bytes.
-        known: solutions for other targets, to begin with; this solution is added to it. None to begin anew.
+        known: solutions of ``asked`` for other targets, from which the search begins; the new solution is added. None
+            to begin without any.
         simulations: the solver's work limit, in simulations of the whole schedule.
 
     Returns:
@@ -396,7 +402,10 @@ def choose(
 
 
 def decision(asked: Question, solution: RetainSolution) -> Decision:
-    """Return the solver's answer with names for its numbers; ``codes`` is empty, and an infinite bound becomes 0."""
+    """Return ``solution``, the solver's answer to ``asked``, as a :class:`Decision` with names for its numbers.
+
+    ``codes`` is empty, also if the graph of ``asked`` has codecs; an infinite bound becomes 0.
+    """
     names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
     return Decision(
         order=tuple(name for name in names if name),

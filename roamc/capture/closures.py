@@ -27,7 +27,7 @@ from roamc.operators import ops
 class Closures(TorchFunctionMode):
     """While inside, functions of torch that are handed a parameter or buffer get the traced tensor in its place.
 
-    That holds for arguments, and for what is in arguments that are lists, tuples or dicts.
+    That holds for arguments, and for what is in arguments that are lists, tuples, named tuples, dicts and the like.
     """
 
     def __init__(self, traced: Mapping[int, torch.Tensor]) -> None:
@@ -39,13 +39,9 @@ class Closures(TorchFunctionMode):
         return func(*self._swapped(args), **self._swapped(kwargs or {}))
 
     def _swapped(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.traced.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(map(self._swapped, value))
-        if type(value) is dict:
-            return {key: self._swapped(item) for key, item in value.items()}
-        return value
+        leaves, spec = compat.flatten(value)
+        known = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return compat.unflatten(known, spec)
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:

@@ -24,7 +24,7 @@ from torch import fx
 
 from roamc import compat
 from roamc.errors import CaptureError
-from roamc.graph import tensors_of
+from roamc.graph import attribute, tensors_of
 from roamc.graph.rewrite import keep_state, mode_of
 from roamc.operators import ops
 from roamc.operators.random import replay
@@ -204,7 +204,7 @@ def check_read(module: fx.GraphModule) -> None:
         CaptureError: an operator reads a state that the generator had in a trace.
     """
     for node in module.graph.find_nodes(op="get_attr"):
-        value = getattr(module, str(node.target), None)
+        value = attribute(module, str(node.target))
         if node.users and isinstance(value, torch.Tensor) and _is_marked(value):
             raise CaptureError(
                 "the step computes with the state of torch's generator (torch.get_rng_state), which a captured step "

@@ -109,8 +109,8 @@ def check(
         The values of ``graph``.
 
     Raises:
-        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec, a product or a group
-            is not exact; names the reader, what it would read and who wrote it.
+        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec, a product or
+            a group is not exact; names the reader, what it would read and who wrote it.
     """
     for encoding in graph.encodings:
         if encoding.error and encoding.codec not in lossy:
@@ -128,8 +128,8 @@ def check(
     group = next(inexact, None)
     if group is not None and not fast:
         raise VerifyError(
-            f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than its operators "
-            "one by one: allow it with options={'numerics': 'fast'}, or plan again"
+            f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than "
+            "its operators one by one: allow it with options={'numerics': 'fast'}, or plan again"
         )
     now = read(graph, before.numbers, after)
     for name, number in now.operators.items():

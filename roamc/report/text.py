@@ -27,6 +27,8 @@ STAGES = (
     "capture",
     "normalize",
     "checkpoint",
+    "products",
+    "fuse",
     "retain",
     "reorder",
     "reuse",

@@ -17,10 +17,18 @@ Able = Callable[[fx.Node], bool]
 
 
 def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may_run_again) -> list[bool]:
-    """Return for each of ``storages`` whether it can be freed early and recomputed.
+    """Return for each of ``storages`` whether the storage can be freed early and recomputed.
 
-    It can be if it is a temporary of more than 0 bytes, its operator may run again by ``able`` and was not traced in
-    forward inside :func:`roamc.keep`, another run makes this result, and no other operator writes the storage.
+    A storage can be recomputed if it is a temporary of more than 0 bytes, no other operator writes it, and its operator
+    may run again by ``able``, makes it in that run too, and was not traced in forward inside :func:`roamc.keep`.
+
+    Args:
+        memory: the memory model that ``storages`` come from.
+        storages: storages of ``memory``, in any sequence.
+        able: takes the node of an operator, returns whether the operator may run again.
+
+    Returns:
+        One bool for each of ``storages``.
     """
     written = {storage for op in memory.operators for storage in op.writes}
     made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
@@ -45,16 +53,16 @@ def expiries(
     """Return for each operator the first step in front of which it must not run again: what it reads is overwritten.
 
     Args:
-        memory: of the graph.
-        nodes: name of an operator to its node.
-        names: name behind each number of ``sequence``; "" for a number that is no operator.
+        memory: memory model of the graph.
+        nodes: name of each operator to its node.
+        names: names of all operators of ``memory``; "" stands for a step that is no operator of the graph.
         sequence: a permutation of the indices of ``names``: the order in which they run.
-        boundary: forward and backward are run apart. Then an operator of forward that reads a tensor of the caller's
-            must not run again behind the boundary, if the graph writes that tensor: another forward may write in
-            between.
+        boundary: whether forward and backward run apart. If so, an operator of forward that reads an input of the graph
+            which the graph also writes must not run again in backward: another forward may have written the input.
 
     Returns:
-        One step for each of ``names``, in steps of ``sequence``; ``len(names)`` if the operator may always run again.
+        One step for each of ``names``, in steps of ``sequence``: a rerun is allowed in front of any earlier step.
+        ``len(names)`` if the operator may run again in front of every step.
     """
     steps = {names[index]: step for step, index in enumerate(sequence)}
     writes: dict[int, list[int]] = {}

@@ -30,9 +30,9 @@ class Reuse:
     """A result that may take over the bytes of an argument, in an order in which that is the argument's last use.
 
     Attributes:
-        position: of the argument among the positional arguments of the result's operator.
-        reused: index of the argument's storage, whose bytes the result takes over.
-        result: index of the result's storage.
+        position: index of the argument among the positional arguments of the result's operator.
+        reused: index in ``MemoryModel.storages`` of the argument's storage, whose bytes the result takes over.
+        result: index in ``MemoryModel.storages`` of the result's storage.
     """
 
     position: int
@@ -43,9 +43,11 @@ class Reuse:
 def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> list[Reuse]:
     """Return the reuses to carry out in ``order``: for each result the first of ``reuses`` that is possible.
 
+    A reuse is possible if the result's operator is the last to use the argument's storage in ``order``.
+
     Args:
-        memory: n operators.
-        order: a permutation of 0..n-1.
+        memory: memory model of a graph with n operators.
+        order: the operators in the order in which they run, a permutation of 0..n-1.
         reuses: candidates, for each result the best first.
     """
     chosen: dict[int, Reuse] = {}
@@ -55,7 +57,13 @@ def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> l
 
 
 def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> Iterator[Reuse]:
-    """Yield those of ``reuses`` whose operator is, in ``order``, the last to use the argument's storage."""
+    """Yield those of ``reuses`` whose operator is, in ``order``, the last to use the argument's storage.
+
+    Args:
+        memory: memory model of a graph with n operators.
+        order: the operators in the order in which they run, a permutation of 0..n-1.
+        reuses: candidates, yielded in the sequence given.
+    """
     position = {operator: step for step, operator in enumerate(order)}
     for reuse in reuses:
         maker = memory.storages[reuse.result].producer
@@ -64,20 +72,26 @@ def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse])
 
 
 def wanted(memory: MemoryModel, options: Options) -> list[Reuse]:
-    """Return :func:`all_reuses`; none if the user's options disable in-place reuse."""
+    """Return :func:`all_reuses` of ``memory``, or an empty list if ``options.disable`` names the pass "reuse"."""
     return [] if PASS in options.disable else all_reuses(memory)
 
 
 def all_reuses(memory: MemoryModel) -> list[Reuse]:
-    """Return :func:`reuses` of every operator, in graph order."""
+    """Return, in graph order, a :class:`Reuse` for each argument that an operator may write its single result over.
+
+    Several entries may name the same result or the same argument; the entries of one operator stand best first.
+
+    Args:
+        memory: memory model of a graph.
+    """
     return [reuse for operator in memory.operators for reuse in reuses(memory, operator)]
 
 
 def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
     """Yield a :class:`Reuse` for each argument that ``operator`` may write its single result over, best first.
 
-    Each is legal in those orders in which ``operator`` is the last to use the argument's storage; :func:`possible`
-    picks those that are legal in one order.
+    A Reuse is valid in each order in which ``operator`` is the last to use the argument's storage, see
+    :func:`possible`. An operator with several results, or that cannot write into given memory, has none.
     """
     node = operator.node
     tensors = [tensor for _, tensor in tensors_of(node)]

@@ -19,18 +19,18 @@ def order_problem(
 ) -> tuple[OrderProblem, list[str]]:
     """Return the graph as plain numbers for the solvers, and the names of the problem's operators.
 
-    A graph with a boundary has stages, and in the problem one operator more, :data:`HANDOVER`, at the boundary: it
-    makes the tangents.
+    The problem of a graph with a boundary has stages, and one operator more than the graph: :data:`HANDOVER`, at the
+    boundary, makes the tangents.
 
     Args:
         graph: says whether there is a boundary.
-        memory: of ``graph``.
+        memory: memory model of ``graph``.
         reuses: results that may take over the bytes of an argument.
         workspace: bytes that each operator of ``memory`` takes for itself; None to count none.
 
     Returns:
-        The problem, whose buffers are :func:`buffers_of` in their sequence; and the name of the operator behind each of
-        its numbers.
+        The problem, in which buffer k stands for storage k of :func:`buffers_of`; and the operators' names by their
+        numbers in the problem, :data:`HANDOVER` among them.
     """
     names = [op.node.name for op in memory.operators]
     stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
@@ -59,7 +59,7 @@ def order_problem(
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:
     """Return the storages that the buffers of :func:`order_problem` stand for: entry k is the storage of buffer k.
 
-    These are the storages in ``memory.counted``, in that sequence, without tangents that no operator uses and that are
-    not outputs.
+    The result has the storages of ``memory.counted`` in the same sequence, without tangents that no operator uses and
+    that are not outputs.
     """
     return tuple(s for s in memory.counted if s.producer >= 0 or memory.uses[s.index] or s.place is Place.OUTPUT)

@@ -35,9 +35,10 @@ class Rerun(NamedTuple):
     """One more run of an operator.
 
     Attributes:
-        before: name of the operator in front of which it runs.
+        before: name of the operator in front of which the run is inserted.
         operator: name of the operator that runs again.
-        renews: names of the storages, made by ``operator``, of which readers from here on read the version of this run.
+        renews: names of storages that ``operator`` makes. From ``before`` on, their readers read the version that this
+            run makes; readers of other results of ``operator`` go on with the earlier version.
     """
 
     before: str
@@ -46,7 +47,7 @@ class Rerun(NamedTuple):
 
 
 def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
-    """Write ``reruns`` into ``graph``, whose nodes are changed in place; nodes that nobody reads any more are erased.
+    """Write ``reruns`` into ``graph``, whose nodes are changed in place; nodes left without readers are erased.
 
     Args:
         graph: operators in the order in which they are to run.
@@ -56,7 +57,8 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
         The graph with the same FX graph and with ``phase``, ``waits``, ``saved`` and ``encodings`` brought up to date.
 
     Raises:
-        PlanError: the graph has no such operators or storages, or they cannot run again.
+        PlanError: the graph has no tensors, lacks an operator or storage that a rerun names, or the operator cannot run
+            again.
     """
     writer = _Writer(graph)
     writer.write(list(reruns))
@@ -81,7 +83,10 @@ def _of_reruns(graph: TrainGraph) -> tuple[Encoding, ...]:
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Whether another run of ``node`` gives the same bits, for the same inputs and the same state of the generator."""
+    """Return whether another run of the operator ``node`` gives the same bits, and writes no argument.
+
+    The inputs and, for a random operator, the state of the generator are the same in both runs.
+    """
     target, _, _ = recompute_variant(node)
     rule = ops.rule(target)
     return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state
@@ -99,6 +104,7 @@ class _Writer(Versions):
         self.states: dict[fx.Node, fx.Node] = {}
 
     def write(self, reruns: list[Rerun]) -> None:
+        """Insert ``reruns``; raise PlanError for an operator or storage that the graph lacks or cannot make again."""
         due: dict[str, list[Rerun]] = {}
         for again in reruns:
             due.setdefault(again.before, []).append(again)

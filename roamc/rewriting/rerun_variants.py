@@ -15,15 +15,15 @@ from torch import fx
 from roamc.compat import OpOverload
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""Target, arguments and keywords, with nodes for tensors."""
+"""Target, positional arguments and keyword arguments of a call; a node stands for each tensor."""
 
 aten = torch.ops.aten
 
 
 def recompute_variant(node: fx.Node) -> Call:
-    """Return target, arguments and keywords of another run of ``node``.
+    """Return target, positional arguments and keyword arguments of another run of ``node``.
 
-    Its results are the first results of ``node``, maybe not all: see :func:`results_of`.
+    The results of that run are the first results of ``node``; :func:`results_of` says how many.
     """
     variant = VARIANTS.get(node.target)
     return variant(node) if variant is not None else (node.target, node.args, dict(node.kwargs))
@@ -40,11 +40,16 @@ VARIANTS: dict[Any, Callable[[fx.Node], Call]] = {
     aten._native_batch_norm_legit.default: _without_statistics,
     aten._native_batch_norm_legit_functional.default: _without_statistics,
 }
-"""Operator to what gives another run of a node that calls it."""
+"""Target of a node to the function that returns the call to make for another run of the node."""
 
 
 def results_of(target: Any, first: fx.Node) -> int:
-    """Return how many results another run of ``first`` has, as a call of ``target`` from :func:`recompute_variant`."""
+    """Return how many results another run of the node ``first`` has.
+
+    Args:
+        target: the target that :func:`recompute_variant` returns for ``first``.
+        first: the node of the first run, with its fake value in ``meta["val"]``.
+    """
     value = first.meta["val"]
     if isinstance(value, torch.Tensor):
         return 1

@@ -27,14 +27,16 @@ PLACE = torch.uint8
 class Versions:
     """Keeps the newest version of every storage, while a subclass walks the graph from the first node to the last.
 
-    A graph without tensors raises PlanError.
+    For each node the subclass inserts calls (:meth:`call`), declares them newest (:meth:`renew`) and redirects the node
+    (:meth:`redirect`); at the end it takes the graph from :meth:`finished`. The constructor raises PlanError for a
+    graph without tensors.
 
     Attributes:
         graph: the graph that is walked, and written into in place.
-        memory: of the graph as it was.
+        memory: memory model of the graph as it was given.
         mode: the fake mode of all tensors.
         phase: node name to phase of every operator, new ones included.
-        newest: node that makes or picks a storage to the node of the storage's newest version, if it was renewed.
+        newest: node that makes or picks a renewed storage to the node of the storage's newest version.
         views: (view, version of what it is a view of) to the same view of that version.
         first: node of a later version of a result or view to the node of the first version.
         makers: name to node of the operators that the graph had before; views are left out.
@@ -62,7 +64,8 @@ class Versions:
     def version(self, node: fx.Node, at: fx.Node) -> fx.Node:
         """Return the newest version of ``node``, for a reader that stands in front of ``at`` or is ``at`` itself.
 
-        For a view of a storage with a newer version, the view is made anew in front of ``at``, once for each version.
+        The result is ``node`` itself if its storage was not renewed. A view of a renewed storage is made anew: a node
+        is inserted in front of ``at``, once for each version.
         """
         node = self.first.get(node, node)
         if node in self.newest:
@@ -89,7 +92,12 @@ class Versions:
         return made
 
     def renew(self, node: fx.Node, version: fx.Node) -> None:
-        """Make ``version`` the newest version of ``node``, for all readers that the walk still comes to."""
+        """Make ``version`` the newest version of ``node``: later calls of :meth:`version` and :meth:`redirect` use it.
+
+        Args:
+            node: node of the first version, as :meth:`results` returns it.
+            version: node that makes the same result again.
+        """
         self.newest[node] = version
         self.first[version] = node
 
@@ -100,10 +108,10 @@ class Versions:
         return [user for user in first.users if user.target is operator.getitem and user.name in self.graph.phase]
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, at: fx.Node) -> fx.Node:
-        """Insert a call of ``target`` in front of ``at``, in the phase of ``at``, and return its node.
+        """Insert the call ``target(*args, **kwargs)`` in front of ``at``, in the phase of ``at``, and return its node.
 
-        The node gets the name of ``like``, made unique by FX, and a copy of its ``meta``, fake value included: the
-        caller replaces that.
+        The node gets the name of ``like``, made unique by FX, and a copy of the ``meta`` of ``like``. The caller must
+        replace the fake value ``meta["val"]``, which is still that of ``like``.
         """
         with self.graph.graph.inserting_before(at):
             made = self.graph.graph.create_node("call_function", target, args, kwargs, name=like.name)
@@ -112,12 +120,15 @@ class Versions:
         return made
 
     def moved(self, node: fx.Node, storages: dict[int, torch.UntypedStorage]) -> Any:
-        """Return fake results like those of ``node``, of the same geometry, in other storages.
+        """Return fake results with the geometry of the results of ``node``, in other storages.
 
         Args:
             node: the node; stays as it is.
-            storages: identity of a storage to the one that takes its place. A storage that is missing gets a new fake
-                one, which is added.
+            storages: identity of each old storage (:func:`roamc.compat.identity`) to the storage that takes its place.
+                For an old storage without an entry a new fake storage is made and added to ``storages``.
+
+        Returns:
+            A tensor, or a tuple or list like ``node.meta["val"]`` in which entries other than tensors are the same.
         """
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
@@ -132,7 +143,10 @@ class Versions:
             return placed_in(old, storages[identity(old)])
 
     def finished(self) -> TrainGraph:
-        """Erase nodes that nobody reads, and return the graph with ``phase``, ``waits`` and ``saved`` up to date."""
+        """Erase nodes without readers, and return the graph with ``phase``, ``waits`` and ``saved`` brought up to date.
+
+        Gradients and operators with effects stay. The returned train graph has the same FX graph.
+        """
         graph = self.graph
         _erase_dead(graph.graph, set(graph.gradients))
         by_name = {node.name: node for node in graph.graph.nodes}
@@ -143,7 +157,7 @@ class Versions:
 
 
 def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
-    """Erase nodes that nobody reads, such as a first run whose readers all read a later one."""
+    """Erase nodes without readers, such as a first run whose readers all read a later one."""
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
         if idle and not ops.must_run(node.target):

@@ -1,7 +1,7 @@
 """At which offset of one arena each storage lives, so that the arena is as low as it can be.
 
 Read `problem.py` first (the question and the answer), then `portfolio.py` (the road), then one algorithm.
-`trim.py` stands beside these: it finds ranges of a finished arena that may be given back for a time.
+`trim.py` is apart from the algorithms: it finds ranges of a finished arena that may be given back for a time.
 """
 
 from roamc.solvers.layout.effort import EFFORT, Effort

@@ -22,7 +22,11 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, Step, StorageInde
 
 
 def best_fit(problem: LayoutProblem) -> LongArray:
-    """Offsets in bytes, int64[n]. O(n log n), plus O(storages born in the stretch) per query."""
+    """Return offsets in bytes, int64[n], by best fit on a skyline; 0 for storages without bytes.
+
+    The problem must be `plain`, and every `own_alignment` must equal `alignment`. O(n log n), plus O(storages born in
+    the stretch) per query.
+    """
     size = padded(problem)
     offset = np.zeros(problem.num_storages, dtype=np.int64)
     waiting = _Waiting(problem, size)
@@ -54,7 +58,10 @@ class _Waiting:
         self.count = len(self._storage)
 
     def longest_within(self, start: Step, end: Step) -> StorageIndex | None:
-        """Take out the longest-lived storage within [start, end), the larger if equal; None if none."""
+        """Remove and return the longest-lived storage that lives within steps [start, end), of equals the largest.
+
+        None if no waiting storage lives within these steps.
+        """
         lo, hi = np.searchsorted(self._born, (start, end)).tolist()
         if lo == hi:
             return None
@@ -77,7 +84,7 @@ class _Skyline:
         self._heap: list[tuple[Bytes, Step, Step]] = [(0, 0, num_steps)]
 
     def lowest(self) -> tuple[Step, Step, Bytes]:
-        """First step, end and height of the lowest stretch."""
+        """Return (first step, end, height in bytes) of the lowest stretch, the earliest of equals."""
         while True:
             height, start, end = self._heap[0]
             if self._height.get(start) == height and self._end[start] == end:
@@ -85,7 +92,7 @@ class _Skyline:
             heapq.heappop(self._heap)
 
     def lift(self, start: Step) -> None:
-        """Raise a stretch to its lower neighbour and join them."""
+        """Raise the stretch that begins at step `start` to the height of its lower neighbour, and join the two."""
         end = self._end[start]
         left = self._start_of.get(start)
         heights = [self._height[side] for side in (left, end) if side is not None and side in self._height]
@@ -93,7 +100,7 @@ class _Skyline:
         self._add(start, end, min(heights))
 
     def fill(self, start: Step, lo: Step, hi: Step, height: Bytes) -> None:
-        """Raise the steps [lo, hi) of a stretch to `height`."""
+        """Raise the steps [lo, hi) of the stretch that begins at step `start` to `height` bytes."""
         end, below = self._end[start], self._height[start]
         self._remove(start)
         for first, last, level in ((start, lo, below), (lo, hi, height), (hi, end, below)):

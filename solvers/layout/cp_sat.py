@@ -17,7 +17,11 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, padded, parts
 
 @dataclass(frozen=True, eq=False)
 class CpSatResult:
-    """offset: int64[n] bytes, or None if none was found.  proved: nothing is lower, or nothing is within the roof."""
+    """A layout found by CP-SAT, or none.
+
+    offset: int64[n] bytes; None if no layout was found.
+    proved: whether it is proved that no layout is lower than `offset`, or, if `offset` is None, that none exists.
+    """
 
     offset: LongArray | None
     proved: bool
@@ -31,13 +35,13 @@ def cp_sat(
     seconds: float | None,
     effort: Effort = EFFORT,
 ) -> CpSatResult:
-    """Return the lowest layout that CP-SAT finds with an arena from floor to roof bytes; no offsets if it finds none.
+    """Search for the lowest layout with an arena of at least `floor` and at most `roof` bytes.
 
-    floor: a lower bound on the arena, in bytes.
-    roof: the most bytes that the arena may have.
-    node_limit: work, in nodes of the section search. CP-SAT gets the deterministic time in which that search places
-        about as many storages: `node_limit / effort.cp_sat_unit_nodes` of CP-SAT's units, at least 0.01.
-    seconds: a limit on wall-clock time too, under which equal calls may give different answers; None for none.
+    floor: bytes, a lower bound on every arena.
+    roof: bytes; below `floor` the answer is that no layout exists.
+    node_limit: limit on CP-SAT's deterministic time, in nodes of `effort.cp_sat_unit_nodes` to the unit.
+    seconds: a limit on wall-clock time in addition, which makes the answer depend on the machine; None for none.
+    effort: says how many nodes one unit of CP-SAT's deterministic time stands for.
     """
     if roof < floor:
         return CpSatResult(None, proved=True)

@@ -28,7 +28,7 @@ class CsvError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A layout problem with a name for each storage."""
+    """A layout problem with a name for each storage: names[i] is the name of storage i of `problem`."""
 
     names: tuple[str, ...]
     problem: LayoutProblem
@@ -47,7 +47,10 @@ class _Row:
 
 
 def read_csv(path: Path) -> Instance:
-    """Read a file. Raises CsvError, naming file and line, where it is not of this form; OSError as open does."""
+    """Read a layout problem from a CSV file in the form of minimalloc, UTF-8, one storage in each row.
+
+    Raises CsvError, naming file and line, if the file is not of this form, and OSError if the file cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -56,7 +59,13 @@ def read_csv(path: Path) -> Instance:
 
 
 def parse_csv(text: str, source: str) -> Instance:
-    """Read a text; `source` is the name that errors give it. Raises CsvError."""
+    """Read a layout problem from the text of a CSV file in the form of minimalloc.
+
+    text: a header, then one storage in each line.
+    source: name of the text in error messages, such as the path of the file.
+
+    Raises CsvError, naming source and line, if the text is not of this form or is no valid problem.
+    """
     lines = text.rstrip().splitlines()
     if not lines:
         raise CsvError(f"{source}: empty, expected a header with {', '.join(_NEEDED)}")
@@ -81,9 +90,11 @@ def parse_csv(text: str, source: str) -> Instance:
 
 
 def format_csv(instance: Instance, offset: LongArray) -> str:
-    """The text of an instance with an offset for each storage, as minimalloc writes it.
+    """Return the CSV text, in the form of minimalloc, of an instance and an offset for each storage.
 
-    Columns in which no storage has anything are left out.
+    The columns alignment, hint and gaps are left out if no storage has an entry there.
+
+    offset: int64[n] bytes, written to the column offset. `parse_csv` reads these as fixed offsets.
     """
     problem = instance.problem
     gaps: dict[int, list[str]] = {}

@@ -1,6 +1,6 @@
 """What the layout solver may spend: its limits, shares and prices, in one place.
 
-What compiled loops read stands beside them as plain constants: numba cannot read a field of a Python object.
+Constants that compiled loops read stand in the files of the loops: numba cannot read a field of a Python object.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ class Effort:
     """How much work each part of the layout solver may do.
 
     A node is one storage placed by a search. A share is a divisor: a capacity with share 8 may spend an eighth of the
-    nodes that are left. Where an entry names no measurement none is recorded; it then says what another value trades
-    off.
+    nodes that are left. An entry without a measured figure was not measured; it says what another value trades off.
 
     Attributes:
-        node_limit: nodes of one `solve`. A search that finds nothing takes seconds with it, which is rare.
-        improved_layouts: layouts that are improved, the lowest first. On a training step of GPT2-XL the best heuristic
-            stays half a percent above the bound and another is improved onto it; each more costs its rounds.
-        improve_rounds: rounds of first fit that each of these layouts may get. More rounds lower a few layouts further
-            and take longer on all that stay above the bound.
+        node_limit: most nodes of one `solve`. A search that finds nothing, which is rare, takes seconds to this limit.
+        improved_layouts: number of layouts that are improved, the lowest first. On a training step of GPT2-XL the best
+            heuristic stays half a percent above the bound, and another one is improved down to the bound; each further
+            layout costs its rounds.
+        improve_rounds: most rounds of first fit for each improved layout. More rounds lower a few layouts further and
+            take longer on all that stay above the bound.
         improve_patience: rounds in a row that bring no lower arena before a layout is given up. A smaller value ends
             layouts that get lower after a pause.
         improve_turn: rounds that a layout gets in its turn. Some layouts get lower in the first few, others never. An
@@ -31,8 +31,9 @@ class Effort:
         improve_pairs: pairs of storages that live together that all rounds of all layouts may compare, about. Large
             problems get fewer rounds, so that improvement ends in seconds; each layout may make at least one.
         first_search_nodes: nodes of the first search where seconds are limited. Each capacity between bound and best
-            gets its share of them; a smaller search has asked all of them sooner, a larger one decides more.
-        search_growth: factor from one such search to the next. A smaller value repeats more of what was searched.
+            gets its share of the nodes; a smaller search has tried all capacities sooner, a larger one decides more.
+        search_growth: factor from the nodes of one search to those of the next where seconds are limited. A smaller
+            value repeats more of what was searched.
         target_share: share of the target itself in the nodes that are left. It is asked first; a smaller divisor leaves
             less for the capacities above it.
         capacity_share: share of every other capacity. A smaller divisor decides harder capacities and asks fewer.
@@ -70,11 +71,11 @@ class TrimEffort:
     Attributes:
         least_bytes: a smaller arena is not trimmed.
         pieces: sizes in bytes of the pieces that the arena is cut into, the larger first; a piece is trimmed as a
-            whole. Each size is tried. Those of the system's large pages come again in a tenth of the time.
-        most_pieces: pieces of an arena at most; a larger arena has larger pieces. More find smaller idle ranges and
-            take longer.
-        shares: the peaks that are tried: the lowest that trims can reach, plus each of these shares of the most that
-            they can save.
+            whole. Each size is tried. The system brings a large page back in a tenth of the time, per byte.
+        most_pieces: most pieces of an arena; a larger arena has larger pieces. More pieces find smaller idle ranges
+            and take longer.
+        shares: the peaks that are tried: the lowest that trims can reach, plus each share of the most bytes that trims
+            can save.
     """
 
     least_bytes: int = 8 << 20

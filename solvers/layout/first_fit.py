@@ -37,13 +37,13 @@ def first_fit(problem: LayoutProblem, sequence: LongArray, effort: Effort = EFFO
     sequence: int64[n], a permutation of the storages. Fixed storages come before all others. Storages without
     bytes get offset 0. O(n^2) at worst, compiled.
 
-    The placed parts are kept sorted by their lowest byte. For a new storage they are walked upwards, those that
-    share a step with it push it up, and the walk ends at the first that begins above its end:
+    The placed parts are kept sorted by their lowest byte. For a new storage the parts are walked upwards: a part that
+    shares a step with the storage pushes it up, and the walk ends at the first part that begins above its end:
 
         bytes   0 [ a ]......[ b    ]            gaps: between a and c, between the higher end of b, c and d
                         [ c ]        ....[ d ]
 
-    Where there are many, time is cut into slices, and what lives briefly walks only over what lives in its slices.
+    With many parts, time is cut into slices, and a short-lived storage walks only over the parts in its slices.
     """
     rectangle = parts(problem)
     held = problem.fixed[sequence] >= 0

@@ -13,11 +13,13 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, padd
 
 
 class Improvement:
-    """A layout, int64[n] bytes, that is improved round by round.
+    """A layout that is improved round by round; `Improvement(problem, offset, target_bytes)` makes no round yet.
 
-    best, best_arena: the lowest so far.  rounds: how many were made.  ended: whether more would be in vain: the arena
-    is no higher than target_bytes, `effort.improve_patience` rounds brought none that is lower, or a round moved
-    nothing.
+    best: int64[n] bytes, the offsets of the lowest layout so far, at first the given `offset`.
+    best_arena: bytes of the arena of `best`.
+    rounds: number of rounds that were made.
+    ended: whether no further round is made: the arena is no higher than `target_bytes`,
+        `effort.improve_patience` rounds in a row found no lower arena, or a round changed nothing.
     """
 
     def __init__(self, problem: LayoutProblem, offset: LongArray, target_bytes: Bytes, effort: Effort = EFFORT) -> None:
@@ -31,7 +33,7 @@ class Improvement:
         self._best_round = 0
 
     def go_on(self, rounds: int) -> None:
-        """Make so many rounds more, fewer where they are in vain."""
+        """Make up to `rounds` further rounds of first fit, fewer if `ended` becomes true; updates the attributes."""
         until = self.rounds + rounds
         while not self.ended and self.rounds < until:
             self._improve_once()

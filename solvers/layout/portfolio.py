@@ -1,4 +1,4 @@
-"""Several simple layouts, all of them improved, the best searched, and the bound beside it."""
+"""Several simple layouts, the lowest improved, the best searched, and a lower bound."""
 
 import time
 from collections.abc import Callable
@@ -53,12 +53,14 @@ def solve(
     seconds: float | None = None,
     effort: Effort = EFFORT,
 ) -> LayoutSolution:
-    """Run the heuristics, improve what they found, then search; stop as soon as the arena is low enough.
+    """Find a layout with a low arena: run heuristics, improve their layouts, then search, until an arena is low enough.
 
-    node_limit: how many storages the search may place, 0 for no search, `effort.node_limit` if left out. capacity: an
-    arena of this size is low enough; None asks for the lowest. seconds: stop at about this time, which makes the answer
-    depend on the machine; None for no such limit. effort: what each part may spend. Ties go to the earlier candidate.
-    `LayoutSolution` says what the status means.
+    node_limit: number of storages that the search may place; 0 for no search; `effort.node_limit` if left out.
+    capacity: bytes; an arena of this size is low enough. None asks for the lowest arena.
+    seconds: stop at about this time, which makes the answer depend on the machine; None for no such limit.
+    effort: what each part may spend.
+
+    Ties go to the earlier candidate. `LayoutSolution` says what the status means.
     """
     limit = effort.node_limit if node_limit is None else node_limit
     return interpreted_first(problem.num_storages, lambda: _solved(problem, limit, capacity, seconds, effort))
@@ -107,28 +109,28 @@ class _Run:
 
     @property
     def target(self) -> Bytes:
-        """An arena of so many bytes is low enough."""
+        """Bytes of an arena that is low enough: the bound, or the capacity if that is larger."""
         return self.bound if self.capacity is None else max(self.bound, self.capacity)
 
     def best(self) -> _Candidate:
-        """The lowest arena, the first of equals."""
+        """Return the candidate with the lowest arena, the first of equals."""
         return min(self.tried, key=lambda candidate: candidate.arena_bytes)
 
     def low_enough(self) -> bool:
-        """Whether there is nothing left to search for."""
-        return self.best().arena_bytes <= self.target or self.target > (self.capacity or self.target)
+        """Return whether the best arena is within the target, or the bound is above the capacity."""
+        return self.best().arena_bytes <= self.target or (self.capacity is not None and self.target > self.capacity)
 
     def left(self) -> float | None:
-        """Seconds left, None if they are not limited."""
+        """Return the seconds that are left; None without a limit."""
         return None if self.seconds is None else self.seconds - (time.monotonic() - self.began)
 
     def late(self) -> bool:
-        """Whether the time is up."""
+        """Return whether no seconds are left; False without a limit."""
         left = self.left()
         return left is not None and left <= 0
 
     def add(self, name: str, offset: LongArray, work: int) -> None:
-        """Remember a layout."""
+        """Add a layout, int64[n] bytes, to the candidates, and `work` placed storages to the work."""
         self.tried.append(_Candidate(name, arena_bytes(self.problem, offset), offset))
         self.work += work
 
@@ -161,7 +163,10 @@ class _Run:
                 self.add(candidate.name + "+improve", run.best, self.problem.num_storages * run.rounds)
 
     def search(self, node_limit: int) -> Status:
-        """Search below the best: in one go, or, against the clock, again and again with larger limits."""
+        """Search for an arena below the best, with up to `node_limit` placed storages, and return the status.
+
+        Without a limit on seconds one search has all nodes; with one, several searches with rising limits.
+        """
         if not self.problem.plain:
             return self._search_by_cp_sat(node_limit)
         share = node_limit if self.seconds is None else min(node_limit, self.effort.first_search_nodes)
@@ -187,7 +192,12 @@ class _Run:
         return self.status(searched=True, proved=found.proved, refuted=found.proved and above)
 
     def status(self, *, searched: bool = False, proved: bool = False, refuted: bool = False) -> Status:
-        """What is known about the best."""
+        """Return the status of the best candidate.
+
+        searched: a search ran.
+        proved: no arena is lower than the best, or than the target if the best is within the target.
+        refuted: no arena is within the target.
+        """
         arena = self.best().arena_bytes
         if self.capacity is not None and (self.bound > self.capacity or (refuted and arena > self.capacity)):
             return Status.INFEASIBLE

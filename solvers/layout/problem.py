@@ -39,7 +39,12 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Gap:
-    """During the steps [born, dead) the storage needs only the bytes [low, high) of itself; none if equal."""
+    """Steps of a storage's life at which the storage needs none of its bytes, or only some.
+
+    storage: index of the storage.
+    born, dead: the half-open steps [born, dead) of the gap.
+    low, high: bytes [low, high) of the storage, counted from its offset, that are needed during the gap; none if equal.
+    """
 
     storage: StorageIndex
     born: Step
@@ -50,11 +55,15 @@ class Gap:
 
 @dataclass(frozen=True, eq=False)
 class LayoutProblem:
-    """n storages; build it with `make_problem`, which checks it.
+    """n storages to be placed in one arena, as read-only arrays; build it with `make_problem`, which checks it.
 
-    size: int64[n] bytes, not padded.  born, dead: int32[n], half-open steps.  alignment: bytes, a power of
-    two.  own_alignment: int64[n] bytes, a multiple of the alignment.  fixed, hint: int64[n] bytes, -1 for
-    none.  gaps: by storage and step. All arrays are read-only.
+    size: int64[n] bytes, not padded.
+    born, dead: int32[n]; storage i lives in the half-open steps [born[i], dead[i]).
+    alignment: bytes, a power of two; offsets are multiples of it, and sizes are padded to it.
+    own_alignment: int64[n] bytes, a multiple of `alignment` that the storage's offset must be a multiple of.
+    fixed: int64[n] bytes, the offset that a storage must have; -1 for a storage that may lie anywhere.
+    hint: int64[n] bytes, an offset that one heuristic tries to come near; -1 for none.
+    gaps: steps at which a storage needs none or only some of its bytes, sorted by storage and step.
     """
 
     size: LongArray
@@ -81,14 +90,16 @@ class LayoutProblem:
 class LayoutSolution:
     """An offset for every storage and what is known about the arena.
 
-    offset: int64[n] bytes; 0 for storages without bytes that are not fixed.  arena_bytes: the highest end of a
-    padded storage.  bound_bytes: no arena is lower: the peak of live padded bytes, or a fixed storage's end.
+    offset: int64[n] bytes; 0 for storages without bytes that are not fixed.
+    arena_bytes: the highest end of a padded storage.
+    bound_bytes: lower bound on every arena: the peak of live padded bytes, or a fixed storage's end.
     status: OPTIMAL if arena_bytes == bound_bytes or a completed search proved that no lower arena exists; LIMIT
-        if a limit stopped the search; GAP if no search was asked for, or a capacity was, and it is met;
+        if a limit stopped the search; GAP if no search ran, or if the arena meets the capacity that was asked for;
         INFEASIBLE if it is proved that no arena meets the capacity.
-    algorithm: the name of the algorithm that found it.  work: storages placed, over all algorithms that ran.
+    algorithm: the name of the algorithm that found the layout.
+    work: number of storages placed, over all algorithms that ran.
     candidates: (name, arena bytes) of every algorithm that ran, in the order in which they ran.
-    capacity: the bytes that were asked for; None to minimize.
+    capacity: bytes of the arena that were asked for; None to minimize.
     """
 
     offset: LongArray
@@ -105,8 +116,9 @@ class LayoutSolution:
 class Parts:
     """The rectangles of all storages that have bytes, by storage and step.
 
-    start: int64[n + 1]; storage i has the parts start[i] to start[i + 1].  born, dead: int64, steps.
-    low, high: int64, bytes above the storage's offset.
+    start: int64[n + 1]; storage i has the parts in [start[i], start[i + 1]).
+    born, dead: int64[parts], the half-open steps of each part.
+    low, high: int64[parts], the bytes [low, high) of each part, counted from the storage's offset.
     """
 
     start: LongArray
@@ -134,8 +146,8 @@ def make_problem(
     size: bytes, not padded.
     born, dead: storage i lives in the half-open steps [born[i], dead[i]).
     alignment: bytes, a power of two; every offset is a multiple of it, and sizes are padded to it.
-    own_alignment: bytes that an offset must be a multiple of besides, not necessarily a power of two; 1 for none, as
-        for all storages if left out.
+    own_alignment: bytes that the offset of a storage must be a multiple of in addition, not necessarily a power of two;
+        1 for none, as for all storages if left out.
     fixed: the offset that a storage must have, in bytes; -1 for one that is free to choose, as for all if left out.
     hint: an offset, in bytes, that a heuristic tries to keep to by placing storages in the sequence of their hints;
         no layout has to. -1 for none, as for all if left out.
@@ -224,13 +236,13 @@ def _check_fixed(problem: LayoutProblem) -> None:
 
 
 def padded(problem: LayoutProblem) -> LongArray:
-    """Sizes rounded up to the alignment: int64[n] bytes."""
+    """Return the sizes of all storages rounded up to `problem.alignment`: int64[n] bytes."""
     rounded: LongArray = (problem.size + (problem.alignment - 1)) & ~np.int64(problem.alignment - 1)
     return rounded
 
 
 def parts(problem: LayoutProblem) -> Parts:
-    """The rectangles of every storage: one for most, more for those with gaps, none without bytes."""
+    """Return the rectangles of every storage: one, several if the storage has gaps, none if it has no bytes."""
     size = padded(problem)
     rows: dict[int, list[tuple[Step, Step, Bytes, Bytes]]] = {}
     for gap in problem.gaps:
@@ -254,7 +266,11 @@ def parts(problem: LayoutProblem) -> Parts:
 
 
 def live_bytes(problem: LayoutProblem) -> tuple[LongArray, LongArray]:
-    """Steps at which something is born or dies, int64[k], and the live padded bytes from each on, int64[k]."""
+    """Return the live padded bytes over time, gaps taken into account, as (steps, bytes).
+
+    steps: int64[k], ascending: the steps at which some part of a storage is born or dies.
+    bytes: int64[k], the live bytes from each of the steps up to the next.
+    """
     piece = parts(problem)
     steps, event = np.unique(np.concatenate([piece.born, piece.dead]), return_inverse=True)
     room = piece.high - piece.low
@@ -265,20 +281,23 @@ def live_bytes(problem: LayoutProblem) -> tuple[LongArray, LongArray]:
 
 
 def live_pairs(problem: LayoutProblem) -> int:
-    """How many pairs of storages share a step."""
+    """Return the number of pairs of storages whose lives have a step in common; gaps are not looked at."""
     born, dead = np.sort(problem.born), np.sort(problem.dead)
     before = np.arange(len(born)) - np.searchsorted(dead, born, side="right")
     return int(before.sum())
 
 
 def lower_bound(problem: LayoutProblem) -> Bytes:
-    """No arena can be smaller: the peak of live padded bytes, or the highest end of a fixed storage."""
+    """Return a lower bound on every arena, in bytes: the peak of live padded bytes, or the end of a fixed storage."""
     size = padded(problem)
     held = (problem.fixed >= 0) & (size > 0)
     return max(int(live_bytes(problem)[1].max(initial=0)), int((problem.fixed + size)[held].max(initial=0)))
 
 
 def arena_bytes(problem: LayoutProblem, offset: LongArray) -> Bytes:
-    """The highest end of a padded storage that has bytes; 0 if there is none."""
+    """Return the bytes of the arena of a layout: the highest end of a padded storage; 0 if no storage has bytes.
+
+    offset: int64[n] bytes.
+    """
     size = padded(problem)
     return int((offset + size)[size > 0].max(initial=0))

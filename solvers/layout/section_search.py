@@ -48,15 +48,19 @@ from roamc.solvers.layout.section_state import (
 )
 
 NONE, FOUND, STOPPED = 0, 1, 2
-"""How a search ends: see `search`."""
+"""How `search` ends: no layout is within the capacity, one was found, or the search was stopped before it knew."""
 
 
 @compiled
 def search(state: SearchState, capacity: int, limit: int) -> int:
-    """Go on with a search until it has cost `limit` nodes in all.
+    """Search for a layout within the capacity, from where the last call stopped; return FOUND, NONE or STOPPED.
 
-    FOUND: `state.offset` is a layout within the capacity.  NONE: there is no such layout.  STOPPED: at the limit
-    (call again to go on) or out of memory.
+    FOUND: `state.offset`, by rank, is a layout within the capacity. NONE: there is no such layout. STOPPED: at the
+    limit (call again to go on) or out of memory.
+
+    state: made by `start`, then changed in place by every call; all calls have the same capacity.
+    capacity: bytes of the arena.
+    limit: nodes in all, those of earlier calls included; see `spent`.
     """
     at = state.at
     while True:
@@ -117,7 +121,7 @@ def _fits(state: SearchState, here: int, capacity: int) -> bool:
 
 @compiled
 def _blame(state: SearchState, here: int, section: int) -> None:
-    """A section cannot hold what waits in it: that is due to the lives of all of these."""
+    """Set FROM and TO to the lives of all storages of the list that wait in the section, which cannot hold them."""
     lo, hi = section, section + 1
     for k in range(here + 1, here + 1 + state.lists[here]):
         storage = state.lists[k]

@@ -26,14 +26,17 @@ _MOST_LISTED, _MOST_RAISED = 1 << 24, 1 << 22
 
 
 class SearchState(NamedTuple):
-    """Storages by rank: size, alignment, first and last section, and `alike`, a number shared by those that live
-    and align alike. `floor` is the lowest offset that each may still have, `offset` that of the placed, `over`
-    the last placed of each kind.
+    """The state of a section search over n storages, which `start` makes and `search` changes in place.
 
-    A frame is a set of waiting storages that are connected in time (`lists[list_at]` is its length, its members
-    follow, and `ranks` has the rank of each beside it) and the one that was placed of it. What then waits falls apart
-    into the frames' children: lists one after another in `lists[children:children_end]`, each a frame of its own with
-    this one as `parent`.
+    Storages are numbered by rank. By storage: size and alignment, bytes; first and end, the sections [first, end) in
+    which it lives; `alike`, a number shared by storages with equal sections and alignment, and with equal size if that
+    is no multiple of the alignment; `floor`, the lowest offset that it may still have; `offset`, once it is placed. By
+    number in `alike`: `over`, the storage placed last.
+
+    A frame is a set of waiting storages that are connected in time (`lists[list_at]` is their number, the storages
+    follow, and `ranks` has their ranks at the same places), and the storage of the set that was placed. The others fall
+    apart into the frame's children: lists one after another in `lists[children:children_end]`, each a frame of its own
+    with the first frame as `parent`.
     `due_from` and `due_to` are the sections to which a frame's refutations so far are due.
     `raised`, `raised_from` log every change of a floor, so that it can be taken back.
     `tie` has the ranks among equals where sets are ranked again, by the `most` bytes that wait with each storage in a
@@ -72,10 +75,12 @@ class SearchState(NamedTuple):
 
 
 def start(part: LayoutProblem, sequence: LongArray, tie: LongArray | None = None) -> SearchState:
-    """Everything waits on the ground.
+    """Return the state of a section search in which no storage is placed and every floor is 0.
 
-    sequence: int64[n], the storages by rank. tie: int64[n], the sequence of those that are equally pressed when a set
-    is ranked again; None where storages keep their first ranks.
+    part: a plain problem.
+    sequence: int64[n], the storages by rank, the one to place first in front.
+    tie: int64[n], the storages in the sequence that decides between storages of equal rank when a set is ranked again
+        by the bytes that wait in a section; None if storages keep the ranks of `sequence`.
     """
     size = padded(part)[sequence]
     sections = _fullest_births(part)
@@ -123,7 +128,7 @@ def start(part: LayoutProblem, sequence: LongArray, tie: LongArray | None = None
 
 
 def spent(state: SearchState) -> int:
-    """What the search has cost so far, in nodes."""
+    """Return the cost of the search so far in nodes: storages placed, plus one for `WORK_OF_A_NODE` items looked at."""
     return int(state.at[NODES] + state.at[WORK] // WORK_OF_A_NODE)
 
 

@@ -18,63 +18,87 @@ Sequence = Callable[[LayoutProblem], LongArray]
 
 
 def by_size(problem: LayoutProblem) -> LongArray:
-    """The largest first; ties to the longer life, then the earlier birth: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, the largest first.
+
+    Ties go to the longer life, then to the earlier birth.
+    """
     return _sorted(-padded(problem), -_lifetime(problem), problem.born)
 
 
 def by_size_and_birth(problem: LayoutProblem) -> LongArray:
-    """The largest first; ties to the earlier birth: a sequence, int64[n].
+    """Return int64[n], the indices of all storages, the largest first.
 
-    Storages of one size then take as many places as are live at once, no more: first fit by birth colours an interval
-    graph with the fewest colours.
+    Ties go to the earlier birth.
+
+    First fit then gives storages of one size as many places as are live at once, no more: first fit by birth colours an
+    interval graph with the fewest colours.
     """
     return _sorted(-padded(problem), problem.born)
 
 
 def outward_by_size(problem: LayoutProblem) -> LongArray:
-    """Those nearest in time to the fullest step first; ties to the larger, then the earlier birth: int64[n].
+    """Return int64[n], the indices of all storages, the nearest in time to the fullest step first.
 
-    What is live at the fullest step comes first, so no byte is lost there.
+    Ties go to the larger size, then to the earlier birth. Storages that are live at the fullest step come first, so
+    that first fit loses no byte there.
     """
     return _sorted(_steps_from_fullest(problem), -padded(problem), problem.born)
 
 
 def outward_by_short_life(problem: LayoutProblem) -> LongArray:
-    """Those nearest in time to the fullest step first; ties to the shorter life, then the larger: int64[n]."""
+    """Return int64[n], the indices of all storages, the nearest in time to the fullest step first.
+
+    Ties go to the shorter life, then to the larger size, then to the earlier birth.
+    """
     return _sorted(_steps_from_fullest(problem), _lifetime(problem), -padded(problem), problem.born)
 
 
 def by_lifetime(problem: LayoutProblem) -> LongArray:
-    """The longest life first; ties to the larger: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, the longest life first.
+
+    Ties go to the larger size, then to the earlier birth.
+    """
     return _sorted(-_lifetime(problem), -padded(problem), problem.born)
 
 
 def by_area(problem: LayoutProblem) -> LongArray:
-    """The largest size times lifetime first: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, the largest product of size and lifetime first.
+
+    Ties go to the larger size, then to the earlier birth.
+    """
     return _sorted(-_area(problem), -padded(problem), problem.born)
 
 
 def by_birth(problem: LayoutProblem) -> LongArray:
-    """The earliest birth first; ties to the longer life: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, the earliest birth first.
+
+    Ties go to the longer life, then to the larger size.
+    """
     return _sorted(problem.born, -_lifetime(problem), -padded(problem))
 
 
 def by_pressure(problem: LayoutProblem) -> LongArray:
-    """Those live at a fuller step first, then the largest: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, first those with the most live bytes at some step of their lives.
+
+    Ties go to the larger size, then to the longer life, then to the earlier birth.
+    """
     return _sorted(-fullest(problem), -padded(problem), -_lifetime(problem), problem.born)
 
 
 def by_hint(problem: LayoutProblem) -> LongArray:
-    """Those with a hint first, by the hinted offset, then by size: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages, those with a hint first, the lowest hint in front.
+
+    Ties go to the larger size, then to the longer life, then to the earlier birth.
+    """
     return _sorted(problem.hint < 0, problem.hint, -padded(problem), -_lifetime(problem), problem.born)
 
 
 def long_lived_below(problem: LayoutProblem) -> LongArray:
-    """Those that live for more than a sixteenth of all steps, the longest life first; then the rest, the largest first.
+    """Return int64[n], the indices of all storages, first those that live longer than a sixteenth of all steps.
 
-    A sequence, int64[n]. With the long-lived at the bottom, what lies above them falls apart into segments of time that
-    do not touch: each is laid out by itself and all share the same bytes (Shu et al. 2023, "ROAM", arXiv 2310.19295,
-    Fig. 5).
+    Long-lived storages come by falling lifetime, then the others by falling size. With the long-lived storages at the
+    bottom, the others fall apart into segments of time that do not touch: each segment is laid out by itself, and all
+    share the same bytes (Shu et al. 2023, "ROAM", arXiv 2310.19295, Fig. 5).
     """
     life = _lifetime(problem)
     steps = int(problem.dead.max(initial=0)) - int(problem.born.min(initial=0))
@@ -83,22 +107,31 @@ def long_lived_below(problem: LayoutProblem) -> LongArray:
 
 
 def by_width_area_total(problem: LayoutProblem) -> LongArray:
-    """Lifetime, then area, then pressure, each falling: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages by lifetime, then area, then pressure, each falling.
+
+    Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
+    """
     return _sorted(-_lifetime(problem), -_area(problem), -fullest(problem))
 
 
 def by_total_area_width(problem: LayoutProblem) -> LongArray:
-    """Pressure, then area, then lifetime, each falling: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages by pressure, then area, then lifetime, each falling.
+
+    Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
+    """
     return _sorted(-fullest(problem), -_area(problem), -_lifetime(problem))
 
 
 def by_total_width_area(problem: LayoutProblem) -> LongArray:
-    """Pressure, then lifetime, then area, each falling: a sequence, int64[n]."""
+    """Return int64[n], the indices of all storages by pressure, then lifetime, then area, each falling.
+
+    Area is size times lifetime; pressure is the most live bytes at a step of the storage's life.
+    """
     return _sorted(-fullest(problem), -_lifetime(problem), -_area(problem))
 
 
 def fullest(problem: LayoutProblem) -> LongArray:
-    """Live bytes at the fullest step of each storage's life: int64[n]."""
+    """Return for each storage the most live padded bytes at a step of its life: int64[n]."""
     steps, live = live_bytes(problem)
     first = np.searchsorted(steps, problem.born).tolist()
     end = np.searchsorted(steps, problem.dead).tolist()

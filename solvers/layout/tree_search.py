@@ -27,7 +27,8 @@ ORDERS: tuple[tuple[sequences.Sequence, sequences.Sequence | None], ...] = (
     (sequences.by_area, None),
     (sequences.by_total_area_width, sequences.by_area),
 )
-"""Ranks of all storages, and, where sets are ranked again as they fall apart, what ranks those under equal bytes."""
+"""(ranks, tie) of each static order: `ranks` gives the sequence of all storages; `tie`, if not None, decides between
+storages with equal bytes when a set is ranked again."""
 
 Clock = Callable[[], bool]
 Order = tuple[LongArray, LongArray | None]
@@ -36,10 +37,12 @@ Run = tuple[LongArray, SearchState]
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """offset: int64[n] bytes, the best layout known.  nodes: storages placed, work on large pieces included.
+    """What a search for a lower layout found.
 
-    proved: no layout has a smaller arena than this one (or than the target, if it meets that).
-    refuted: no layout is within the target.
+    offset: int64[n] bytes, the lowest layout known.
+    nodes: number of storages placed, with the work on large pieces converted to nodes.
+    proved: whether it is proved that no layout has a smaller arena, or the arena is within the target.
+    refuted: whether it is proved that no layout is within the target.
     """
 
     offset: LongArray
@@ -49,7 +52,7 @@ class SearchResult:
 
 
 def never() -> bool:
-    """The clock of a search without a limit on time."""
+    """Return False: the clock of a search without a limit on time."""
     return False
 
 
@@ -61,11 +64,15 @@ def tree_search(
     late: Clock = never,
     effort: Effort = EFFORT,
 ) -> SearchResult:
-    """Lower the arena of a layout (int64[n] bytes) of a plain problem down to target_bytes.
+    """Search for a layout of a plain problem with a lower arena than `incumbent`, down to `target_bytes`.
 
-    target_bytes: what is low enough, no less than the lower bound. node_limit: how many storages may be placed,
-    of which each piece gets its share. late: asked now and then; True ends the search. The problem is cut where
-    nothing is live; pieces that are already within the target are left alone.
+    The problem is cut where nothing is live; pieces that are already within the target keep their offsets.
+
+    incumbent: int64[n] bytes, the offsets of a legal layout; left unchanged.
+    target_bytes: an arena that is low enough, no less than the lower bound.
+    node_limit: number of storages that the search may place, of which each piece gets its share.
+    late: called now and then; the search ends when it returns True.
+    effort: how the nodes are shared among capacities and orders.
     """
     offset = incumbent.copy()
     size = padded(problem)
@@ -84,7 +91,7 @@ def tree_search(
 
 
 def time_pieces(problem: LayoutProblem) -> list[LongArray]:
-    """The storages that have bytes, cut into groups that no step connects, in time order."""
+    """Return the storages that have bytes, as int64 arrays of indices: groups that share no step, in time order."""
     storages = np.flatnonzero(problem.size > 0)
     storages = storages[np.argsort(problem.born[storages], kind="stable")]
     if len(storages) == 0:

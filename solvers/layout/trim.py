@@ -32,8 +32,8 @@ class Room:
         arena_bytes: size of the arena.
         offset: int64[k], offsets of the storages, in bytes.
         size: int64[k] bytes of the storages, rounded up to the alignment.
-        born: int64[k], first step.
-        dead: int64[k], step behind the last.
+        born: int64[k], first step of each storage.
+        dead: int64[k], step behind the last of each storage.
         outsides: int64[n + 1] bytes outside the arena at each moment: the n steps (operators), and the time until
             the first of them runs again; one array for each way in which the caller may behave.
     """
@@ -50,7 +50,8 @@ class Room:
 class IdleRange:
     """A range of the arena, bytes ``[low, high)``, in which nothing lies for ``length`` moments from ``first`` on.
 
-    The n + 1 moments are those of :class:`Room`; a gap may go on from the last to the first.
+    The n + 1 moments are the n steps and the time between two runs, as in :class:`Room`; a range may go on from the
+    last moment to the first.
     """
 
     low: Bytes
@@ -73,7 +74,7 @@ class Trimming:
 
     @property
     def trimmed_bytes(self) -> Bytes:
-        """Bytes that are trimmed and come again in one run of the graph."""
+        """Bytes that are trimmed and then used again in one run of the graph."""
         return sum(gap.high - gap.low for gap in self.ranges)
 
     @property
@@ -84,14 +85,15 @@ class Trimming:
 
 
 def untrimmed(room: Room) -> Trimming:
-    """Return the choice of no trims."""
+    """Return the choice of no trims, whose ``total`` is the peak of the whole arena and the bytes outside."""
     return Trimming((), sum(room.arena_bytes + int(outside.max()) for outside in room.outsides))
 
 
 def trimmings(room: Room, effort: TrimEffort) -> Iterator[Trimming]:
-    """Yield choices of trims: first none, then, if the arena is large enough, several, each aiming at a lower peak.
+    """Yield choices of trims: first none, then, if the arena has ``effort.least_bytes``, one for each aim.
 
-    The sequence of falling peaks begins anew for each size in ``effort.pieces``.
+    For each size in ``effort.pieces`` the aims are falling peaks, one for each of ``effort.shares``; an aim that trims
+    cannot reach is left out.
     """
     yield untrimmed(room)
     if room.arena_bytes >= effort.least_bytes:
@@ -113,11 +115,11 @@ def _trimmings(room: Room, piece: Bytes, shares: Sequence[float]) -> Iterator[Tr
 
 
 def trimmed(gaps: Sequence[IdleRange], steps: int) -> LongArray:
-    """Return how many bytes are trimmed at each moment, int64[n + 1]: n steps, and the time until the first runs again.
+    """Return the trimmed bytes at each moment, int64[n + 1], for n = ``steps``: the steps, then the time between runs.
 
     Args:
-        gaps: the ranges that are trimmed.
-        steps: n, the number of steps (operators).
+        gaps: the ranges that are trimmed, which do not overlap.
+        steps: number n of steps.
     """
     gone = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
@@ -150,8 +152,8 @@ class _IdleRanges:
     def cover(self, over: LongArray) -> list[int] | None:
         """Choose gaps that together bring ``over`` to 0 or below, by number; None if the aim is out of reach.
 
-        In turn for the moment that is highest above the aim: of the gaps that include it, those that help at the most
-        moments. In the end, gaps that others have made needless are left out.
+        For the moment that is highest above the aim, gaps that include the moment are taken, first the ones that help
+        at the most moments; then for the next moment. In the end, gaps that others have made needless are left out.
 
         Args:
             over: int64[ways, n + 1] bytes above the aim, one row for each array of ``Room.outsides``; changed in place.
@@ -172,7 +174,7 @@ class _IdleRanges:
         return [gap for gap in reversed(chosen) if not self._needless(over, gap)]
 
     def merged(self, chosen: Sequence[int]) -> tuple[IdleRange, ...]:
-        """The chosen gaps, neighbouring pages with the same gap as one."""
+        """Return the gaps with the numbers in ``chosen``, those of neighbouring pages and equal time as one range."""
         found: list[IdleRange] = []
         columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
         for first, length, low, size in sorted(columns.T.tolist()):

@@ -26,7 +26,12 @@ class LayoutVerdict(Enum):
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """A verdict, the numbers it is about (for OVERLAP the two storages), and one line for people."""
+    """The judgement of a layout.
+
+    verdict: GOOD, or the first fault.
+    items: the numbers of the storages at fault, or the claimed and the counted value; empty if GOOD.
+    detail: the fault in one line of text; empty if GOOD.
+    """
 
     verdict: LayoutVerdict
     items: tuple[int, ...] = ()
@@ -39,7 +44,10 @@ class LayoutReport:
 
 
 def validate(problem: LayoutProblem, solution: LayoutSolution) -> LayoutReport:
-    """Judge a solution. Never raises for a bad one: the verdict names the first fault and where it is."""
+    """Judge a solution of `problem` by counting everything again; a bad solution raises nothing.
+
+    The report names the first fault and its place.
+    """
     if len(solution.offset) != len(problem.size):
         detail = f"{len(solution.offset)} offsets for {len(problem.size)} storages"
         return LayoutReport(LayoutVerdict.WRONG_LENGTH, (len(solution.offset), len(problem.size)), detail)

@@ -19,11 +19,10 @@ from roamc.solvers.order.problem import Bytes, OrderProblem, consumers, successo
 
 
 def lower_bound(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Bytes:
-    """Return bytes that the peak of no legal order is below, for a problem with one stage.
+    """Return a lower bound, in bytes, on the peak of every legal order of a problem with one stage.
 
-    order: int32[n], any legal order. It only chooses operators: no operator's bound lies above the live bytes at its
-        step in any order, so the costly one is computed only where `order` has more bytes than the others prove, for
-        the `effort.bounded_ops` fullest steps.
+    order: int32[n], any legal order; its fullest steps choose the operators whose reachability bound is computed.
+    effort: `effort.bounded_ops` is the largest number of such operators.
     """
     best = max(int(operator_bound(problem).max(initial=0)), int(problem.size[problem.kept].sum()))
     hottest = hottest_ops(problem, order, best)[: effort.bounded_ops]
@@ -31,16 +30,20 @@ def lower_bound(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT)
 
 
 def hottest_ops(problem: OrderProblem, order: IntArray, above: Bytes) -> IntArray:
-    """Return the operators at whose step in `order` more than `above` bytes are live: int32, the fullest step first."""
+    """Return the operators at whose step in `order` more than `above` bytes are live: int32, the fullest step first.
+
+    order: int32[n], any legal order.
+    """
     live = live_bytes(problem, order)
     steps = np.argsort(-live, kind="stable")
     return order[steps[live[steps] > above]]
 
 
 def operator_bound(problem: OrderProblem) -> LongArray:
-    """Return int64[n], for each operator bytes that are live, at least, whenever it runs: bound (a) of this module.
+    """Return int64[n], for each operator the fewest bytes that are live while it runs, in any order.
 
-    These are the buffers that it reads and writes and its workspace, less the most that it can take over.
+    The bytes are those of the buffers that the operator reads and writes and of its workspace, less the most that its
+    results can take over from its inputs.
     """
     bound = problem.workspace - most_reused(problem)
     np.add.at(bound, problem.producer, problem.size)
@@ -62,9 +65,13 @@ def most_reused(problem: OrderProblem) -> LongArray:
 
 
 def reachability_bound(problem: OrderProblem, chosen: IntArray, effort: Effort = EFFORT) -> LongArray:
-    """Return int64[len(chosen)], bytes that are surely live while each chosen operator runs: bound (b) of this module.
+    """Return int64[len(chosen)], bytes that are surely live while each chosen operator runs, in any legal order.
+
+    A buffer counts if its producer is the operator or must run before it, and if the buffer is kept, is produced by the
+    operator, or has a reader that is the operator or must run after it. Reused bytes are taken off.
 
     chosen: int32, operators of a problem with one stage, each at most once.
+    effort: sizes of the batches in which operators and buffers are looked at; the result does not depend on them.
 
     Sets of chosen operators are Python integers (bit j is chosen[j]), for a batch of operators at a time: O((n +
     dependencies + reads) * len(chosen) / 64) word operations, and O(b * len(chosen)) to add up.

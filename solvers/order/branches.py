@@ -48,8 +48,8 @@ def place_branches(
 def branches(problem: OrderProblem, largest: int = EFFORT.largest_branch) -> list[list[OpIndex]]:
     """Return the sets of at most `largest` connected operators on which no operator outside the set waits.
 
-    Each is a list of operators in program order. The lists do not overlap and are sorted by their first operators. An
-    operator that belongs to no such set is in none of the lists.
+    Each set is a list of operators in program order. The lists do not overlap and are sorted by their first operators.
+    An operator that belongs to no such set is in none of the lists.
     """
     after = successors(problem).lists()
     of = list(range(problem.num_ops))

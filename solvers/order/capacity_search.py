@@ -102,9 +102,11 @@ class _Search(NamedTuple):
 
 
 def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswer:
-    """Look for an order of `flow` whose live bytes never exceed `capacity`.
+    """Search for an order of `flow` whose live bytes never exceed `capacity`, in bytes, depth first.
 
-    work_limit: operators to look at; the search stops after it, with at most one step more.
+    The answer has an order, a proof that there is none, or neither if a limit of work or memory ended the search.
+
+    work_limit: operators to look at; the search stops after that many, with at most one step more.
     """
     schedule = new_schedule(flow)
     num_ops = len(flow.waits)

@@ -42,7 +42,7 @@ def cut_guided(
 
     order: int32[n], a legal order, whose peak the rounds have to beat.
     bound: bytes; the rounds end when the peak is no higher.
-    work_limit: operators and arcs; no further round begins once so many were looked at.
+    work_limit: number of operators and arcs looked at after which no further round begins.
 
     The rounds also end when an operator's minimum cut is not below the best peak, and after `effort.cut_rounds`.
     """

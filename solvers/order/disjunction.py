@@ -24,13 +24,13 @@ from roamc.solvers.order.problem import Bytes, OpIndex, OrderProblem
 def disjunctive_bound(
     problem: OrderProblem, order: IntArray, bound: Bytes, work_limit: int, effort: Effort = EFFORT
 ) -> tuple[Bytes, int]:
-    """Return the greatest either-or bound found, in bytes and at least `bound`, and the work done in arcs.
+    """Return a lower bound on every peak, in bytes and at least `bound`, and the work done in arcs.
 
-    The bound is asked of the operators at the `effort.disjunction_ops` fullest steps of `order`. The problem must have
-    one stage.
+    The bound uses that two operators which no dependency relates run in one of two sequences. It is computed for the
+    operators at the `effort.disjunction_ops` fullest steps of `order`. The problem must have one stage.
 
     order: int32[n], any legal order.
-    bound: bytes, a lower bound that is already known; operators whose step is no fuller are not asked.
+    bound: bytes, a lower bound that is already known; operators whose step is no fuller are left out.
     work_limit: arcs to look at, kept but for a few cuts.
     """
     if work_limit <= 0:

@@ -1,6 +1,6 @@
 """What the order solver may spend: its limits, shares and prices, in one place.
 
-What compiled loops read stands beside them as plain constants: numba cannot read a field of a Python object.
+Constants that compiled loops read stand in the files of the loops: numba cannot read a field of a Python object.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,11 @@ class Effort:
     """How much work each part of the order solver may do.
 
     Work is counted in operators and arcs looked at. A share is a divisor: a piece with share 4 may spend a fourth of
-    the work that is left. Where an entry names no measurement none is recorded; it then says what another value
-    trades off.
+    the work that is left. An entry without a measured figure was not measured; it says what another value trades off.
 
     Attributes:
-        work_limit: work of the pieces of one `solve`. A wide graph of 12,000 operators takes 13 seconds with it; the
-            training graphs measured then used less than a sixth.
+        work_limit: most work of one `solve`. A wide graph of 12,000 operators takes 13 seconds with this limit; the
+            training graphs measured at the same time used less than a sixth of it.
         quick_search_work: work of the first exact search. It runs before the cuts and the either-or, which cost more
             than most searches need; a larger value closes more gaps without them and is lost where a search needs
             longer still.
@@ -44,14 +43,15 @@ class Effort:
             sets than this all of their inputs form one, which gives a lower bound that is true as well.
         disjunction_ops: hottest operators of which the either-or bound asks. Each costs a cut for every operator that
             no dependency relates to it.
-        largest_branch: operators of an update branch at most. Larger branches reach back to more of what makes the
-            gradient and move as a whole; smaller ones leave that where it is.
+        largest_branch: most operators of an update branch. Larger branches hold more of the operators that make the
+            gradient and move as a whole; smaller ones leave these operators where they are.
         branch_ops_per_work: operators that count as one in the work of moving a branch, which is vectorised. A smaller
             value counts the same moves as more work and moves fewer branches.
-        cut_rounds: rounds of list scheduling from cut to cut. Each settles one operator; more rounds go on after orders
-            that no longer get better.
-        cut_round_price: work of a round for each operator, besides the arcs of its cut. It stands for two list
-            schedules and a narrowed problem; a smaller price lets the rounds take more time than their share.
+        cut_rounds: most rounds of list scheduling from cut to cut. Each round settles one operator; with more rounds
+            the search goes on although the orders no longer get better.
+        cut_round_price: work of a round for each operator, in addition to the arcs of the round's cut. This work stands
+            for two list schedules and a narrowed problem; a smaller price lets the rounds take more time than their
+            share.
         search_questions: capacities that one exact search asks about. It is no limit in practice: after the first two
             each question halves the bytes between peak and bound, which are fewer than 2**62.
         question_share: share of one capacity in the work of an exact search. A smaller divisor decides harder

@@ -50,7 +50,10 @@ class NamedOrder:
 def equal_peaks(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> Iterator[NamedOrder]:
     """Yield other legal orders whose peak is no higher than that of `order`, the most promising first, each once.
 
-    `order` must be legal and is not itself among them. Each is computed when it is asked for; there may be none.
+    Each order is computed when the caller asks for it; there may be none.
+
+    order: int32[n], a legal order of `problem`; not itself yielded.
+    effort: limits of the algorithms that make the orders.
     """
     staged = one_stage(problem)
     start = _with_barriers(staged.number, order, problem.stage, staged.problem.num_ops)
@@ -102,9 +105,11 @@ def _from_drawn(problem: OrderProblem, peak: Bytes, seed: int, far: int) -> IntA
 def relieve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> IntArray:
     """Return an order with no higher peak and fewer live bytes around its full steps, as far as greedy rules find one.
 
-    First the whole order, then the parts before and after its fullest step, then the parts of those, level by level,
-    are each ordered anew by two greedy rules, up to `effort.relieved_parts` parts. A part keeps its sequence where
+    First the whole order, then the parts before and after its fullest step, then in the same way the parts of each
+    part, are ordered anew by two greedy rules, up to `effort.relieved_parts` parts. A part keeps its sequence where
     neither rule lowers the part's peak. The problem must have one stage. The result is a new array, int32[n].
+
+    order: int32[n], a legal order; left unchanged.
     """
     best = order.copy()
     spans = [(0, len(order))]

@@ -10,8 +10,8 @@ from roamc.solvers.order.reuse import positions, reused_buffers
 def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
     """Return the live bytes at each step of `order`: int64[n], element t while operator order[t] runs.
 
-    They include the operator's workspace, and count a buffer and the result that takes over its bytes once. `order`
-    must be a permutation of the operators. O(n + b + reads + reusable).
+    Live bytes include the workspace of the operator; a buffer and the result that takes over its bytes count once.
+    `order` must be a permutation of the operators, int32[n]. O(n + b + reads + reusable).
     """
     num_ops = problem.num_ops
     position = positions(order)
@@ -30,5 +30,8 @@ def live_bytes(problem: OrderProblem, order: IntArray) -> LongArray:
 
 
 def peak_bytes(problem: OrderProblem, order: IntArray) -> Bytes:
-    """Return the most live bytes at one step of `order`; 0 for a problem without operators."""
+    """Return the most live bytes, workspace included, at one step of `order`; 0 for a problem without operators.
+
+    order: int32[n], a permutation of the operators.
+    """
     return int(live_bytes(problem, order).max(initial=0))

@@ -21,9 +21,9 @@ class Bracket:
     """The best order known and a lower bound: the least peak lies between `bound_bytes` and `peak_bytes`.
 
     order: int32[n], a legal order.
-    peak_bytes: its peak.
-    bound_bytes: no order has a lower peak.
-    work: operators looked at to find it.
+    peak_bytes: the peak of `order`.
+    bound_bytes: lower bound on the peak of every legal order.
+    work: number of operators looked at to find order and bound.
     """
 
     order: IntArray
@@ -40,10 +40,12 @@ class Bracket:
 def narrow(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
     """Search exactly for a lower peak or a higher bound than those of `start`, and return the better bracket.
 
-    It is closed unless `work_limit` ended the search or some capacities were too hard for their share of it. Its `work`
-    continues that of `start`. The problem must have one stage.
+    The result is closed unless `work_limit` ended the search or some capacities were too hard for their share of the
+    work. Its `work` continues that of `start`. The problem must have one stage.
 
+    start: a legal order of `problem`, its peak, and a lower bound.
     work_limit: operators to look at, kept but for one step of a search.
+    effort: how the work is shared among the capacities that are tried.
     """
     flows = (forward_flow(problem), backward_flow(problem))
     best = start

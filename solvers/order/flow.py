@@ -75,7 +75,7 @@ def _producers(problem: OrderProblem) -> Csr:
 
 
 def _last_uses(problem: OrderProblem) -> Csr:
-    """Return the enders of each buffer: its readers; its producer if it has no readers; nobody if it is kept."""
+    """Return the enders of each buffer: its readers; its producer if it has no readers; none if it is kept."""
     readers = consumers(problem)
     count = np.diff(readers.start)
     alone = np.flatnonzero((count == 0) & ~problem.kept)

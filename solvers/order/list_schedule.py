@@ -37,7 +37,12 @@ def list_schedule(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
 
 
 def list_schedule_backward(problem: OrderProblem, floor_bytes: Bytes = 0) -> IntArray:
-    """Order the operators greedily from the last to the first, by the rule of `list_schedule` in reversed time.
+    """Order the operators of a problem with one stage greedily, from the last to the first.
+
+    With M the highest live bytes so far: of the operators on which no unplaced operator waits and that keep live bytes
+    within M, the one that leaves the least behind is placed next; if none does, the one with the least live bytes.
+
+    floor_bytes: the first M: a lower bound on the peak, or 0.
 
     Returns the order from its first operator to its last: int32[n].
     """
@@ -60,7 +65,8 @@ def lescea(problem: OrderProblem) -> IntArray:
 def release_first(problem: OrderProblem) -> IntArray:
     """Return program order, but with operators that free more than they allocate as early as they can run: int32[n].
 
-    Of several that are ready the one that frees most runs first. The problem must have one stage.
+    Of several ready operators that free more than they allocate, the one with the greatest difference runs first. The
+    problem must have one stage.
     """
     return _greedy(forward_flow(problem), MOST_BYTES, only_freed=True)
 
@@ -68,7 +74,8 @@ def release_first(problem: OrderProblem) -> IntArray:
 def allocate_last(problem: OrderProblem) -> IntArray:
     """Return program order, but with operators that allocate more than they free as late as they can run: int32[n].
 
-    This is `release_first` in reversed time. The problem must have one stage.
+    Of several such operators that could run last, the one with the greatest difference does. The problem must have one
+    stage.
     """
     return _greedy(backward_flow(problem), MOST_BYTES, only_freed=True)
 

@@ -72,9 +72,10 @@ def min_cut_bound(
 ) -> tuple[Bytes, int]:
     """Return the greatest min-cut bound found, in bytes and at least `bound`, and the work done in arcs.
 
-    It asks operators whose step in `order` has more bytes than the bound, by turns the hottest and the largest by
-    reachability, until the bound meets the peak of `order`, `effort.min_cut_patience` operators in a row raised
-    nothing, or `work_limit` is reached. The problem must have one stage.
+    The bound of an operator is the least live bytes while it runs, over all sets of operators that may run before it.
+    Operators whose step in `order` has more bytes than the bound are tried, by turns the fullest step and the largest
+    by reachability, until the bound meets the peak of `order`, `effort.min_cut_patience` operators in a row did not
+    raise the bound, or `work_limit` is reached. The problem must have one stage.
 
     order: int32[n], any legal order; it only chooses the operators.
     bound: bytes, a lower bound that is already known.
@@ -99,7 +100,10 @@ def min_cut_bound(
 
 
 def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
-    """Return what the cuts of all operators of a problem with one stage share."""
+    """Return the part of the cut network that all operators of a problem with one stage share.
+
+    effort: `effort.reuse_sets` is the number of sets of reused inputs of one operator that are told apart.
+    """
     need = problem.workspace.copy()
     np.add.at(need, problem.producer, problem.size)
     buffer = np.repeat(np.arange(problem.num_buffers), np.diff(problem.consumer_start))
@@ -114,19 +118,24 @@ def make_network(problem: OrderProblem, effort: Effort = EFFORT) -> Network:
 
 
 def operator_bound(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> tuple[Bytes, int]:
-    """Return the least live bytes while `op` runs, if all of `later` run after it, and the arcs looked at.
+    """Return the least live bytes while `op` runs, if all of `later` run after `op`, and the number of arcs looked at.
 
-    No order in which they do has a lower peak. `later` are operators that `op` does not wait for; with none, the bound
-    holds for every order.
+    No order in which all of `later` run after `op` has a lower peak; with `later` empty, no order has.
+
+    network: of the problem, made by `make_network`.
+    later: operators that `op` does not wait for.
     """
     cuts = _cuts(network, op, later)
     return min(cut.value for cut in cuts) + int(network.need[op]), sum(cut.arcs for cut in cuts)
 
 
 def least_before(network: Network, op: OpIndex) -> tuple[Bytes, BoolArray, int]:
-    """Return the least live bytes while `op` runs, a set that attains them, and the arcs looked at.
+    """Return the least live bytes while `op` runs, a set that attains them, and the number of arcs looked at.
 
-    The set, bool[n], holds the operators that run before `op`, and with each all that it waits for.
+    The set, bool[n], is true for the operators that run before `op`; with an operator, all that the operator waits for
+    are in the set.
+
+    network: of the problem, made by `make_network`.
     """
     cuts = _cuts(network, op, ())
     least = min(cuts, key=lambda cut: cut.value)
@@ -158,8 +167,8 @@ def _choices(rows: list[list[int]], most: int) -> list[tuple[int, ...]]:
 def contracted(network: Network, op: OpIndex, later: Sequence[OpIndex] | IntArray = ()) -> LongArray:
     """Return the node of each operator in the network of `op`: int64[n].
 
-    It is 0, the source, if the operator must run before `op`; 1, the sink, if it is `op` or one of `later` or must run
-    after one of these; else a number of its own from 2 on.
+    The node is 0, the source, for an operator that must run before `op`; 1, the sink, for `op`, for `later` and for
+    operators that must run after `op` or after one of `later`; else a number of its own from 2 on.
     """
     node = np.arange(2, network.problem.num_ops + 2)
     node[np.asarray(later, dtype=np.int64)] = _SINK

@@ -1,4 +1,4 @@
-"""Several simple orders, the best of them, the bound beside it, and a search where the two do not meet."""
+"""Several simple orders, the best of them, a lower bound, and a search where peak and bound do not meet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -101,10 +101,10 @@ def solve(
 
     algorithms: keys of `ALGORITHMS`.
     pieces: what follows the algorithms; if left out, all pieces after several algorithms and none after one.
-    work_limit: operators and arcs that the pieces may look at, kept within a factor of two; `effort.work_limit` if left
-        out. The algorithms always run.
-    progress: called with the best peak and the bound, in bytes, whenever an order was compared. A small problem may be
-        solved twice; the calls then begin anew.
+    work_limit: operators and arcs that algorithms and pieces may look at, kept within a factor of two;
+        `effort.work_limit` if left out. The algorithms run even with a limit of 0.
+    progress: called with the best peak and the bound, in bytes, after each order that was compared. A small problem may
+        be solved twice; the calls then begin anew.
     effort: what each piece may spend of the work.
 
     Raises ValueError for an unknown algorithm, or if none is named.
@@ -169,12 +169,13 @@ class _Run:
 
     @property
     def status(self) -> Status:
+        """OPTIMAL if the peak meets the bound, LIMIT if the last search was stopped, else GAP."""
         if self.closed:
             return Status.OPTIMAL
         return Status.LIMIT if self._stopped else Status.GAP
 
     def offer(self, name: str, order: IntArray) -> None:
-        """Note an order; keep it if it is the best so far."""
+        """Count the peak of `order` as candidate `name`, and make the order the best one if its peak is the lowest."""
         peak = peak_bytes(self.problem, order)
         self.candidates.append((name, peak))
         self.work += self.problem.num_ops
@@ -183,7 +184,7 @@ class _Run:
         self._report()
 
     def close_gap(self, pieces: Pieces) -> None:
-        """Lower the peak and raise the bound, piece by piece, until they meet."""
+        """Run the pieces that are switched on, one after another, until peak and bound meet."""
         effort = self._effort
         if pieces.polish and not self.closed:
             self.offer(f"{self.algorithm}+polish", polish(self.problem, self.order))

@@ -8,7 +8,7 @@ Operators are numbered 0..n-1 in program order, which is itself legal. An order 
 - all operators of one stage run before any operator of the next.
 
 A buffer is live on the half-open steps [position of producer, last position of a consumer + 1): one step if
-nobody reads it, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
+it has no reader, and to the end if it is kept. Live bytes at a step are the sizes of the buffers live there
 plus the workspace bytes of the operator that runs there; the peak is their maximum.
 
 In-place reuse: an operator may write a result over an input that dies there. The buffers whose bytes buffer k may
@@ -55,7 +55,7 @@ class OrderProblem:
     consumer_start, consumer: int64[b + 1] and int32[...]; the operators that read buffer k are
         `consumer[consumer_start[k]:consumer_start[k + 1]]`, sorted, without duplicates and without the producer.
     kept: bool[b], true if the buffer lives to the end of every order.
-    workspace: int64[n], bytes that an operator needs beside the buffers while it runs.
+    workspace: int64[n], bytes that each operator needs in addition to the buffers while it runs.
     reusable_start, reusable: int64[b + 1] and int32[...]; buffer k may take over the bytes of one of
         `reusable[reusable_start[k]:reusable_start[k + 1]]`, the best first. Each of them is as large as k, is read by
         the producer of k, and is not kept.

@@ -8,7 +8,10 @@ from roamc.solvers.order.problem import BufferIndex, OrderProblem
 
 
 def reuses(problem: OrderProblem, order: IntArray) -> tuple[tuple[BufferIndex, BufferIndex], ...]:
-    """Return (reused, result) for every buffer that takes over another's bytes in `order`, sorted by result."""
+    """Return (reused, result) for every buffer that takes over another's bytes in `order`, sorted by result.
+
+    order: int32[n], a permutation of the operators.
+    """
     reused = reused_buffers(problem, positions(order))
     results = np.flatnonzero(reused >= 0)
     return tuple(zip(reused[results].tolist(), results.tolist(), strict=True))

@@ -129,8 +129,10 @@ def leave(schedule: Schedule, op: OpIndex) -> None:
 def run(flow: Flow, schedule: Schedule, op: OpIndex) -> None:
     """Run `op`, which must be ready, and bring the schedule up to date.
 
-    Its buffers are born or die, `need` and `net` of other operators fall, and those that waited only for it become
-    ready.
+    Buffers are born or die with `op`, `need` and `net` of other operators fall, and operators that waited only for `op`
+    become ready.
+
+    flow: the tables that `schedule` was made from.
     """
     leave(schedule, op)
     schedule.order[schedule.tally[DONE]] = op
@@ -217,7 +219,9 @@ def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
 def cost(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     """Return the live bytes while `op`, which must be ready, runs, if it runs next; counts one unit of work.
 
-    Its workspace is included; bytes that its results take over from inputs count once.
+    The workspace of `op` is included; bytes that its results take over from inputs count once.
+
+    flow: the tables that `schedule` was made from.
     """
     schedule.tally[WORK] += 1
     live: Bytes = schedule.tally[LIVE] + schedule.need[op] - reused_bytes(flow, schedule, op)

@@ -36,12 +36,14 @@ def narrow_points(problem: OrderProblem) -> IntArray:
 def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int, effort: Effort = EFFORT) -> Bracket:
     """Search exactly for a lower peak or a higher bound, segment by segment, and return the better bracket.
 
-    A segment is what lies between two narrow points. The one with the highest peak comes first, and one whose peak is
-    no higher than the bound is left alone. The problem must have one stage. O(segments * (n + reads)) besides the
-    search.
+    A segment ends with a narrow point: an operator that every other operator must run before or after. The segment with
+    the highest peak is searched first; segments whose peak is no higher than the bound are not searched. The problem
+    must have one stage. O(segments * (n + reads)) in addition to the search.
 
-    work_limit: operators to look at in all, kept but for one step of a search. The bracket's `work` continues that of
-        `start`.
+    start: a legal order of `problem`, its peak, and a lower bound.
+    work_limit: operators to look at in all, kept but for one step of a search. The `work` of the result continues that
+        of `start`.
+    effort: how the work is shared among the capacities that are tried.
     """
     cuts = [0, *(narrow_points(problem) + 1).tolist(), problem.num_ops]
     live = live_bytes(problem, start.order)

@@ -19,7 +19,7 @@ class OneStage:
     """A problem with one stage that stands for one with several.
 
     problem: the problem with one stage; it has one operator more, a barrier, between each two stages.
-    number: int32[n], the number there of each operator of the problem with stages.
+    number: int32[n], for each operator of the problem with stages its number in `problem`.
     """
 
     problem: OrderProblem
@@ -34,7 +34,10 @@ class OneStage:
 
 
 def one_stage(problem: OrderProblem) -> OneStage:
-    """Put a barrier between each two stages. A problem with one stage comes back as it is."""
+    """Return the same problem with one stage: a barrier, an operator without bytes, stands between each two stages.
+
+    A problem that has one stage already is returned as it is.
+    """
     cuts = np.flatnonzero(np.diff(problem.stage)) + 1
     number = np.arange(problem.num_ops) + np.searchsorted(cuts, np.arange(problem.num_ops), side="right")
     number = number.astype(np.int32)

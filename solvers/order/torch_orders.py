@@ -1,7 +1,7 @@
 """PyTorch's breadth-first and depth-first orders, which inductor tries besides `lpmf`.
 
-Our own words for `topological_sort_bfs` and `topological_sort_dfs` of torch/_inductor/memory.py; they give the
-same orders. None of them looks at live bytes.
+The functions give the same orders as `topological_sort_bfs` and `topological_sort_dfs` of torch/_inductor/memory.py.
+Neither looks at live bytes.
 """
 
 import heapq

@@ -13,7 +13,7 @@ from roamc.solvers.status import Status
 
 
 class OrderVerdict(Enum):
-    """The verdict on a solution: GOOD, or its first fault in the sequence of these members."""
+    """The verdict on a solution: GOOD, or the first fault in the sequence of the members; each value names it."""
 
     GOOD = "good"
     NOT_A_PERMUTATION = "not a permutation"

@@ -22,8 +22,8 @@ class Window:
     problem: source 0, then the operators of `ops` as 1 to len(ops), then the sink; their given order is its program
         order.
     ops: int32, the operators' numbers in the whole problem, in the given order.
-    offset_bytes: bytes that are live during the whole window and left out of `problem`: its live bytes at a step of one
-        of `ops`, plus these, are those of the whole order at that step.
+    offset_bytes: bytes that are live during the whole window and left out of `problem`. The live bytes of the whole
+        order at a step of one of `ops` are the live bytes of `problem` at that step plus `offset_bytes`.
     """
 
     problem: OrderProblem
@@ -36,9 +36,10 @@ class Window:
 
 
 def window(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> Window:
-    """Make the operators at steps [lo, hi) of a legal order a problem of their own. O(n + b + reads).
+    """Return the operators at steps [lo, hi) of a legal order as a problem of their own. O(n + b + reads).
 
-    The given problem must have one stage.
+    problem: has one stage.
+    order: int32[n], a legal order of `problem`.
     """
     position = positions(order)
     number = np.clip(position - lo + 1, 0, hi - lo + 1).astype(np.int32)

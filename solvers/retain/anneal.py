@@ -100,10 +100,12 @@ def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int)
 
 
 def settle(search: Search, state: State, budget: int) -> State:
-    """Return the state without the brings that save nothing: the buffer is then rebuilt where it is first needed.
+    """Return the state without those early rebuilds that save nothing: the buffer is then rebuilt at its next read.
 
-    A gap's bring is taken back if the peak stays within the budget, in bytes, and the seconds do not grow. `state` is
-    left unchanged, and the room ends with the schedule of the result.
+    An early rebuild (a `hold` made by `bring_at`) is taken out if the peak stays within the budget and the seconds do
+    not grow. `state` is left unchanged, `search.work` grows, and the room ends with the schedule of the result.
+
+    budget: bytes.
     """
     state = search.state(state.release.copy(), state.hold.copy(), budget)
     for gap in np.flatnonzero(state.hold > search.steps).tolist():

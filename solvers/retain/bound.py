@@ -170,8 +170,8 @@ class Bounds:
     def look_at(self, count: int | None = None) -> None:
         """Choose up to `count` operators, and build the networks at which bounds are computed; replaces earlier ones.
 
-        Candidates are every `effort.bound_spacing`-th operator by live bytes in the reference order. Chosen are those
-        with the most bytes that are live in any order. None chooses `effort.bound_operators`.
+        Candidates are every `effort.bound_spacing`-th operator by live bytes in the reference order. The candidates
+        with the most bytes that are live in any order are chosen. If `count` is None, it is `effort.bound_operators`.
         """
         spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
@@ -194,7 +194,8 @@ class Bounds:
     def seconds(self, budget: Bytes) -> Seconds:
         """Return a lower bound in seconds: no reruns within `budget` bytes, in any order, add fewer.
 
-        Infinite if it is proved that there are none. It is the highest bound of the operators chosen by `look_at`.
+        The result is the highest bound of the operators chosen by `look_at`; infinite if it is proved that no reruns
+        keep the budget.
         """
         if self.alone > budget:
             return math.inf

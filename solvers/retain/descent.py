@@ -19,11 +19,11 @@ from roamc.solvers.retain.search import Search, State
 
 @dataclass(frozen=True, eq=False)
 class Stop:
-    """A place at which the way may end.
+    """An intermediate result of a search for the lowest peak, at which the search may end.
 
-    peak: bytes, the peak of the state that the way has come to; that of `lowest` or above it.
+    peak: bytes, the peak of the state that the search has reached; at least the peak of `lowest`.
     lowest: the state with the lowest peak so far.
-    work: work from the beginning of the way to this place, counted as `Search.work`.
+    work: work from the beginning of the search to this result, counted as `Search.work`.
     """
 
     peak: int
@@ -33,13 +33,14 @@ class Stop:
 
 @dataclass(eq=False)
 class Descent:
-    """The way down to the lowest peak in the problem of `search`, walked only as far as was asked for.
+    """A search for the lowest peak in one problem, which runs only as far as `to` asks and then goes on from there.
 
-    It walks a search of its own (`Search.anew`), so `search` counts none of its work, but its room is overwritten.
+    The work is counted apart (`Search.anew`): `search.work` does not grow, but the room of `search` is overwritten.
 
-    work_limit: work after which the way ends, from its beginning.
-    stops: the stops so far whose peaks are lower than all before them.
-    last: the last stop so far; set by the first call of `to` that walks.
+    search: the tables and the room of the problem.
+    work_limit: work after which the search ends, counted from its beginning.
+    stops: the results so far whose peaks are lower than all before them.
+    last: the last result so far; set by the first call of `to` that searches.
     """
 
     search: Search
@@ -52,9 +53,9 @@ class Descent:
         self._way = _way(self.search.anew(), self.work_limit)
 
     def to(self, budget: int) -> Stop:
-        """Walk on as far as needed, and return the first stop with a peak within the budget, in bytes.
+        """Go on with the search as far as needed, and return the first result with a peak of at most `budget` bytes.
 
-        If there is none, the whole way is walked and its end is returned, whose peak is above the budget.
+        If there is none, the search runs to its end, and its last result is returned, whose peak is above the budget.
         """
         for stop in self.stops:
             if stop.peak <= budget:

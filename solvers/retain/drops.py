@@ -32,7 +32,7 @@ class Drops:
     """The drops that are possible at the peak of a schedule.
 
     gap: int64[drops], the gap in which each drops a buffer.
-    release, hold: int64[drops], the new decisions of that gap; see `simulate.py`.
+    release, hold: int64[drops], the new decisions of that gap, as in `State`.
     reach: float64[drops], an upper estimate of the area that each can free: over the runs in the gap, the sum of the
         bytes above the budget, each no more than the buffer's size.
     since: int32[gaps], by gap the step of the last rerun in it that a later run reads, -1 for none, before any drop.
@@ -46,7 +46,7 @@ class Drops:
 
 
 def list_drops(search: Search, state: State, budget: int) -> Drops:
-    """List the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
+    """Return the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
 
     The room of the search must hold the schedule of `state`.
 

@@ -5,8 +5,8 @@
     solve(problem, budget, effort=dataclasses.replace(EFFORT, anneal_rounds=0))
 
 Work is counted in operators that simulations run, about twenty nanoseconds each, and in arcs of networks. Constants of
-compiled loops stay beside their loops, in `anneal.py` and `ways.py`: numba compiles them in, keeps the result on disk,
-and compiles again only when the loop's own file changes.
+compiled loops stand in the files of the loops, `anneal.py` and `ways.py`: numba compiles them in, keeps the result on
+disk, and compiles again only when the loop's own file changes.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ smaller gain is worth no further search.
 """
 
 FEWER = 1 - CLOSE
-"""Seconds count as fewer than others below this share of those."""
+"""Seconds count as fewer than other seconds if they are less than this share of the others."""
 
 INSTANT = 1e-12
 """Seconds, far fewer than any operator takes: added to a divisor or a limit, they keep it above zero."""
@@ -29,8 +29,8 @@ INSTANT = 1e-12
 class Effort:
     """Limits of work, and thresholds, of all searches for reruns.
 
-    Measurements are named where they decided on a value. The other values have no recorded reason: their text says what
-    a larger or a smaller value changes.
+    The text of a value names the measurement that decided on it. A value without one has no recorded reason: its text
+    says what a larger or a smaller value changes.
     """
 
     # One call as a whole: portfolio.py.
@@ -124,9 +124,9 @@ class Effort:
     # Greedy drops: greedy.py.
 
     refresh_drops: int = 8
-    """After this number of drops the guesses of what drops are worth are raised, unless `refresh_divisor` says later.
+    """After this number of drops the guesses of what drops are worth are raised, or later by `refresh_divisor`.
 
-    Every drop changes what others are worth. More frequent raises correct the guesses sooner, by more simulations.
+    Every drop changes what other drops are worth. More frequent raises correct the guesses sooner, by more simulations.
     """
 
     refresh_divisor: int = 8
@@ -143,10 +143,10 @@ class Effort:
     """
 
     stuck_targets: int = 3
-    """Drops end after this number of such targets in a row that leave the peak as high; 0 leaves such targets out.
+    """Drops end after this number of `stuck_target` attempts in a row that leave the peak as high; 0 makes none.
 
-    Drops for a target that was not reached stay, and may let the next one succeed. More targets meet more budgets, and
-    take longer where none can be met.
+    Drops for a target that was not reached stay, and may let the next attempt succeed. More attempts meet more budgets,
+    and take longer where no budget can be met.
     """
 
     near_best: float = 0.97
@@ -157,17 +157,17 @@ class Effort:
     """
 
     hope: float = 4.0
-    """A gap may be worth this multiple of what is known: of its family's first, or at a raise of what it was worth.
+    """A gap that was not measured is guessed to be worth this multiple of the first measured gap of its family.
 
-    At 1 the first gap of a family spoke for all, and BERT took 7 % more added seconds. A larger multiple measures
-    more gaps.
+    A raise multiplies all guesses by this number too. With 1 the first gap decided for its whole family, and BERT took
+    7 % more added seconds. A larger multiple measures more gaps.
     """
 
     keep_rounds: int = 3
-    """Drops that need not be are undone in this number of rounds at most; 0 undoes none.
+    """Needless drops are undone in this number of rounds at most; 0 undoes none.
 
-    Each round tries every drop, because what others keep may have made room. A round that saves nothing is the last in
-    any case.
+    Each round tries to undo every drop, because another drop that was undone may have made room. A round that saves
+    nothing is the last in any case.
     """
 
     # Neighbourhoods of the best: neighbours.py.
@@ -206,7 +206,10 @@ class Effort:
     """
 
     room_spare: int = 64
-    """A simulation has room for this number of runs beside those, so that few operators may run again more often."""
+    """A simulation has room for this number of runs in addition to `room_runs` for each operator.
+
+    In a small problem an operator may then run again more often.
+    """
 
     start_repairs: int = 1000
     """A start keeps this number of buffers at most because it needs them and cannot make them again.
@@ -244,10 +247,10 @@ class Effort:
     # The order to begin with: reference.py.
 
     late_gain: float = 0.001
-    """What reads nothing is put off where that saves at least this share of the live bytes.
+    """Operators that read nothing are put off if that saves at least this share of the live bytes.
 
-    They are summed over the steps of operators that read something. A smaller gain is not worth it:
-    another order sends the search another way, for nothing.
+    Live bytes are summed over the steps of operators that read something. With a smaller gain the order stays, because
+    another order changes what the searches find without being better.
     """
 
 

@@ -4,7 +4,7 @@ The decisions are those of the gaps in which there is a choice (`Gaps.free`): ke
 rerun brings back stays until the next read), drop after every rerun, or drop and bring back in front of one of the
 steps in the gap that read something. The best of all combinations is optimal among schedules of this kind, which rerun
 in the reference order. Without the last choice, bringing back, there are 3^gaps combinations. Where all combinations
-are too many, the best of these is a state to begin other searches with.
+are too many, the best of the 3^gaps combinations is a state to begin other searches with.
 """
 
 import math
@@ -19,15 +19,15 @@ from roamc.solvers.retain.tables import Tables
 
 
 def candidates(search: Search) -> LongArray:
-    """Return the gaps in which there is a choice (`Gaps.free`), sorted: int64[...]."""
+    """Return the gaps to decide, sorted: int64[...]: the buffer is droppable and has bytes, and a step lies inside."""
     return np.flatnonzero(search.gaps.free)
 
 
 def affordable(search: Search, work_limit: int, brings: bool) -> bool:
-    """Return whether `exact` may be called: its combinations are few enough.
+    """Return whether the combinations that `exact` tries are few enough.
 
-    That is so with at most `effort.exact_gaps` gaps to decide, if all simulations take less work than
-    `effort.exact_work` and than is left.
+    True with at most `effort.exact_gaps` gaps to decide, if all simulations together take less work than
+    `effort.exact_work` and than is left up to `work_limit`.
 
     work_limit: a value of `search.work`, not an amount on top of it.
     brings: whether bringing a buffer back early is among the choices.
@@ -42,8 +42,9 @@ def affordable(search: Search, work_limit: int, brings: bool) -> bool:
 def exact(search: Search, budget: int, brings: bool) -> State:
     """Try all combinations, and return the best: the fewest seconds within the budget, of equals the lowest peak.
 
-    Where none is within the budget, it is the one with the lowest peak, of equals the fewest seconds. Nothing limits
-    the work: ask `affordable` first. `search.work` grows, and the room ends with the schedule of the result.
+    If no combination is within the budget, the result is the one with the lowest peak, of equals the fewest seconds.
+    Nothing limits the work: ask `affordable` first. `search.work` grows, and the room ends with the schedule of the
+    result.
 
     budget: bytes.
     brings: whether bringing a buffer back early is among the choices; without it the best may be missed.

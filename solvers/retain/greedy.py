@@ -21,9 +21,9 @@ from roamc.solvers.retain.ways import ALONE, WAYS
 def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
     """Return `state` with further drops, which bring its peak within the budget or as far down as they can.
 
-    Drops end where the peak is within the budget, where none frees anything, or where `search.work` reaches
-    `work_limit`; the peak of the result may still be above the budget. They aim at the budget first. Where they get
-    stuck, they aim at targets that fall slowly from the peak, so that only the highest steps count.
+    Drops end where the peak is within the budget, where no drop frees anything, or where `search.work` reaches
+    `work_limit`; the peak of the result may still be above the budget. The first target is the budget. If no drop
+    helps, further targets fall slowly from the peak, so that only the highest steps count.
 
     search: its `work` grows, its `room` ends with the schedule of the result, and its `lowest` is kept up to date.
     state: is left unchanged; one with infinite seconds is returned itself.
@@ -117,11 +117,10 @@ def _worth(score: Score, result: FloatArray) -> FloatArray:
 
 
 def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
-    """Go down in stages from `search.lowest`, each to the share `step` of the peak, and undo needless drops after each.
+    """Lower the peak in stages from `search.lowest`, each to the share `step` of the peak; undo needless drops in each.
 
-    What was dropped for an early target need not be dropped for a later one. Stages end where one does not lower the
-    peak, or where `search.work` reaches `work_limit`. Yields `search.lowest` in front of every stage; what the last
-    stage found is then in `search.lowest` too.
+    Stages end where one does not lower the peak, or where `search.work` reaches `work_limit`. Yields `search.lowest` in
+    front of every stage; after the last stage its result is in `search.lowest` if it has the lowest peak.
 
     step: the target of a stage, as a share of the peak before it, below 1.
     work_limit: a value of `search.work`, not an amount on top of it.
@@ -141,9 +140,9 @@ def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
 def keep(search: Search, state: State, budget: int) -> State:
     """Return `state` without the drops whose undoing saves seconds and leaves the peak within the budget.
 
-    Buffers with the most seconds of reruns per byte come first. Each is tried kept through its gap; then those still
-    rebuilt more than once in a gap are tried held from the first of these reruns. There are at most
-    `effort.keep_rounds` rounds over all drops.
+    Buffers with the most seconds of reruns per byte come first. A round tries to keep each buffer through its gap, then
+    tries to hold each buffer that is still rebuilt more than once in a gap from its first rerun there. There are at
+    most `effort.keep_rounds` rounds over all drops.
 
     search: its `work` grows, and its `room` ends with the schedule of the result.
     state: a state with finite seconds; it is left unchanged.

@@ -18,7 +18,7 @@ from roamc.solvers.retain.starts import possible
 
 
 def improve(search: Search, best: State, budget: int, work_limit: int, enough: float) -> State:
-    """Return the best state found from `best` by `improvements`, compared by `rank`; `best` itself if none is better.
+    """Return the best state found by random changes of `best`, compared by `rank`; `best` itself if none is better.
 
     budget: bytes.
     work_limit: a value of `search.work`, not an amount on top of it.
@@ -36,9 +36,12 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
 def improvements(search: Search, best: State, budget: int, work_limit: int) -> Iterator[State]:
     """Change the best state at random again and again; yield the best so far in front of every change, and at the end.
 
-    It ends where `search.work` reaches `work_limit`, a value of `search.work`, or after `effort.vain_changes` changes
-    in a row that find no lower seconds within the budget or no lower peak above it. States yielded are not changed
-    later.
+    The search ends where `search.work` reaches `work_limit`, or after `effort.vain_changes` changes in a row that find
+    no fewer seconds within the budget, or no lower peak above it. States yielded are not changed later. The changes are
+    seeded: the same search and arguments give the same states.
+
+    budget: bytes.
+    work_limit: a value of `search.work`, not an amount on top of it.
     """
     effort, dice = search.effort, random.Random(0)
     family = _families(search)
@@ -61,14 +64,14 @@ def improvements(search: Search, best: State, budget: int, work_limit: int) -> I
 
 
 def above(state: State, budget: int) -> bool:
-    """Whether the peak is above the budget."""
+    """Return whether the peak of `state` is above `budget`, in bytes."""
     return state.score.peak > budget
 
 
 def rank(state: State, budget: int) -> tuple[bool, float, float]:
     """Return the state's key for comparison with other states under `budget`: the smaller tuple is the better state.
 
-    The tuple is (False, seconds, peak) if the peak is within the budget, (True, peak, seconds) if it is above it.
+    The tuple is (False, seconds, peak) if the peak is at most `budget` bytes, else (True, peak, seconds).
     """
     return rank_of(state.score.peak, state.score.seconds, budget)
 

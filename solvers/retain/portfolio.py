@@ -1,4 +1,4 @@
-"""Several searches in turn, the best answer kept, and the bound beside it."""
+"""Several searches in turn, the best answer kept, and a lower bound."""
 
 import math
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ def solve(
 
 @dataclass(eq=False)
 class Ground:
-    """What several searches in one problem share, to save time: tables, networks of the bound, and ways down.
+    """What several searches in one problem share, to save time: tables, networks of the bound, searches for low peaks.
 
     `Ground(problem, effort)` makes the other fields. No answer depends on which searches have used the ground before.
 
     problem, effort: the problem, and the limits and thresholds of all searches in it.
-    search, bounds: unused ones, from which each search gets its own by `anew`.
-    descents: the ways down to the lowest peak walked so far, by their limits of work.
+    search, bounds: templates without work, from which each search gets its own by `anew`.
+    descents: the searches for the lowest peak so far, by their limits of work.
     """
 
     problem: RetainProblem
@@ -67,11 +67,11 @@ class Ground:
         self.bounds.look_at()
 
     def limit(self, work_limit: int | None) -> int:
-        """Return the work limit itself, or for None the default: `effort.simulations` simulations of the schedule."""
+        """Return `work_limit`, or for None the work of `effort.simulations` simulations of the whole schedule."""
         return self.effort.simulations * self.problem.num_ops if work_limit is None else work_limit
 
     def descent(self, work_limit: int) -> Descent:
-        """Return the way down to the lowest peak that may take this work; the same one for the same limit."""
+        """Return the search for the lowest peak that may take `work_limit` work; the same object for the same limit."""
         if work_limit not in self.descents:
             self.descents[work_limit] = Descent(self.search, work_limit)
         return self.descents[work_limit]
@@ -96,12 +96,14 @@ class Frontier:
         self._search, self._bounds = self.ground.search.anew(), self.ground.bounds.anew()
 
     def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
-        """Search as the function `solve` does, from the nearest solution, and return the best for the budget so far.
+        """Search for reruns within `budget`, and return the best solution for it that this frontier has found so far.
 
-        The answer may be one found for another budget; `best` says which fields belong to this search.
+        The search begins with the solution whose peak is nearest to the budget. The answer may have been found for
+        another budget; its bound, status and work are then those of this search. INFEASIBLE as in the function `solve`.
 
         budget: bytes.
-        work_limit: of this call, as for the function `solve`.
+        work_limit: of this call: operators that simulations run plus arcs of the bound's networks; None for
+            `effort.simulations` simulations of the whole schedule.
         """
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
@@ -128,7 +130,9 @@ class Frontier:
     def bound(self, budget: Bytes) -> Seconds:
         """Return a lower bound in seconds: no reruns within the budget, in any order of the operators, add fewer.
 
-        Infinite if it is proved that there are none.
+        Infinite if it is proved that no reruns keep the budget.
+
+        budget: bytes.
         """
         found = self._bounds.seconds(budget)
         self._search.work += self._bounds.new_work()

@@ -14,9 +14,9 @@ makes a version of its results, and each read of a buffer reads its newest versi
                |=======|                           |=======|
                version 0                           version 1
 
-- A version is live from its run to its last read before the next version of the same buffer: one step if nobody
-  reads it, to the end if it is the last version of a kept buffer.
-- A rerun renews some of its results; the others are live during that step only, and nobody reads them.
+- A version is live from its run to its last read before the next version of the same buffer: one step if it has no
+  reader, to the end if it is the last version of a kept buffer.
+- A rerun renews some of its results; the others are live during that step only, and have no readers.
 - In-place reuse as in `solvers/order/problem.py`, for versions: those of a run, in the sequence of their buffers'
   numbers, take over the bytes of the first of their reusable buffers whose version this run reads last and whose bytes
   no other version has taken over. Results that are not renewed take nothing over.
@@ -72,8 +72,8 @@ class Rerun:
 
     before: the step of the reference order in front of which it runs; it must be after the operator's own step.
     operator: the operator that runs, as numbered in the problem's `order`, not a step.
-    renews: those of its results, sorted, of which this run makes a new version, which later reads find; the other
-        results are live during this run only.
+    renews: results of the operator, sorted, of which this run makes a new version for later reads; the other results
+        are live during this run only.
     """
 
     before: Step
@@ -124,9 +124,14 @@ def make_problem(
     droppable: Sequence[bool] | BoolArray,
     expires: Sequence[int] | LongArray | None = None,
 ) -> RetainProblem:
-    """Check the parts of a retention problem and pack them into arrays; see the fields of `RetainProblem`.
+    """Check the parts of a retention problem of n operators and b buffers, and pack them into a `RetainProblem`.
 
-    Where `expires` is None, no operator has a last step to run again at.
+    order: the operators, buffers, edges and reusable buffers.
+    sequence: length n, a legal order of the operators; sequence[t] is the operator at step t.
+    seconds: length n, what one more run of each operator takes.
+    repeatable: length n, whether each operator may run again.
+    droppable: length b, whether each buffer may be dropped and made again.
+    expires: length n, the first step in front of which each operator must not run again; None for no limit.
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
     are negative or not finite, and a droppable buffer that is kept or whose producer is not repeatable.

@@ -10,12 +10,10 @@ from roamc.solvers.retain.tables import Gaps, Tables
 
 
 def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, ...]:
-    """Return the reruns of the schedule that the room holds, sorted as in `RetainSolution`.
+    """Return the reruns of the schedule in the room, as `RetainSolution` holds them; a rerun renews what is read later.
 
-    A rerun renews those of its results that are read after it, or kept to the end.
-
-    runs: the number of runs of that schedule, as in its `Score`.
-    room: the arrays of the last simulation; they are only read.
+    runs: number of runs of the schedule, originals included, as in its `Score`.
+    room: holds the schedule, because it was simulated last.
     """
     found = []
     for run in range(runs):

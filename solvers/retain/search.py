@@ -22,8 +22,10 @@ from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
 class State:
     """Decisions for all gaps, and what they cost.
 
-    release, hold: int64[gaps], two steps that decide on each gap; `simulate.py` says how.
-    score: cost of their schedule, at the time of the simulation: changes of the arrays do not reach it.
+    release, hold: int64[gaps], two steps for each gap (the time between two reads of a buffer). In front of step
+        `release` the buffer is kept; a rerun from step `hold` on is kept until the next read. `simulate.py` has all
+        cases.
+    score: cost of the schedule when it was simulated; later changes of the arrays do not change it.
     """
 
     release: LongArray
@@ -37,7 +39,7 @@ class State:
 
 @dataclass(eq=False)
 class Search:
-    """The ground of all searches in one problem: its tables, room to simulate in, the work done, the lowest state seen.
+    """What a search in one problem works on: tables, room to simulate in, the work done, the lowest state so far.
 
     `Search(problem, effort)` makes the other fields, and simulates the schedule without drops once.
 
@@ -65,7 +67,7 @@ class Search:
     def anew(self) -> "Search":
         """Return a new search in the same problem: `lowest` is `keep_everything`, `work` its one simulation.
 
-        It shares tables and room with this one, so a simulation in either overwrites the schedule of the other.
+        The two searches share tables and room, so a simulation in either overwrites the schedule of the other.
         """
         fresh = copy.copy(self)
         fresh.work = 0
@@ -97,10 +99,10 @@ class Search:
         return state
 
     def keep_everything(self) -> State:
-        """Return the state that drops nothing between two reads, so that nothing runs again.
+        """Simulate and return the state that drops nothing between two reads, so that nothing runs again.
 
-        Behind its last read a buffer with a choice (`Gaps.free`) is not kept for reruns: one that reads it rebuilds it.
-        The area of its score is for a budget of 0. The state is simulated, so the room holds its schedule.
+        Behind its last read a buffer with a choice (`Gaps.free`) is not kept for reruns. The area of the score is for a
+        budget of 0. `work` grows, and the room holds the schedule.
         """
         release = np.full(len(self.gaps.begin), self.steps, dtype=np.int64)
         release[self.gaps.last & self.gaps.free] = 0
@@ -119,7 +121,7 @@ def keep_more(
     room: Room,
     seconds: float,
 ) -> tuple[float, int]:
-    """Make those of the given moves, in turn, that take fewer seconds and leave the peak within the budget.
+    """Try the given moves in turn, and make each that lowers the seconds and leaves the peak within the budget.
 
     release, hold: int64[gaps], the decisions, changed in place.
     gap, new_release, new_hold: int64[moves], for each move the gap and its new decision.

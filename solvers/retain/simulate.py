@@ -50,7 +50,7 @@ class Room(NamedTuple):
     By gap: rebuilt, the number of reruns that renewed its buffer in it; next_brought, the next gap that brings its
     buffer back at the same step, else -1.  By step: brought, the first such gap, else -1.
     stuck: one entry, valid only where seconds are infinite: the buffer that could not be rebuilt, -1 if the room was
-    full.  runs: one entry, the number of runs of the last simulation that got through.
+    full.  runs: one entry, the number of runs of the last simulation with finite seconds.
     """
 
     op: IntArray
@@ -97,9 +97,10 @@ class Score:
 
 
 def make_room(tables: Tables, most_runs: int) -> Room:
-    """Allocate the arrays, with space for schedules of fewer than `most_runs` runs, originals included.
+    """Return new arrays for simulations, with space for schedules of fewer than `most_runs` runs, originals included.
 
-    Longer ones, and ones whose reruns read or make far more buffers than the original runs, count as impossible.
+    Longer schedules, and schedules whose reruns read or make far more buffers than the original runs, count as
+    impossible.
     """
     n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
@@ -125,10 +126,12 @@ def make_room(tables: Tables, most_runs: int) -> Room:
 
 
 def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room) -> Score:
-    """Simulate the schedule of these decisions once and return its cost; if that is finite, the room then holds it.
+    """Simulate the schedule of decisions once, and return its cost; the room holds the schedule if the cost is finite.
 
-    release, hold: int64[gaps]; see the module.
+    tables: the problem.
+    release, hold: int64[gaps], the decisions, as in `State`.
     budget: bytes; the area counts what is above.
+    room: arrays made for the same problem; overwritten.
     """
     seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
     return Score(seconds, int(peak), area, runs)
@@ -138,9 +141,11 @@ def evaluate(tables: Tables, release: LongArray, hold: LongArray, budget: int, r
 def simulate_and_measure(
     tables: Tables, release: LongArray, hold: LongArray, budget: int, room: Room
 ) -> tuple[float, int, float, int]:
-    """Simulate once, with the arguments of `evaluate`; return (seconds, peak, area, runs), the fields of `Score`.
+    """Simulate the schedule of decisions once; return (seconds, peak, area, runs), as the fields of `Score`.
 
-    If the seconds are finite, the room then holds the whole schedule, `dead` and `live` included.
+    release, hold: int64[gaps], the decisions, as in `State`.
+    budget: bytes; the area counts what is above.
+    room: arrays made for the same problem; they end with the schedule if the seconds are finite.
     """
     runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
@@ -158,15 +163,11 @@ def simulate_and_measure(
 def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) -> tuple[int, float]:
     """Write the schedule of the decisions into the room; return (runs, seconds that the reruns add).
 
-    The runs are counted with the originals. Seconds are infinite where a rerun is not allowed or the room is full:
-    `room.stuck` then says which of the two, and the runs are those before. `room.dead` and `room.live` are not set, see
-    `mark_reuse` and `count_live`.
+    Seconds are infinite where a rerun is not allowed or the room is full: `room.stuck` then says which, and runs counts
+    the runs before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`. The loop passes tuples
+    on only where something is rebuilt, because each call with one takes a microsecond.
 
-    release, hold: int64[gaps]. In each gap, what is there is kept for reruns before the step `release`, and a rerun at
-        the step `hold` or later is kept up to the next read; the module has a picture, and larger values of `hold`.
-
-    The loop names the arrays that it uses, and hands tuples on only where something is rebuilt: each time takes a
-    microsecond.
+    release, hold: int64[gaps], the decisions, as in `State`.
     """
     read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last
     made_start, made, gap_start = tables.made_start, tables.made, tables.gap_start

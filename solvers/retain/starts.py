@@ -7,11 +7,11 @@ from roamc.solvers.retain.search import Search, State
 
 
 def from_cut(search: Search, cut: Cut, budget: int) -> State:
-    """Return the state that keeps over the cut's step only what the cut keeps, and drops all else once.
+    """Return the state that keeps over the cut's step only the buffers that the cut keeps, and drops the others once.
 
-    It decides on the free gaps that begin before the step and end behind it, also those behind a last read. All other
-    gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds where that
-    fails.
+    The cut decides on the free gaps that begin before its step and end behind it, also those behind a last read. All
+    other gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds if the
+    repair fails. `search.work` grows.
 
     budget: bytes, for the area of the score.
     """
@@ -23,11 +23,11 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
 
 
 def possible(search: Search, state: State, budget: int) -> State:
-    """Return the state with those buffers kept that must be rebuilt but cannot, because their operators must not rerun.
+    """Keep buffers that the state rebuilds although their operators must not run again, and return the new state.
 
-    Each repair keeps one buffer through the gap in which it is missing, and simulates again. Repairs end where a
-    simulation gets through, where the room is full, or after `effort.start_repairs` of them; the seconds are infinite
-    if no simulation got through.
+    Each repair keeps one buffer through the gap in which it is missing, and simulates again. Repairs end when a
+    simulation succeeds, when the room is full, or after `effort.start_repairs` repairs; the seconds of the result are
+    infinite if no simulation succeeded. `search.work` grows.
 
     state: the state simulated last in `search`; its `release` is changed in place.
     budget: bytes, for the area of the score.

@@ -20,8 +20,8 @@ class Tables(NamedTuple):
     Step t reads buffers `read[read_start[t]:read_start[t + 1]]` and makes `made[made_start[t]:made_start[t + 1]]`, both
     sorted.
     By step: workspace, bytes; seconds, repeatable, expires, as in `RetainProblem` for the operator that runs there.
-    By buffer: size, bytes; producer, a step; droppable, kept; last_read, a step, that of the producer if nobody reads
-    it.
+    By buffer: size, bytes; producer, a step; droppable, kept; last_read, a step, that of the producer if it has no
+    reader.
     slot: for each buffer whose bytes buffer k may take over, its place in the row of `read` of k's producer; those of k
     are `slot[reusable_start[k]:reusable_start[k + 1]]`, the best first.
     The gaps of buffer k are numbered from gap_start[k] to gap_start[k + 1] - 1; gap_buffer: the buffer of each gap.

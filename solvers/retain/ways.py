@@ -98,9 +98,10 @@ def go_back(release: LongArray, hold: LongArray, trail: Trail, count: int) -> No
 def set_gap(
     release: LongArray, hold: LongArray, gap: int, new_release: int, new_hold: int, trail: Trail, count: int
 ) -> int:
-    """Set `release` and `hold` of one gap in place, and note the old values as entry `count` of the trail.
+    """Set entry `gap` of `release` and `hold` in place to the new values, and note the old ones on the trail.
 
-    Returns the new number of entries. Nothing checks that the trail has room.
+    The old values become entry `count` of the trail; nothing checks that the trail has room. Returns the new number of
+    entries.
     """
     trail.gap[count], trail.release[count], trail.hold[count] = gap, release[gap], hold[gap]
     release[gap], hold[gap] = new_release, new_hold

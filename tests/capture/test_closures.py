@@ -115,6 +115,24 @@ def test_view_of_a_buffer_that_is_written_is_refused(moves: str) -> None:
     assert_same(tensors_of(model), before)
 
 
+def test_parameter_in_a_named_tuple_is_read_as_the_parameter() -> None:
+    class Pair(NamedTuple):
+        first: Tensor
+        second: Tensor
+
+    model, twin = net(), net()
+    twin.load_state_dict(model.state_dict())
+
+    def loss_with(pair: Pair) -> Callable[..., Tensor]:
+        return lambda m, x: m(x).square().mean() + torch.cat(pair).square().sum()
+
+    losses = [loss_with(Pair(m[0].weight, m[0].weight)) for m in (model, twin)]
+    step = roamc.train_step(model, losses[0], sgd(model))
+    for _ in range(2):
+        assert_same(step(X), eager_step(twin, losses[1], sgd(twin), X))
+    assert_same(tensors_of(model), tensors_of(twin))
+
+
 def test_frozen_teacher_in_a_closure_is_a_constant() -> None:
     model, teacher = net(), net().eval()
     step = roamc.train_step(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean(), sgd(model))

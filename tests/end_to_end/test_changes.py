@@ -252,3 +252,23 @@ def test_more_threads_need_another_plan(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         step(X)
         assert sorted(plan.threads for plan in step.plans) == planned_for
+
+
+def test_fewer_threads_need_another_plan_where_a_group_would_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(64, 1024, bias=False), nn.Linear(1024, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.wide(x)
+            return self.narrow((nn.functional.silu(hidden) * hidden.sigmoid()).tanh().exp().sin())
+
+    model = Chain()
+    step = roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)
+    for threads, planned_for in ((4, [4]), (2, [4]), (3, [3, 4])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        step(torch.ones(1024, 64))
+        assert sorted(plan.threads for plan in step.plans) == planned_for
+    by_threads = {plan.threads: plan.needed_bytes for plan in step.plans}
+    assert by_threads[3] > by_threads[4]

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for GPUs that are not here. Run as a program: Triton's interpreter would stand in its way.
+"""Kernels compiled ahead of time for GPUs that are not here. Run as a program, in a process without the interpreter.
 
 Prints one line for each kernel and target: registers, bytes of shared memory, bytes spilled.
 """
@@ -100,7 +100,8 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
         registers, lost = (
             re.search(rf"\.{name}:\s*(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "vgpr_spill_count")
         )
-        assert registers and lost, "the assembly does not name its registers"
+        assert registers, "the assembly does not name its registers"
+        assert lost, "the assembly does not name its registers"
         return int(registers[1]), int(lost[1])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -113,7 +114,8 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
             check=True,
         ).stderr
     registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers and stores, said
+    assert registers, said
+    assert stores, said
     return int(registers[1]), int(stores[1])
 
 

@@ -160,6 +160,26 @@ def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int)
         assert same_bits(group(*(inputs[at] for at in order)), function(*inputs)), group.title
 
 
+@pytest.mark.parametrize(("threads", "rows", "columns"), [(4, 4353, 256), (4, 1030, 256), (5, 5950, 320), (8, 4613, 512)])
+def test_every_block_is_shared_at_a_multiple_of_what_vector_code_takes(
+    monkeypatch: pytest.MonkeyPatch, threads: int, rows: int, columns: int
+) -> None:
+    """The last block has fewer rows: fewer threads may share it than the others."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 20)
+    x = torch.randn(rows, columns)
+    group, _ = group_of(lambda x: torch.nn.functional.mish(x * 2), x)
+    taken = group.block_rows(threads)
+    parts = {min(taken, rows), rows % taken} - {0}
+    if taken < rows:
+        assert all(blocks.same_groups(part * columns, threads) for part in parts)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert same_bits(group(x), torch.nn.functional.mish(x * 2))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_backward_of_cross_entropy_never_has_the_dense_gradient(dtype: torch.dtype, threads: int) -> None:
     logs = torch.log_softmax(torch.randn(203, 1000).to(dtype), 1)

@@ -180,6 +180,7 @@ def test_a_group_runs_as_soon_as_its_operands_are_there() -> None:
         (("mul", "exp", "sin"), "do not lead to one result"),
         (("cos", "neg"), "belongs to another phase"),
         (("mul", "exp_1"), "mul is read outside"),
+        (("t",), "t is a view, and no operator"),
     ],
 )
 def test_a_decision_that_does_not_fit_is_refused(names: tuple[str, ...], said: str) -> None:

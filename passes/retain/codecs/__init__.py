@@ -25,15 +25,15 @@ where ``options.codecs`` names it."""
 
 
 def usable(lossy: Collection[str] = ()) -> tuple[Codec, ...]:
-    """The codecs that a plan may use: all exact ones, and those with an error whose names are in ``lossy``."""
+    """Return the codecs that a plan may use: all exact ones, and those with an error whose names are in ``lossy``."""
     return tuple(codec for codec in CODECS if not codec.error or codec.name in lossy)
 
 
 def check_lossy(names: Iterable[str]) -> None:
-    """Check the names of codecs with an error that the user allows.
+    """Check that each of ``names`` is the name of a codec with an error.
 
     Raises:
-        OptionError: there is no such codec, or it is exact.
+        OptionError: there is no codec of a name, or the codec is exact.
     """
     lossy = [codec.name for codec in CODECS if codec.error]
     for name in names:
@@ -43,10 +43,10 @@ def check_lossy(names: Iterable[str]) -> None:
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of this name.
+    """Return the codec called ``name``.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no codec of that name.
     """
     for codec in CODECS:
         if codec.name == name:

@@ -28,6 +28,7 @@ from roamc.units import Bytes
 aten = torch.ops.aten
 
 PARTS = 8
+"""Elements in each byte of a code."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Bits:
         return code
 
     def decode(self, code: Tensor) -> Tensor:
-        """Return the bool tensor, with ``shape`` and ``stride``: part k has bit k of every byte of the code."""
+        """Return the bool tensor, with ``shape`` and ``stride``, of which :meth:`encode` made ``code``."""
         number = aten.view.default(aten.arange.default(PARTS, dtype=torch.uint8, device=code.device), [PARTS, 1])
         shifted = aten.bitwise_right_shift.Tensor(aten.view.default(code, [1, self.nbytes]), number)
         parts = aten.bitwise_and.Tensor(shifted, number[1:2])  # number 1 is a one

@@ -44,13 +44,13 @@ class Saved:
 
     @property
     def tensor(self) -> Tensor:
-        """The fake tensor."""
+        """The fake tensor of ``node``."""
         value: Tensor = self.node.meta["val"]
         return value
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the value."""
+        """Bytes of the value's elements."""
         return int(self.tensor.numel() * self.tensor.itemsize)
 
 
@@ -63,17 +63,21 @@ class Coding(Protocol):
     """
 
     def __hash__(self) -> int:
-        """Hash the coding: its traced graphs are cached by it."""
+        """Hash the coding, so that it can be the key of a cache: equal codings encode and decode alike."""
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the code."""
+        """Bytes of the tensor that :meth:`encode` returns."""
 
     def encode(self, value: Tensor) -> Tensor:
-        """Return the code of ``value``, a tensor whose storage has ``nbytes`` bytes."""
+        """Return the code of ``value``: a tensor whose storage has ``self.nbytes`` bytes."""
 
     def decode(self, code: Tensor) -> Tensor:
-        """Return the tensor that readers behind forward read in the place of the value."""
+        """Return the tensor that readers behind forward read in place of the value, with its shape, strides and dtype.
+
+        Args:
+            code: what :meth:`encode` returned for the value.
+        """
 
 
 @dataclass(frozen=True)
@@ -96,5 +100,5 @@ class Codec:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a view of a dense tensor with one dimension: its elements in memory's sequence."""
+    """Return the n elements of a dense tensor of any shape as a view [n], in the sequence of memory."""
     return torch.ops.aten.as_strided.default(tensor, [tensor.numel()], [1])  # type: ignore[no-any-return]

@@ -47,21 +47,21 @@ class Integers:
         return self.count * self.narrow.itemsize
 
     def encode(self, value: Tensor) -> Tensor:
-        """Return the numbers in the narrow dtype, laid out as before."""
+        """Return the numbers of ``value`` in the dtype ``narrow``, with the shape and strides of ``value``."""
         code: Tensor = aten._to_copy.default(value, dtype=self.narrow)
         return code
 
     def decode(self, code: Tensor) -> Tensor:
-        """Return the numbers in the wide dtype."""
+        """Return the numbers of ``code`` in the dtype ``wide``, with the shape and strides of ``code``."""
         value: Tensor = aten._to_copy.default(code, dtype=self.wide)
         return value
 
 
 def fit(saved: Saved) -> Integers | None:
-    """Return the coding in the smallest integer dtype that holds all that the numbers can be.
+    """Return the coding in the smallest integer dtype that holds every number that the value can have.
 
-    None if the value is not int64, int32 or int16, does not fill its storage, or if its range is not known or fits in
-    no smaller dtype.
+    None if the value is not int64, int32 or int16, does not fill its storage, or if its range is unknown or fits in no
+    smaller dtype.
     """
     tensor = saved.tensor
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16) or not fills_storage(tensor):
@@ -74,7 +74,10 @@ def fit(saved: Saved) -> Integers | None:
 
 
 def range_of(saved: Saved) -> Range | None:
-    """Return the narrowest range that the value's maker or a reader in forward guarantees; None if none does."""
+    """Return the narrowest range of numbers that the value's operator or a reader in forward guarantees.
+
+    None if neither guarantees a range.
+    """
     return min(_all_ranges(saved), key=lambda within: within.high - within.low, default=None)
 
 

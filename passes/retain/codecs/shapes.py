@@ -19,24 +19,24 @@ from roamc.passes.retain.codecs.codec import Read
 aten = torch.ops.aten
 
 NAME = "shapes"
-"""Stands in the place of a codec's name for a value of which no reader behind forward needs the elements."""
+"""Used as codec name of a value of which no reader behind forward needs the elements."""
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one uninitialised element, expanded to ``shape``: a tensor of that shape in the bytes of one element."""
+    """Return one uninitialised element of this dtype and device, expanded to ``shape`` without more bytes."""
     one = aten.empty.memory_format([1] * len(shape), dtype=dtype, device=device)
     expanded: Tensor = aten.expand.default(one, shape)
     return expanded
 
 
 def reads_shape(read: Read, value: fx.Node) -> bool:
-    """Whether the reader needs only the shape of ``value``, and makes the same strides and dtype of a stand-in.
+    """Return whether the reader needs only the shape of ``value``, and a stand-in gives it the same strides and dtype.
 
-    Only contiguous values on a CPU, read directly and not through a view. On a GPU these operators make a contiguous
-    copy of that argument first: a stand-in would be copied to full size.
+    False if the value is not contiguous, not on a CPU, or read through a view. On a GPU such readers first make a
+    contiguous copy of the argument: a stand-in would be copied to full size.
 
     Args:
-        read: the reader and the argument.
+        read: the reader and its argument; the reader is run on fake tensors.
         value: the node of the value.
     """
     reader = read.reader

@@ -40,7 +40,10 @@ class Signs:
         return self.mask.nbytes
 
     def encode(self, value: Tensor) -> Tensor:
-        """Return the code, uint8[ceil(n / 8)], of a tensor whose n elements lie side by side in memory."""
+        """Return the code, uint8[ceil(n / 8)], of a floating tensor without negative elements.
+
+        The n elements of ``value`` lie side by side in memory.
+        """
         return self.mask.encode(aten._to_copy.default(value, dtype=torch.bool))
 
     def decode(self, code: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ class FusedKernel(Fused):
     def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
         """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
 
-        An argument that lies otherwise in memory than in the body is copied first. The first result is compared with that
-        of the operators, unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not
+        An argument that lies otherwise in memory than in the body is copied first. The first result is compared with
+        that of the operators, unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not
         installed, or it does not compile the kernel, the operators run one after the other, and a warning says so.
         """
         lie = self.laid_out(args)
