@@ -39,7 +39,10 @@ class NodeHooks:
         self._found: tuple[int, ...] = ()
 
     def among(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the positions in ``parameters`` of those with such hooks; those without a gradient are not asked."""
+        """Return the positions in ``parameters`` of those with hooks on the autograd node that accumulates ``.grad``.
+
+        Parameters that require no gradient are left out.
+        """
         asked_for = compat_hooks.hooks_so_far(), [id(p) for p in parameters if p.requires_grad]
         if self._found or asked_for != self._asked_for:
             self._found = tuple(
@@ -62,7 +65,7 @@ def hooks_key(
     Args:
         modules: all modules of the model, as ``model.modules()`` gives them.
         parameters: all parameters of the model, always in the same order.
-        of_nodes: the same at every step.
+        of_nodes: finds the hooks on autograd nodes; the same object at every step.
 
     Returns:
         Four items: the hooks of modules, each with the position of its module; the tensor hooks and the

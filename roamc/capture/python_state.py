@@ -141,7 +141,7 @@ def _own_values(module: nn.Module) -> Iterator[object]:
 
 
 def of_plain(value: object) -> tuple[object, ...]:
-    """Return a key of a value of a type in ``PLAIN``: equal for all nan, and not for 0.0 and -0.0, or True and 1."""
+    """Return a hashable key of a value of a type in ``PLAIN``: one key for all nan, different ones for True and 1."""
     kind = type(value)
     if kind is complex or (kind is float and not (value and value == value)):
         return kind, repr(value)
@@ -197,7 +197,7 @@ class Slot:
         """Return a hashable key of its present value; an attribute that is missing has a key as well.
 
         Args:
-            known: identity of a value to its key, for values that several slots share; gets that of a new value.
+            known: cache that several slots share, identity of a value to its key; a new value is added. None for none.
         """
         owner = self.owner()
         value = owner.__dict__.get(self.name, _ABSENT) if owner is not None else _ABSENT
@@ -214,7 +214,10 @@ _ABSENT = object()
 
 
 class Reads:
-    """The attributes that one trace has read, and what they were when it read them first."""
+    """The attributes of modules that one trace has read, and the values that they had when the trace read them first.
+
+    ``known`` are modules that :func:`of_modules` describes: their plain attributes are not noted.
+    """
 
     def __init__(self, known: Sequence[nn.Module]) -> None:
         """``known``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
@@ -269,9 +272,10 @@ class Reads:
 
 @contextlib.contextmanager
 def followed(known: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Note the attributes that this thread reads and sets on modules while inside; ``known`` as for :class:`Reads`.
+    """Context manager: note the attributes of modules that this thread reads and sets inside.
 
-    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself.
+    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``known`` are modules that
+    :func:`of_modules` describes: their plain attributes are not noted.
 
     Yields:
         The notes, complete once the context is left without an error.

@@ -56,8 +56,8 @@ def replicas_of(model: nn.Module) -> list[Replica]:
     """Return every DistributedDataParallel module in ``model``, the model itself included; empty if there is none.
 
     Raises:
-        CaptureError: the model is sharded (:func:`check_whole`), a module has one of ``SETTINGS``, or two modules
-            average one parameter.
+        CaptureError: the model is sharded (:func:`check_whole`), a module has a setting that needs its own reducer
+            (``SETTINGS``), or two modules average one parameter.
     """
     check_whole(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -109,7 +109,7 @@ def _has_builtin_hook(module: Any) -> bool:
 
 
 def check_around(model: nn.Module) -> None:
-    """Refuse a step while a DistributedDataParallel module of ``model`` has one of ``SETTINGS``.
+    """Refuse a step while a DistributedDataParallel module of ``model`` is set to need its own reducer (``SETTINGS``).
 
     Raises:
         CaptureError: names the setting.
@@ -120,7 +120,7 @@ def check_around(model: nn.Module) -> None:
 
 
 def check_settings(module: DistributedDataParallel) -> None:
-    """Refuse a module with one of ``SETTINGS``.
+    """Refuse a module that is set to need its own reducer, such as inside ``no_sync()``; ``SETTINGS`` has all cases.
 
     Raises:
         CaptureError: names the setting.
@@ -135,7 +135,7 @@ def check_settings(module: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """While inside, a call of a replica's module runs the module that it wraps, without the reducer.
+    """Context manager: a call of a replica's module runs the module that it wraps, without the reducer.
 
     Where DistributedDataParallel would do so, the buffers of rank 0 are broadcast before the call.
 
