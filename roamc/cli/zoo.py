@@ -31,8 +31,8 @@ class Recipe:
         about: one line for the list of models.
         settings: every setting that a user may change, with its default.
         build: makes the model from settings, on torch's default device.
-        batch: makes the arguments of ``loss`` behind the model from settings.
-        loss: ``loss(model, *batch)`` returns the loss.
+        batch: makes the batch from settings: the arguments of ``loss`` behind the model.
+        loss: function of the model and the tensors of the batch that returns the loss, a scalar.
     """
 
     about: str
@@ -43,7 +43,13 @@ class Recipe:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+    """A pre-norm transformer block with causal attention.
+
+    Args:
+        width: width of the residual stream, a multiple of ``heads``.
+        heads: number of attention heads.
+        dropout: probability of dropout, in attention and behind both halves.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -72,7 +78,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model after nanoGPT: learned positions, pre-norm blocks, a tied head."""
+    """A decoder-only language model after nanoGPT: learned positions, pre-norm blocks, a head.
+
+    Args:
+        layers: number of blocks.
+        width: width of the residual stream, a multiple of ``heads``.
+        heads: number of attention heads of a block.
+        vocab: number of different tokens.
+        seq: length of the longest sequence.
+        dropout: probability of dropout.
+        tied: whether the head has the weight of the token embedding.
+
+    Raises:
+        OptionError: ``width`` is not a multiple of ``heads``.
+    """
 
     def __init__(
         self, *, layers: int, width: int, heads: int, vocab: int, seq: int, dropout: float = 0.0, tied: bool = True
@@ -299,3 +318,4 @@ MODELS: dict[str, Recipe] = {
         _MOBILENET, _image_batch, _image_loss,
     ),
 }  # fmt: skip
+"""Name of each built-in model, as the command line takes it, to its recipe."""

@@ -16,6 +16,7 @@ EDGE = 0.04
 """Margin around the dots, as a share of the range that they span."""
 
 TICKS = 7
+"""Number of intervals into which the ticks of an axis divide it, at most."""
 
 
 @dataclass(frozen=True)

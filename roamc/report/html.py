@@ -35,17 +35,17 @@ MEANING = {
 
 
 def write(path: Path, picture: Picture) -> None:
-    """Write the page to ``path``.
+    """Write ``picture`` as one HTML page to the file ``path``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     # A file name of the user's may hold what UTF-8 cannot say.
     files.write_text(path, render(picture), errors="backslashreplace")
 
 
 def render(picture: Picture) -> str:
-    """Return the page as HTML; the same for the same plan, but for the line ``planned in``."""
+    """Return ``picture`` as one HTML page; the same plan gives the same text, except for the line ``planned in``."""
     # Escaped whatever the template is called: names and lines come from the user's code.
     pages = Environment(
         loader=PackageLoader("roamc.report", "page"),
@@ -75,7 +75,7 @@ def render(picture: Picture) -> str:
 
 
 def charts(picture: Picture) -> dict[str, Chart]:
-    """Return every plot by its name.
+    """Return every plot of ``picture`` by its name.
 
     ``before`` and ``after`` are timelines of eager's and of the planned order, to one scale. ``arena`` and ``outside``
     show the storages of the planned order; each is left out if it has none.
@@ -99,9 +99,9 @@ def charts(picture: Picture) -> dict[str, Chart]:
 
 
 def table(picture: Picture) -> dict[str, Any]:
-    """Return what the page's script shows under the pointer, ready for JSON.
+    """Return what the page's script shows of ``picture`` under the pointer, as plain data, ready for JSON.
 
-    Every text is a number there: its index in ``texts``. The keys:
+    A number stands for every text: its index in ``texts``. The keys:
 
     - ``before``, ``after``: of each order, ``work`` has (node, operator, phase, line) per step, and ``live`` bytes.
     - ``boxes``: for ``arena`` and ``outside``, one row per storage: name, kind, place, operator, line, bytes, born,

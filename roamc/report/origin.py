@@ -38,7 +38,7 @@ def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> s
 
 
 def parameter_names(graph: TrainGraph) -> dict[str, str]:
-    """Map the name of each placeholder of a parameter, or of its optimizer state, to the parameter's name."""
+    """Return the name of each placeholder of a parameter, or of its optimizer state, to the parameter's name."""
     roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
     pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
     return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}

@@ -50,7 +50,7 @@ def console() -> Console:
 
 
 def show_plan(out: Console, plan: Plan) -> None:
-    """Print the plan's table, and the seconds that planning took."""
+    """Print the table of ``plan`` to ``out``, and the seconds that planning took."""
     out.print(str(plan), markup=False, soft_wrap=True)
     out.print(
         f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}  {stage_times(plan.seconds)}", markup=False
@@ -58,7 +58,7 @@ def show_plan(out: Console, plan: Plan) -> None:
 
 
 def show_explanation(out: Console, found: Explanation, top: int) -> None:
-    """Print all sections of an explanation; ``top`` is the number of rows of each list."""
+    """Print all sections of the explanation ``found`` to ``out``; ``top`` is the most rows that a list has."""
     show_plan(out, found.plan)
     _show_curve(out, found)
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
@@ -75,7 +75,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
 
 
 def show_source(out: Console, source: str) -> None:
-    """Print an emitted program: in colours on a terminal, else as it is."""
+    """Print the Python text ``source`` of an emitted program to ``out``: in colours on a terminal, else as it is."""
     if out.is_terminal:
         out.print(Syntax(source, "python", word_wrap=True))
     else:
@@ -109,7 +109,14 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
 
 
 def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
-    """Print one table; ``right`` has the numbers, from 0, of the columns that are aligned to the right."""
+    """Print one table to ``out``.
+
+    Args:
+        out: where to print.
+        headings: one text for each column.
+        rows: for each row, one text for each column.
+        right: numbers, from 0, of the columns that are aligned to the right.
+    """
     edge = box.SIMPLE_HEAD if out.is_terminal else None
     table = Table(box=edge, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     aligned = set(right)
@@ -163,7 +170,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
 
 def short(operator: str) -> str:
-    """``mm`` for ``aten.mm.default``; other overloads and other libraries keep their names."""
+    """Return the name ``operator`` without ``aten.`` in front and ``.default`` behind: ``mm`` for ``aten.mm.default``."""
     return operator.removeprefix("aten.").removesuffix(".default")
 
 

@@ -83,7 +83,13 @@ def _within(storage: torch.UntypedStorage, before: Bytes, like: Tensor) -> Tenso
 
 
 def put(places: Sequence[Tensor], tensors: Sequence[Tensor], extents: Sequence[Extent]) -> None:
-    """Copy each tensor into its place, and where the tensor still has its extent, the bytes around it as well."""
+    """Copy each tensor into its place, and where the tensor still has its extent, the bytes around it as well.
+
+    Args:
+        places: where the tensors go, each of its tensor's shape.
+        tensors: strided tensors, one for each place.
+        extents: the extent that was planned for each tensor.
+    """
     for place, tensor, extent in zip(places, tensors, extents, strict=True):
         fill_around(place, tensor, extent)
     for place, tensor in zip(places, tensors, strict=True):
