@@ -3,8 +3,8 @@
     self.hidden = h.detach()     # tracing would leave a tensor without elements there
     self.losses.append(loss)
 
-In the step that is captured such an attribute is a name like others. Once it is over the modules have what they had: a
-tensor of the trace has no elements, and whoever reads one gets an error of torch's.
+In the captured step such an attribute is one more name of a value. After the trace the modules hold their old values
+again: a tensor of the trace has no elements, and reading one raises an error of torch's.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 class NodeHooks:
     """Finds the parameters that have hooks on the autograd node that accumulates their ``.grad``, before every step.
 
-    To ask one parameter takes 15 microseconds. After an answer of none, parameters are asked again only if they are
-    others, or if any hook has been registered in this process since.
+    To ask one parameter takes 15 microseconds. Where none had such hooks, the same parameters are asked again only once
+    any hook has been registered in this process since.
     """
 
     def __init__(self) -> None:

@@ -256,7 +256,7 @@ def agreed(replicas: Sequence[Replica], order: Sequence[str]) -> None:
         order: names of the averaged parameters, as :func:`average` returns them on this rank.
 
     Raises:
-        CaptureError: on every rank, if two of them differ; names the first difference.
+        CaptureError: the orders of two ranks differ; raised on every rank, names the first difference.
     """
     for replica in replicas:
         mine = [name for name in order if name in replica.parameters]

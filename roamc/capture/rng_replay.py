@@ -1,4 +1,4 @@
-"""Replay of random numbers: random operators that draw what others drew, as the generator was set back in between.
+"""Replay of random numbers: random operators that draw what earlier ones drew, after the generator was set back.
 
 ``torch.utils.checkpoint`` does that around its second run, in Python, which leaves nothing in a trace:
 

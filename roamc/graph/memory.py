@@ -215,7 +215,7 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
 
     Returns:
         ``born`` and ``dead``, int64, an entry for each storage of ``memory.counted``. Outputs live to step n. Tangents
-        are born where backward starts; a tangent that nobody uses has ``dead == born``.
+        are born where backward starts; a tangent without users has ``dead == born``.
     """
     count = len(memory.operators)
     position = np.empty(count, dtype=np.int64)

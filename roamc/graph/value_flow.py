@@ -153,7 +153,7 @@ class Walk:
         reuse: name of an operator to the position of the argument that its result is written over.
         state: number of the random generator's present state.
         operators: name of each operator that has run to the number of its call.
-        effects: (number, name) of each operator that has run and has an effect beside results and writes.
+        effects: (number, name) of each operator that has run and has an effect other than results and writes.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """

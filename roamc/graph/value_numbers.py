@@ -207,7 +207,7 @@ class Flow:
     Attributes:
         numbers: gave the numbers.
         operators: name of an operator to the number of its call.
-        effects: (number, name) of each operator with an effect beside results and writes, in graph order.
+        effects: (number, name) of each operator with an effect other than results and writes, in graph order.
         finals: what the step leaves behind to its number: outputs, tensors of the caller's that are written, and the
             state of the random generator. The keys are words for a message.
         makers: number to the name of the first node of this graph that has it.

@@ -115,7 +115,7 @@ class Columns:
 
     Attributes:
         edges: int64[m + 1] steps.
-        fullest: int64[m], the first step with the most live bytes of each column; it stands for the others.
+        fullest: int64[m], the first step with the most live bytes of each column, whose bytes the column shows.
     """
 
     edges: Int64s
@@ -205,7 +205,7 @@ def step_ticks(steps: int) -> tuple[Mark, ...]:
 
 
 def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
-    """Return ticks at round sizes from 0 to ``top`` bytes, at least 40 pixels apart in a plot ``height`` pixels high."""
+    """Return ticks at round sizes from 0 to ``top`` bytes, at least 40 pixels apart in a plot of ``height`` pixels."""
     apart = max(1, round_up(top * 40 / height))
     marks = [(round(_y(size, top, height), 1), format_bytes(size)) for size in range(0, top + 1, apart)]
     return tuple(Mark("", at, text, at) for at, text in marks)

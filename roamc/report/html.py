@@ -1,7 +1,7 @@
 """A picture of a plan as one HTML page: no network, no other files, every word of the user's code escaped.
 
 The template, its style and its script are in ``page/`` and end up inside the page. The script adds what a drawing
-cannot do by itself: the names under the pointer, and magnification. They come from one JSON table of numbers beside
+cannot do by itself: the names under the pointer, and magnification. The names come from one JSON table of numbers and
 a list of texts, each text once.
 """
 

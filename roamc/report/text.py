@@ -170,7 +170,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
 
 def short(operator: str) -> str:
-    """Return the name ``operator`` without ``aten.`` in front and ``.default`` behind: ``mm`` for ``aten.mm.default``."""
+    """Return the name ``operator`` without leading ``aten.`` and final ``.default``: ``mm`` for ``aten.mm.default``."""
     return operator.removeprefix("aten.").removesuffix(".default")
 
 

@@ -84,7 +84,7 @@ class Executable:
             The arena; None if none could be made. The program is then :attr:`broken`: use :meth:`run_plain`.
 
         Raises:
-            Exception: no arena could be made, and failures are raised or the error is a signal handler's.
+            Exception: no arena could be made, and ``on_failure`` is None or the error is a signal handler's.
         """
         try:
             return self.pool.acquire()
@@ -96,7 +96,7 @@ class Executable:
         """Run one function of the program over ``arena``.
 
         If the program fails, the planned operators run one by one with torch's allocator instead, :attr:`broken` is set
-        and no result lies in the arena. Where failures are raised, the error comes out instead.
+        and no result lies in the arena. Where ``on_failure`` is None, failures are raised instead.
 
         Args:
             entry: name of the function: "step", "forward" or "backward".
