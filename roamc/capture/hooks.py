@@ -133,7 +133,7 @@ def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closure
 
 
 def name_of(hook: object) -> str:
-    """Return the name of a hook for messages: its own qualified name, or that of its class."""
+    """Return the name of the function or object ``hook`` for messages: its qualified name, or that of its class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 

@@ -141,7 +141,7 @@ class _Exchange(Sharing):
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return how a tensor lies in its storage: of two with equal results, either may be written over the other.
+    """Return how ``tensor`` lies in its storage; one of two tensors with equal results may be written over the other.
 
     Returns:
         Shape, strides and offset in elements, dtype, device, bytes of the whole storage, (is conjugated, is negated).

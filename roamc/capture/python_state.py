@@ -141,7 +141,10 @@ def _own_values(module: nn.Module) -> Iterator[object]:
 
 
 def of_plain(value: object) -> tuple[object, ...]:
-    """Return a hashable key of a value of a type in ``PLAIN``: one key for all nan, different ones for True and 1."""
+    """Return a hashable key of ``value``, whose type is in ``PLAIN``.
+
+    All nan have one key; True and 1, or 0.0 and -0.0, have different ones.
+    """
     kind = type(value)
     if kind is complex or (kind is float and not (value and value == value)):
         return kind, repr(value)
@@ -252,11 +255,11 @@ class Reads:
             self._found[key] = slot, slot.now()
 
     def write(self, module: nn.Module, name: str) -> None:
-        """Note that the trace sets an attribute: what it reads there from now on is its own value."""
+        """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
         self._written.add((id(module), name))
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether the trace has read this attribute, other than after it had set it."""
+        """Whether the trace has read attribute ``name`` of ``module`` before it set the attribute."""
         return (id(module), name) in self._read
 
     def end(self) -> None:

@@ -43,7 +43,7 @@ class Replica:
 
     @property
     def ranks(self) -> int:
-        """How many ranks are in the module's process group."""
+        """The number of ranks in the module's process group."""
         return int(self.module.process_group.size())
 
     @property
@@ -77,7 +77,7 @@ def _averaged(module: DistributedDataParallel, name: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model that is sharded over ranks, by FSDP or as DTensors.
+    """Refuse a model with parameters or buffers that are sharded over ranks, by FSDP or as DTensors.
 
     Raises:
         CaptureError: says what is sharded, for a DTensor by its name, and which other entry points take it.
@@ -135,7 +135,7 @@ def check_settings(module: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """Context manager: a call of a replica's module runs the module that it wraps, without the reducer.
+    """Context manager: a call of the module of one of ``replicas`` runs the wrapped module, without the reducer.
 
     Where DistributedDataParallel would do so, the buffers of rank 0 are broadcast before the call.
 

@@ -95,7 +95,7 @@ _REFUSED = "does not yet handle non-differentiable view input mutations"
 
 
 def shared_by(error: Exception) -> CaptureError | None:
-    """Return a readable form of AOTAutograd's error about inputs that share memory and are written to.
+    """Return a readable form of ``error``, if it is AOTAutograd's about inputs that share memory and are written to.
 
     AOTAutograd takes no graph that writes to one of two inputs that share memory without being views of each other by
     an operator, as ``.data =`` makes them.

@@ -119,7 +119,9 @@ class StepRequest:
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
-    """Trace one step under fake tensors; parameters, buffers and the optimizer's state keep their values.
+    """Return the step of ``request`` as one graph: forward, loss, backward and update, traced under fake tensors.
+
+    Parameters, buffers and the optimizer's state keep their values.
 
     Raises:
         CaptureError: the step cannot be one graph: the loss is not a scalar, control flow depends on data, the
@@ -272,7 +274,7 @@ class _Trace:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what is not a floating-point tensor of no dimension that requires a gradient.
+    """Refuse a ``loss`` that is not a floating-point tensor of no dimension that requires a gradient.
 
     Raises:
         CaptureError: says what ``loss_fn`` has returned instead.

@@ -171,7 +171,7 @@ def options_of(request: Request) -> Options:
 
 
 def workload_of(request: Request) -> Workload:
-    """Build the model of a request, built in or from a file, with its batch, loss and optimizer.
+    """Return the model of ``request``, built in or from a file, with its batch, loss and optimizer.
 
     Raises:
         OptionError: an unknown model, setting or optimizer; names the nearest.

@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, seq, width) to the same shape."""
+        """Return the block's result for ``x`` of shape (batch, seq, width), in the same shape."""
         x = x + self.drop(self.proj(self._attend(self.norm1(x))))
         result: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return result
@@ -109,7 +109,7 @@ class GPT(nn.Module):
         self.apply(_init)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Map token numbers (batch, seq) to logits (batch, seq, vocab)."""
+        """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq)."""
         x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -142,7 +142,10 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of ``model(tokens)``, logits (batch, seq, vocab), against ``targets`` (batch, seq)."""
+    """Return the mean cross entropy of ``model(tokens)``, logits (batch, seq, vocab), against ``targets`` (batch, seq).
+
+    ``tokens`` and ``targets`` are token numbers, int64. The loss is a float32 scalar.
+    """
     logits: Tensor = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 

@@ -102,7 +102,7 @@ class Entry:
 
 
 def emit(graph: TrainGraph) -> Program:
-    """Emit a planned graph, whose layout pass has run, as a program; the graph stays as it is.
+    """Return the program of a planned ``graph``, whose layout pass has run; ``graph`` stays as it is.
 
     Raises:
         PlanError: the graph has no layout.

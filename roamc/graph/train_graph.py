@@ -150,7 +150,10 @@ class TrainGraph:
 
 
 def copied(graph: TrainGraph) -> TrainGraph:
-    """Return a copy with nodes of its own, of the same names: changes to the nodes of one do not show in the other."""
+    """Return a copy of ``graph`` with nodes of its own, of the same names.
+
+    Changes to the nodes of one do not show in the other; what a node's ``meta`` holds is shared.
+    """
     fresh = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -176,7 +179,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
-    """Return the elements of the graph's flat output tuple: a node, or None where an output has no value."""
+    """Return the elements of the flat output tuple of ``graph``: a node, or None where an output has no value."""
     return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
 
 
@@ -228,7 +231,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def main_device(graph: TrainGraph) -> torch.device:
-    """Return the device of the arena: the one that most bytes of tensors are on; the CPU without tensors."""
+    """Return the device on which most bytes of the tensors of ``graph`` are, for the arena; the CPU without tensors."""
     total: dict[torch.device, int] = {}
     for node in graph.graph.nodes:
         for _, tensor in tensors_of(node):

@@ -134,7 +134,7 @@ def merge(live: Int64s, most: int = COLUMNS) -> Columns:
 
 
 def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Mapping[str, tuple[str, Bytes]]) -> Chart:
-    """Draw live bytes over the steps, stacked by kind.
+    """Return the plot of live bytes over the steps, stacked by kind.
 
     Args:
         name: name of the plot, and of its group.
@@ -163,7 +163,7 @@ def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Ma
 def box_chart(
     name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, trims: Sequence[Trimmed] = ()
 ) -> Chart:
-    """Draw storages as rectangles over steps and bytes.
+    """Return the plot of storages as rectangles over steps and bytes.
 
     Args:
         name: name of the plot.
@@ -212,7 +212,7 @@ def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
 
 
 def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """Return places in ``[low, high]`` near the wanted ones, at least ``apart`` from each other, as far as they fit.
+    """Return places in ``[low, high]`` near those in ``wanted``, at least ``apart`` from each other.
 
     First each place is raised to ``apart`` above the one before it, then all are lowered where ``high`` demands it.
     Where they do not fit, places go below ``low``. Result i belongs to ``wanted[i]``.

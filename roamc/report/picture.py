@@ -79,7 +79,7 @@ class Box:
 
     @property
     def high(self) -> Bytes:
-        """The offset behind its last byte."""
+        """The offset behind the last byte of the storage."""
         return self.low + self.storage.nbytes
 
 

@@ -128,14 +128,14 @@ def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
-    """Return the seconds by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
+    """Return ``seconds`` by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
     known = [name for name in STAGES if name in seconds]
     names = [*known, *(name for name in seconds if name not in known)]
     return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
 
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """Return (label, size, remark) rows, as text, on what lies in the arena, outside of it, and is written in place."""
+    """Return (label, size, remark) rows, as text, on what ``plan`` puts into the arena, outside it, and in place."""
     layout, reuse = plan.decisions.get("layout", {}), plan.decisions.get("reuse", {})
     tried = plan.decisions.get("reorder", {}).get("laid_out", ())
     again = (

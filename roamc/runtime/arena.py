@@ -132,7 +132,7 @@ class Arena:
         conj: bool = False,
         neg: bool = False,
     ) -> torch.Tensor:
-        """Make a planned tensor; it has a version counter of its own and is no autograd view.
+        """Make and return a planned tensor; it has a version counter of its own and is no autograd view.
 
         Args:
             name: what the program calls it, see :meth:`planned`.
@@ -226,7 +226,7 @@ class ArenaPool:
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back for another step; its planned tensors must not be read any more."""
+        """Give ``arena`` back for another step; its planned tensors must not be read any more."""
         arena.leave(keep=self.keep)
         with self._lock.now:
             self.free.append(arena)

@@ -482,7 +482,10 @@ def compiled(program: Program, filename: str) -> CodeType:
 
 
 def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
-    """Run the compiled source of ``program`` with its constants, and return the ``bind`` that it defines."""
+    """Run ``code``, the compiled source of ``program``, with the program's constants, and return its ``bind``.
+
+    ``bind`` makes the planned tensors over an arena and returns the program's functions by name.
+    """
     namespace = {
         name: value if name.startswith(ARGUMENT) else compat.direct(value) for name, value in program.constants.items()
     }

@@ -31,7 +31,7 @@ class Extent:
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """Return the extent of a strided tensor, real or fake, in its own storage."""
+    """Return the extent of the strided tensor ``tensor``, real or fake: all of its storage."""
     before = int(tensor.storage_offset()) * tensor.itemsize
     return Extent(before, int(tensor.untyped_storage().nbytes()))
 
@@ -48,7 +48,7 @@ def own(tensor: Tensor, extent: Extent | None = None) -> Tensor:
 
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of strided tensors, in the same sequence, in copies of their storages.
+    """Return copies of the strided ``tensors``, in the same sequence, in copies of their storages.
 
     A storage that several tensors share is copied once, and their copies share it again.
     """

@@ -93,9 +93,9 @@ class Result:
 
 
 def race(task: Task, report: Callable[[int], None] = lambda done: None) -> Result:
-    """Run ``task.steps`` steps on all sides, each in a process of its own, one step of one side at a time.
+    """Run ``task.steps`` steps on all sides, each in a process of its own, and return what was measured.
 
-    At each step another side goes first.
+    One step of one side runs at a time; at each step another side goes first.
 
     Args:
         task: what all sides do; its ``side`` is ignored.
