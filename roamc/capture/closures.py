@@ -27,8 +27,8 @@ from roamc.operators import ops
 class Closures(TorchFunctionMode):
     """Context manager: functions of torch that are handed a parameter or buffer get the traced tensor in its place.
 
-    That holds for arguments, and for what is in arguments that are lists, tuples or dicts. The argument ``traced`` maps
-    the ``id`` of a parameter or buffer to the tensor in its place.
+    That holds for arguments, and for what is in arguments that are lists, tuples or dicts, but not heirs of these
+    classes. The argument ``traced`` maps the ``id`` of a parameter or buffer to the tensor in its place.
     """
 
     def __init__(self, traced: Mapping[int, torch.Tensor]) -> None:

@@ -125,8 +125,8 @@ def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closure
         closures: entered around each hook, since autograd runs hooks outside of all modes.
 
     Raises:
-        CaptureError: later, when backward runs a hook: it depends on values, or neither returns another gradient nor
-            writes to a tensor.
+        CaptureError: later, when backward runs a hook: the hook depends on values, or neither returns another gradient
+            nor writes to a tensor.
     """
     for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
         leaf.register_hook(_traced(hook, name, closures))

@@ -136,7 +136,10 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
 
 
 def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
-    """Return the nested scatters that end in ``scatter``, innermost first; nested as in :func:`until_whole`."""
+    """Return the nested scatters that end in ``scatter``, innermost first; nested as in :func:`until_whole`.
+
+    ``mode`` is the fake mode of their tensors.
+    """
     scatters = [scatter]
     while isinstance(inner := scatters[0].args[1], fx.Node) and ops.rule(inner.target).part and not inner.kwargs:
         if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):

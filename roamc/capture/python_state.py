@@ -200,7 +200,8 @@ class Slot:
         """Return a hashable key of its present value; an attribute that is missing has a key as well.
 
         Args:
-            known: cache that several slots share, identity of a value to its key; a new value is added. None for none.
+            known: cache that several slots share: identity of a value to its key. The call adds a new value. None for
+                no cache.
         """
         owner = self.owner()
         value = owner.__dict__.get(self.name, _ABSENT) if owner is not None else _ABSENT

@@ -96,7 +96,7 @@ def finish(
 
 
 def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> UnfinishedError:
-    """Return the error to raise for a step that :func:`finish` could not finish; it raises nothing itself.
+    """Return the error to raise for a step that :func:`finish` could not finish.
 
     The message names the operator and says how many parameters and buffers the step has updated.
 
