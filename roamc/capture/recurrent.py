@@ -172,6 +172,6 @@ DECOMPOSITIONS: dict[compat.OpOverload, Callable[..., Any]] = {
 def decomposed() -> AbstractContextManager[None]:
     """Return a context manager inside which recurrent layers that this thread traces become ATen operators.
 
-    Dropout between layers is kept. An LSTM without it, whose tensors require no gradient, stays as torch traces it.
+    Dropout between layers is kept. An LSTM without dropout whose tensors require no gradient is left to torch.
     """
     return compat.decompositions(DECOMPOSITIONS)
