@@ -3,8 +3,8 @@
     self.hidden = h.detach()     # tracing would leave a tensor without elements there
     self.losses.append(loss)
 
-In the step that is captured such an attribute is a name like others. Once it is over the modules have what they had: a
-tensor of the trace has no elements, and whoever reads one gets an error of torch's.
+In the captured step such an attribute is one more name of a value. After the trace the modules hold their old values
+again: a tensor of the trace has no elements, and reading one raises an error of torch's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONG = 1_000
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that held a tensor of the trace.
+    """An attribute of a module that forward set to a tensor of the trace, or to a list, dict or set of such tensors.
 
     Attributes:
         module: the module that has it.
@@ -47,7 +47,7 @@ class Change:
 
 @contextlib.contextmanager
 def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
-    """Give attributes of ``modules`` that are set to tensors of a trace inside their old values again on exit.
+    """Context manager: on exit, attributes of ``modules`` that were set to tensors of the trace get their old values.
 
     Lists, dicts and sets that hold such tensors on exit get their old elements back. Leave the context before the trace
     ends: behind it, every change counts as one that varies.
@@ -75,6 +75,11 @@ def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_sta
     """Refuse a step that reads an attribute and then sets it to a tensor: the next step would read the old value.
 
     A tensor that is the same in every step, such as a mask that is made once, is made in every step instead.
+
+    Args:
+        model: the model, for the names of its modules.
+        changes: attributes that the step sets, as :func:`put_back` yields them.
+        reads: attributes that the step reads.
 
     Raises:
         CaptureError: one line that names the attribute.

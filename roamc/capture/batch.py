@@ -42,7 +42,11 @@ class Nest:
 
 
 def take_apart(tree: Any) -> tuple[list[Any], Nest]:
-    """Return the leaves of ``tree``, tensors and other values, and the nest that :func:`put_together` takes."""
+    """Return the leaves of ``tree``, tensors and other values, and the nest that :func:`put_together` takes.
+
+    Lists, tuples, dicts, other classes that torch's pytree knows, dataclasses, and heirs of dict and UserDict are
+    opened, at any depth.
+    """
     outer, spec = compat.flatten(tree)
     leaves: list[Any] = []
     opened: list[tuple[type, Nest] | None] = []
@@ -79,6 +83,9 @@ def _built(leaves: Iterator[Any], nest: Nest) -> Any:
 
 def check_batch(leaves: Sequence[Any]) -> None:
     """Refuse tensors that would hand a gradient on to what is outside the step.
+
+    Args:
+        leaves: tensors and other values of a batch, as :func:`take_apart` returns them.
 
     Raises:
         CaptureError: a tensor was computed with gradients, or has a hook.
@@ -119,7 +126,7 @@ def describe(leaf: Any) -> object:
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Shape, strides, dtype, device, and whether it wants a gradient.
+    """Return (shape, strides in elements, dtype, device, whether it requires a gradient) of ``tensor``; hashable.
 
     Raises:
         CaptureError: the tensor has no shape yet, is nested, sparse, or laid out by a library.

@@ -25,13 +25,14 @@ from roamc.operators import ops
 
 
 class Closures(TorchFunctionMode):
-    """While inside, functions of torch that are handed a parameter or buffer get the traced tensor in its place.
+    """Context manager: functions of torch that are handed a parameter or buffer get the traced tensor in its place.
 
-    That holds for arguments, and for what is in arguments that are lists, tuples, named tuples, dicts and the like.
+    That holds for arguments, and for what is in arguments that are lists, tuples, named tuples, dicts and the like. The
+    argument ``traced`` maps the ``id`` of a parameter or buffer to the tensor in its place.
     """
 
     def __init__(self, traced: Mapping[int, torch.Tensor]) -> None:
-        """``traced``: ``id`` of a parameter or buffer to the tensor in its place."""
+        """Take ``traced``: ``id`` of a parameter or buffer to the tensor in its place."""
         super().__init__()
         self.traced = traced
 
@@ -45,9 +46,10 @@ class Closures(TorchFunctionMode):
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:
-    """Merge the ``get_attr`` nodes of each constant into its first one, and put that into the storage of its views.
+    """Merge the ``get_attr`` nodes of each constant into the first one.
 
-    A constant is a tensor that is no parameter, buffer or batch tensor. The trace makes a fake of it at every use.
+    The fake tensor of the first node moves to the storage of the constant's views. A constant is a tensor that is no
+    parameter, buffer or batch tensor; the trace makes a fake tensor of it at every use.
 
     Args:
         graph: changed in place.
@@ -75,8 +77,8 @@ def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str])
     """Refuse a loss whose gradient flows to a parameter of the model past the trace; warn of one that flows elsewhere.
 
     Args:
-        model: warned about once.
-        loss: traced.
+        model: the model; a second call for it does not warn again.
+        loss: the loss as it was traced.
         held: ``id`` of each parameter to its name.
 
     Raises:
@@ -105,7 +107,7 @@ def check_written(graph: fx.Graph, names: Sequence[str], read_past: Collection[s
     Args:
         graph: of the step, without the update.
         names: of parameters and buffers, in the order of the graph's first inputs.
-        read_past: names of buffers whose memory is read so.
+        read_past: names of buffers whose memory is read through such a view.
 
     Raises:
         CaptureError: names the buffer.

@@ -30,7 +30,9 @@ WAIT = "_c10d_functional::wait_tensor"
 
 
 def join(module: fx.GraphModule) -> dict[str, str]:
-    """Replace every start in ``module`` and its waits by one operator with the name of the start, in place.
+    """Replace, in ``module`` itself, every start of a functional collective and its waits by one operator.
+
+    The operator keeps the name of the start; ``module`` is recompiled.
 
     Returns:
         Name of every wait that is gone to the name of the node that stands for its result now.

@@ -1,4 +1,4 @@
-"""Operators that write over a value that nobody reads any more, as operators that make a value.
+"""Operators that write over a value without later readers, replaced by operators that make a value.
 
     before                   after
     y = relu_(x)             y = relu(x)
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def as_values(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replace in-place operators by those that make a value, where nobody reads what they have written over.
+    """Replace in-place operators by operators that make a value, where nothing reads the old value afterwards.
 
     Every reader keeps what it reads. A node whose operator is replaced has the mark ``WROTE_OVER``. Views without
     readers are erased, and so are the copies of an argument that autograd makes before it is written over.
@@ -141,7 +141,7 @@ class _Exchange(Sharing):
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return how a tensor lies in its storage: of two with equal results, either may be written over the other.
+    """Return how ``tensor`` lies in its storage; one of two tensors with equal results may be written over the other.
 
     Returns:
         Shape, strides and offset in elements, dtype, device, bytes of the whole storage, (is conjugated, is negated).

@@ -30,13 +30,16 @@ AS_VIEWS: dict[OpOverload, OpOverload] = {
     aten.transpose_.default: aten.transpose.int,
     aten.unsqueeze_.default: aten.unsqueeze.default,
 }
+"""Operator that changes its argument's shape in place to the operator that makes a view of that shape."""
 
 
 def as_views(graph: fx.Graph) -> None:
-    """Replace every operator of ``AS_VIEWS`` by its view, in place; later readers of its argument read the view.
+    """Replace, in ``graph`` itself, operators that change their argument's shape in place by operators that make views.
+
+    ``AS_VIEWS`` lists both. Later readers of the argument read the view.
 
     Raises:
-        CaptureError: the shape of an input of the step would change: the caller's tensor, at every step.
+        CaptureError: an operator changes the shape of an input of the step, which is a tensor of the caller's.
     """
     seen: set[fx.Node] = set()
     for node in graph.nodes:

@@ -41,7 +41,7 @@ from roamc.operators.schemas import name_of
 
 
 def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
-    """Trace ``model(*batch, **named)`` and its backward under fake tensors, as torch.compile would.
+    """Trace ``model(*batch, **named)`` and its backward under fake tensors, as torch.compile does.
 
     Args:
         model: may be on the meta device; the graph is then that of a CPU.

@@ -31,13 +31,14 @@ class Rule:
     """How one optimizer updates one parameter.
 
     Attributes:
-        states: from a group, the keys of ``optimizer.state[p]`` that are tensors of p's shape.
+        states: function of a group that returns the keys of ``optimizer.state[p]`` that are tensors of p's shape.
         has_step: whether ``optimizer.state[p]["step"]`` counts steps.
         flags: keys of a group whose truth value decides which operators are written; see :func:`structure`.
-        scalars: from (group, number of the step, counted from 1, whether the parameters had no state before it), the
-            numbers that are inputs of the graph at that step, by name. Their names do not depend on the step.
-        write: (writer, parameter, gradient, states, scalars, group) appends the update. States and scalars are nodes by
-            key and name; the update writes to the parameter and the states in place.
+        scalars: function of (group, number of the step, counted from 1, whether the parameters had no state before it)
+            that returns the numbers that are inputs of the graph at that step, by name. The names do not depend on the
+            step.
+        write: function of (writer, parameter, gradient, states, scalars, group) that appends the update. States and
+            scalars are nodes by key and name; the update writes to the parameter and the states in place.
     """
 
     states: Callable[[Group], tuple[str, ...]]
@@ -48,10 +49,10 @@ class Rule:
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of an optimizer's exact type.
+    """Return the rule of the exact type of ``optimizer``.
 
     Raises:
-        CaptureError: the type, or one of its settings, is not supported; names those that are.
+        CaptureError: the type is not supported (names those that are), or one of its settings is not.
     """
     found = RULES.get(type(optimizer))
     if found is None:
@@ -72,6 +73,11 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
 def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
     """Refuse ``fused=True`` for a parameter whose elements lie apart: torch's kernels take them for one run of memory.
 
+    Args:
+        name: of the parameter, for the message.
+        parameter: the parameter.
+        group: the parameter's group in ``optimizer.param_groups``.
+
     Raises:
         CaptureError: ``parameter`` has gaps in memory and its group is fused.
     """
@@ -85,17 +91,20 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:
     """Return the truth value of each of ``rule.flags`` in ``group``; the step needs another graph when one changes.
 
-    Of a number, such as ``weight_decay``, only whether it is zero counts.
-
-    Args:
-        rule: says which settings decide on the graph.
-        group: one of the optimizer's ``param_groups``.
+    A number, such as ``weight_decay``, counts only as zero or not. ``group`` is one of ``optimizer.param_groups``.
     """
     return tuple(bool(group.get(flag)) for flag in rule.flags)
 
 
 def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, parameter: torch.Tensor, group: Group) -> None:
-    """Refuse state that was made for a parameter of another dtype, device or shape.
+    """Refuse state of ``parameter`` that was made for another dtype, device or shape than ``parameter`` has now.
+
+    Args:
+        optimizer: holds ``parameter``.
+        rule: of ``optimizer``.
+        name: of the parameter, for the message.
+        parameter: the live parameter.
+        group: the parameter's group in ``optimizer.param_groups``.
 
     Raises:
         CaptureError: names the state, and how it is moved.
@@ -127,9 +136,15 @@ def init_state(
     The step count is a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other entries
     have the parameter's shape, dtype, device and, if it is dense, strides.
 
+    Args:
+        optimizer: holds ``parameter``; its ``state`` is changed.
+        rule: of ``optimizer``.
+        parameter: the live parameter.
+        group: the parameter's group in ``optimizer.param_groups``.
+
     Returns:
-        What takes them away again: an optimizer that counts no steps knows its first by the state that is not there.
-        None if nothing was missing.
+        A function without arguments that removes the added entries: an optimizer that counts no steps takes a step
+        for its first where there is no state. None if nothing was missing.
     """
     before = optimizer.state.get(parameter)
     held = before or {}
@@ -279,3 +294,4 @@ RULES: dict[type, Rule] = {
     ),
     torch.optim.AdamW: Rule(_adam_states, True, _ADAM_FLAGS, _adam_scalars, _adam_write(lambda group: True)),
 }  # fmt: skip
+"""Class of an optimizer to its rule; a class that is missing here is not supported."""

@@ -107,7 +107,12 @@ def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) ->
 
 
 def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
-    """Return the part of its first argument that ``scatter`` fills, as a fake view of the whole."""
+    """Return the part of the first argument of ``scatter`` that ``scatter`` fills, as a fake view of that argument.
+
+    Args:
+        scatter: a node that copies its first argument with one part replaced, such as ``slice_scatter``.
+        mode: the fake mode of its tensors.
+    """
     view: Any = ops.rule(scatter.target).part
     whole = scatter.args[0].meta["val"]  # type: ignore[union-attr]
     with mode:
@@ -118,7 +123,8 @@ def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
 def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
     """Return the nested scatters that begin with ``scatter``, innermost first, ``scatter`` alone if it is not nested.
 
-    Each is the only reader of the one before, and puts its result back to where the base of that one is a view.
+    Each is the only reader of the one before it, and fills the part of its own first argument of which the first
+    argument of the one before is a view. ``mode`` is the fake mode of their tensors.
     """
     scatters = [scatter]
     while len(scatters[-1].users) == 1:
@@ -130,7 +136,10 @@ def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
 
 
 def down_from(scatter: fx.Node, mode: FakeTensorMode) -> tuple[fx.Node, ...]:
-    """Return the nested scatters that end in ``scatter``, innermost first; nested as in :func:`until_whole`."""
+    """Return the nested scatters that end in ``scatter``, innermost first; nested as in :func:`until_whole`.
+
+    ``mode`` is the fake mode of their tensors.
+    """
     scatters = [scatter]
     while isinstance(inner := scatters[0].args[1], fx.Node) and ops.rule(inner.target).part and not inner.kwargs:
         if len(inner.users) > 1 or not _puts_back(scatters[0], inner, mode):

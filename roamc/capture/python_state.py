@@ -141,7 +141,10 @@ def _own_values(module: nn.Module) -> Iterator[object]:
 
 
 def of_plain(value: object) -> tuple[object, ...]:
-    """Return a key of a value of a type in ``PLAIN``: equal for all nan, and not for 0.0 and -0.0, or True and 1."""
+    """Return a hashable key of ``value``, whose type is in ``PLAIN``.
+
+    All nan have one key; True and 1, or 0.0 and -0.0, have different ones.
+    """
     kind = type(value)
     if kind is complex or (kind is float and not (value and value == value)):
         return kind, repr(value)
@@ -197,7 +200,8 @@ class Slot:
         """Return a hashable key of its present value; an attribute that is missing has a key as well.
 
         Args:
-            known: identity of a value to its key, for values that several slots share; gets that of a new value.
+            known: cache that several slots share: identity of a value to its key. The call adds a new value. None for
+                no cache.
         """
         owner = self.owner()
         value = owner.__dict__.get(self.name, _ABSENT) if owner is not None else _ABSENT
@@ -214,7 +218,10 @@ _ABSENT = object()
 
 
 class Reads:
-    """The attributes that one trace has read, and what they were when it read them first."""
+    """The attributes of modules that one trace has read, and the values that they had when the trace read them first.
+
+    ``known`` are modules that :func:`of_modules` describes: their plain attributes are not noted.
+    """
 
     def __init__(self, known: Sequence[nn.Module]) -> None:
         """``known``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
@@ -251,11 +258,11 @@ class Reads:
             self._found[key] = slot, slot.now()
 
     def write(self, module: nn.Module, name: str) -> None:
-        """Note that the trace sets an attribute: what it reads there from now on is its own value."""
+        """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
         self._written.add((id(module), name))
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether the trace has read this attribute, other than after it had set it."""
+        """Whether the trace has read attribute ``name`` of ``module`` before it set the attribute."""
         return (id(module), name) in self._read
 
     def end(self) -> None:
@@ -271,9 +278,10 @@ class Reads:
 
 @contextlib.contextmanager
 def followed(known: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Note the attributes that this thread reads and sets on modules while inside; ``known`` as for :class:`Reads`.
+    """Context manager: note the attributes of modules that this thread reads and sets inside.
 
-    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself.
+    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``known`` are modules that
+    :func:`of_modules` describes: their plain attributes are not noted.
 
     Yields:
         The notes, complete once the context is left without an error.

@@ -46,11 +46,17 @@ class Parameters:
         self.projection = flat[-1] if has_projection else None
 
     def of_input(self, x: Tensor) -> Tensor:
-        """Return the input's share of all gates for all steps, in the shape (steps, batch, width of all gates)."""
+        """Return the input's share of all gates for all steps, in the shape (steps, batch, width of all gates).
+
+        ``x`` has the shape (steps, batch, features).
+        """
         return F.linear(x, self.input_weight, self.input_bias)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state's share of all gates for one step, in the shape (batch, width of all gates)."""
+        """Return the hidden state's share of all gates for one step, in the shape (batch, width of all gates).
+
+        ``hidden`` has the shape (batch, hidden size).
+        """
         return F.linear(hidden, self.hidden_weight, self.hidden_bias)
 
 
@@ -164,5 +170,8 @@ DECOMPOSITIONS: dict[compat.OpOverload, Callable[..., Any]] = {
 
 
 def decomposed() -> AbstractContextManager[None]:
-    """While inside, recurrent layers that this thread traces become the operators of this file."""
+    """Return a context manager inside which recurrent layers that this thread traces become ATen operators.
+
+    Dropout between layers is kept. An LSTM without dropout whose tensors require no gradient is left to torch.
+    """
     return compat.decompositions(DECOMPOSITIONS)

@@ -15,7 +15,7 @@ _HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator |Higher Order Operator: torc
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turn torch's errors about what the graph of a step cannot hold into a :class:`CaptureError`; others pass.
+    """Context manager: turn torch's errors about what a graph cannot hold into a :class:`CaptureError`; others pass.
 
     A step that reads a tensor's value is one case. The new error keeps the notes of the old, such as the user's line.
 

@@ -43,7 +43,7 @@ class Replica:
 
     @property
     def ranks(self) -> int:
-        """How many ranks are in the module's process group."""
+        """The number of ranks in the module's process group."""
         return int(self.module.process_group.size())
 
     @property
@@ -56,8 +56,8 @@ def replicas_of(model: nn.Module) -> list[Replica]:
     """Return every DistributedDataParallel module in ``model``, the model itself included; empty if there is none.
 
     Raises:
-        CaptureError: the model is sharded (:func:`check_whole`), a module has one of ``SETTINGS``, or two modules
-            average one parameter.
+        CaptureError: the model is sharded (:func:`check_whole`), a module has a setting that needs its own reducer
+            (``SETTINGS``), or two modules average one parameter.
     """
     check_whole(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -77,7 +77,7 @@ def _averaged(module: DistributedDataParallel, name: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model that is sharded over ranks, by FSDP or as DTensors.
+    """Refuse a model with parameters or buffers that are sharded over ranks, by FSDP or as DTensors.
 
     Raises:
         CaptureError: says what is sharded, for a DTensor by its name, and which other entry points take it.
@@ -109,7 +109,7 @@ def _has_builtin_hook(module: Any) -> bool:
 
 
 def check_around(model: nn.Module) -> None:
-    """Refuse a step while a DistributedDataParallel module of ``model`` has one of ``SETTINGS``.
+    """Refuse a step while a DistributedDataParallel module of ``model`` is set to need its own reducer (``SETTINGS``).
 
     Raises:
         CaptureError: names the setting.
@@ -120,7 +120,7 @@ def check_around(model: nn.Module) -> None:
 
 
 def check_settings(module: DistributedDataParallel) -> None:
-    """Refuse a module with one of ``SETTINGS``.
+    """Refuse a module that is set to need its own reducer, such as inside ``no_sync()``; ``SETTINGS`` has all cases.
 
     Raises:
         CaptureError: names the setting.
@@ -135,7 +135,7 @@ def check_settings(module: DistributedDataParallel) -> None:
 
 @contextlib.contextmanager
 def followed(replicas: Sequence[Replica]) -> Iterator[list[Replica]]:
-    """While inside, a call of a replica's module runs the module that it wraps, without the reducer.
+    """Context manager: a call of the module of one of ``replicas`` runs the wrapped module, without the reducer.
 
     Where DistributedDataParallel would do so, the buffers of rank 0 are broadcast before the call.
 
@@ -256,7 +256,7 @@ def agreed(replicas: Sequence[Replica], order: Sequence[str]) -> None:
         order: names of the averaged parameters, as :func:`average` returns them on this rank.
 
     Raises:
-        CaptureError: on every rank, if two of them differ; names the first difference.
+        CaptureError: the orders of two ranks differ; raised on every rank, names the first difference.
     """
     for replica in replicas:
         mine = [name for name in order if name in replica.parameters]

@@ -38,7 +38,7 @@ def return_views_of_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[st
     Args:
         graph: changed in place.
         mode: the fake mode of its tensors.
-        phase: node name to phase, changed in place: new views are added, views that nobody reads any more removed.
+        phase: node name to phase, changed in place: new views are added, views without readers are removed.
     """
     copies = {node.args[1]: node for node in graph.nodes if _keeps_writes(node, phase)}
     made: dict[Any, fx.Node] = {}

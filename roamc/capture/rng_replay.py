@@ -1,4 +1,4 @@
-"""Replay of random numbers: random operators that draw what others drew, as the generator was set back in between.
+"""Replay of random numbers: random operators that draw what earlier ones drew, after the generator was set back.
 
 ``torch.utils.checkpoint`` does that around its second run, in Python, which leaves nothing in a trace:
 
@@ -30,17 +30,20 @@ from roamc.operators import ops
 from roamc.operators.random import replay
 
 FIRST = "roamc_draws_as"
-"""Key of a node's meta: the name of the operator that drew first what it draws."""
+"""Key of a node's ``meta``: name of the operator that first drew the numbers that this node draws again."""
 
 
 MARKER = 0xF_A57EB
-"""Stands in the generator's state during a trace, with the trace's number: other seeds and states have other words."""
+"""Stands in the generator's state during a trace, next to the trace's number; no other state has both."""
 
 WORDS = slice(24, 40)
-"""Bytes of the generator's state that hold both: of the words from which it draws, behind the seed and the position."""
+"""Bytes of the generator's state that hold ``MARKER`` and the trace's number: words from which the generator draws.
+
+They lie behind the seed and the position.
+"""
 
 PLACE = slice(40, 48)
-"""Bytes of the next such word."""
+"""Bytes of the word behind ``WORDS``: during a trace, the number of draws up to where the step is."""
 
 _traces = itertools.count(1)
 
@@ -111,12 +114,15 @@ SEEDING = [
 """Modules with the names of their functions that seed a generator of torch's."""
 
 READING = [(module, "initial_seed") for module in (torch, torch.random, torch.cuda, torch.cuda.random)]
-"""The same of functions that tell its seed."""
+"""Modules with the names of their functions that return the seed of a generator of torch's."""
 
 
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """While tracing: mark what draws again. To be left before the trace ends; the generator is then put back.
+    """Context manager inside a trace: mark operators that draw random numbers which were drawn before.
+
+    The mark stands under ``FIRST`` in a node's ``meta``; :func:`replay_marked` acts on it. Leave the context before the
+    trace ends; on exit the CPU's generator gets the state that it had on entry.
 
     Raises:
         CaptureError: a generator is seeded inside of the step, its seed is read there, or it is set to a state from
@@ -199,6 +205,9 @@ REFUSED: dict[str, Callable[..., None]] = {
 
 def check_read(module: fx.GraphModule) -> None:
     """Refuse a step that computes with the bytes of the generator's state: it would keep those of its trace.
+
+    Args:
+        module: the step, traced under :func:`followed`.
 
     Raises:
         CaptureError: an operator reads a state that the generator had in a trace.

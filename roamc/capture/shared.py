@@ -91,11 +91,11 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
 """In AOTAutograd's error: two inputs that share memory, neither a view of the other, and one is written to."""
 _REFUSED = "does not yet handle non-differentiable view input mutations"
-"""In the same error; torch 2.11 and 2.12 say no more of the two inputs."""
+"""In AOTAutograd's error about inputs that share memory; torch 2.11 and 2.12 say no more of the two inputs."""
 
 
 def shared_by(error: Exception) -> CaptureError | None:
-    """Return a readable form of AOTAutograd's error about inputs that share memory and are written to.
+    """Return a readable form of ``error``, if it is AOTAutograd's about inputs that share memory and are written to.
 
     AOTAutograd takes no graph that writes to one of two inputs that share memory without being views of each other by
     an operator, as ``.data =`` makes them.

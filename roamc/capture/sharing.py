@@ -21,7 +21,7 @@ Place = tuple[fx.Node, int]
 class Sharing:
     """The tensors of a graph, grouped by the storage of their fake values.
 
-    Whoever erases a node, or gives it another value, keeps ``shared`` true to the graph.
+    A caller that erases a node, or gives a node another value, must change ``shared`` accordingly.
 
     Attributes:
         graph: the graph.
@@ -123,7 +123,10 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Follow :func:`base_of` to the first node that is no view, and return it; ``node`` itself if it is none."""
+    """Return the node at the end of the chain of views that ``node`` begins, see :func:`base_of`.
+
+    It is ``node`` itself if ``node`` is no view.
+    """
     while (base := base_of(node)) is not None:
         node = base
     return node

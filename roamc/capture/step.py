@@ -77,12 +77,12 @@ class CapturedStep:
     """One step as a graph, and how to feed it.
 
     Attributes:
-        graph: inputs in the order of ``sources``; its output is the loss.
+        graph: inputs in the order of ``sources``; its one output is the loss.
         sources: one per input of the graph.
         cohorts: parameter name to its cohort at capture, for every parameter that the step updates.
         replicas: the DistributedDataParallel modules of the model.
         reduced: names of the parameters whose gradients they average, in the order of the collectives.
-        changes: attributes of modules that forward set to tensors of the trace; they have their old values again.
+        changes: attributes of modules that forward set to tensors of the trace; capture has put their old values back.
     """
 
     graph: TrainGraph
@@ -119,11 +119,13 @@ class StepRequest:
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
-    """Trace one step under fake tensors; parameters, buffers and the optimizer's state keep their values.
+    """Return the step of ``request`` as one graph: forward, loss, backward and update, traced under fake tensors.
+
+    Parameters, buffers and the optimizer's state keep their values.
 
     Raises:
-        CaptureError: the loss is not a scalar, control flow depends on data, the optimizer is not
-            supported, inputs are on another device; one line that says what to do.
+        CaptureError: the step cannot be one graph: the loss is not a scalar, control flow depends on data, the
+            optimizer is not supported, inputs are on another device, or the like; one line that says what to do.
         VerifyError: what capture has rewritten in the graph would change a value.
     """
     rule = rule_for(request.optimizer)
@@ -143,6 +145,10 @@ def check_devices(leaves: Sequence[Any], parameters: Sequence[torch.Tensor]) -> 
     """Refuse a batch tensor that is on a device where no parameter is.
 
     Tensors of no dimension may be anywhere; nothing is refused where a parameter is on the meta device.
+
+    Args:
+        leaves: tensors and other values of the batch.
+        parameters: all parameters of the model.
 
     Raises:
         CaptureError: names both devices.
@@ -268,7 +274,7 @@ class _Trace:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what is not a floating-point tensor of no dimension that requires a gradient.
+    """Refuse a ``loss`` that is not a floating-point tensor of no dimension that requires a gradient.
 
     Raises:
         CaptureError: says what ``loss_fn`` has returned instead.
@@ -488,7 +494,7 @@ def optimizer_key(
         parameters: all parameters of the model, always in the same order.
 
     Returns:
-        For each group, its structure and the positions of its parameters in ``parameters``, None for others.
+        For each group, its structure and the position of each of its parameters in ``parameters``, None where missing.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     return tuple(

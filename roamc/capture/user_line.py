@@ -19,7 +19,7 @@ _FOREIGN = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, P
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """While inside, an error gets a note with the innermost line of its traceback outside torch and roamc."""
+    """Context manager: an error inside gets a note with the innermost line of its traceback outside torch and roamc."""
     try:
         yield
     except Exception as error:
@@ -36,7 +36,7 @@ def noted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_backward() -> Iterator[None]:
-    """While inside, where a backward is traced, an error gets a note with the line of its forward call."""
+    """Context manager around the trace of a backward: an error gets a note with the user's line of the forward call."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,7 @@ from roamc.operators import ops
 
 
 def values_of(graph: TrainGraph) -> Flow | None:
-    """Return the values of ``graph`` as they are; None where no operator writes, so that nothing is to be rewritten."""
+    """Return the values of ``graph`` as they are; None where no operator writes and nothing is to be rewritten."""
     if not any(_writes(node.target) for node in operators(graph.graph)):
         return None
     return value_flow.read(graph, Numbers())
@@ -23,7 +23,7 @@ def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) 
     Args:
         graph: after the rewriting.
         before: the values before it; None for no comparison.
-        handed_over: compare outputs of forward as they are at its end, and not once more at the end of the step.
+        handed_over: whether to compare outputs of forward as they are at its end only, not at the end of the step too.
 
     Returns:
         The values of ``graph`` as they are; None if ``before`` is.
@@ -36,9 +36,9 @@ def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) 
 
 @contextlib.contextmanager
 def values_kept(graph: TrainGraph) -> Iterator[None]:
-    """Check on exit that operators, outputs and tensors of the caller have the values of ``graph`` on entry.
+    """Context manager: on exit, check that operators, outputs and tensors of the caller have their values on entry.
 
-    ``graph`` is rewritten inside, in place.
+    Rewrite ``graph`` inside, in place.
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller would get another value.

@@ -33,9 +33,9 @@ aten = torch.ops.aten
 
 
 def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
-    """Make copies whose only readers are scatters views of what they copy.
+    """Turn each copy that only scatters, such as ``slice_scatter``, read into a view of what it copies.
 
-    Where all its scatters fill a part of their base with that part itself, copy and scatters are erased, and readers of
+    Where all scatters fill a part of their base with that part itself, copy and scatters are erased, and readers of
     the scatters read the base. A copy stays if what it copies is written before the scatters read it, or is another
     part of their base.
 
@@ -84,7 +84,7 @@ def _let_expand(sharing: Sharing, copy: fx.Node, source: fx.Node) -> None:
 
 
 def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -> list[str]:
-    """Let a value that is put into a view of a view be put into the whole by one scatter.
+    """Replace nested scatters, which put a value into a view of a view, by one scatter into the whole.
 
         before                               after
         w = slice(x, 0, 3)                   y = as_strided_scatter(x, s, ...)

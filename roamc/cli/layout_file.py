@@ -61,7 +61,7 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what :func:`lay_out` found as (label, text) rows of a table."""
+    """Return ``found``, a result of :func:`lay_out`, as (label, text) rows of a table."""
     shown = {
         "storages": f"{found['storages']}",
         "arena": f"{found['arena_bytes']} ({format_bytes(found['arena_bytes'])})",
@@ -75,7 +75,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def shortfall(found: dict[str, Any]) -> str:
-    """Return a sentence that says why the capacity is not met; ``found`` is of :func:`lay_out`, and does not fit."""
+    """Return a sentence on why the capacity is not met; ``found`` is a result of :func:`lay_out` that does not fit."""
     arena, bound, capacity = found["arena_bytes"], found["bound_bytes"], found["capacity"]
     if bound > capacity:
         return f"{bound} bytes are live at once, the capacity is {capacity}"

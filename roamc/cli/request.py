@@ -38,8 +38,8 @@ class Request:
         sizes: sizes of the model by name; None where the default is meant.
         sets: further settings of the model or arguments of the function, each as ``key=value``.
         optimizer: name of the optimizer where the target brings none.
-        forward_backward: leave the update out.
-        meta: call the function of a file with the meta device as torch's default.
+        forward_backward: whether to leave the update out.
+        meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
         memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device";
             None for none.
@@ -60,12 +60,12 @@ class Request:
 def answer(
     request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None
 ) -> Explanation:
-    """Build, capture, plan and explain what was asked for.
+    """Build, capture and plan the step of ``request``, and return the explanation of its plan.
 
     Args:
         request: the model and the options.
-        source: also emit the program, for ``Explanation.source``.
-        curve: also plan for other peaks, for ``Explanation.curve``; takes as long as half a dozen plans.
+        source: whether to emit the program as well, for ``Explanation.source``.
+        curve: whether to plan for other peaks as well, for ``Explanation.curve``; takes as long as half a dozen plans.
         say: called with a few words on what is being done.
 
     Raises:
@@ -81,18 +81,18 @@ def answer(
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
-    """Plan what was asked for under each of several budgets; ``request.memory_budget`` should be None.
+    """Plan the step of ``request`` under each of several budgets; ``request.memory_budget`` should be None.
 
     Args:
         request: the model and the options.
-        budgets: budgets as users write them.
+        budgets: budgets as users write them, such as "6GiB", "80%" or "min".
         say: called with a few words on what is being done.
 
     Returns:
         One point for each budget, in their sequence; ``fits`` is False where no plan keeps the budget.
 
     Raises:
-        OptionError: as for :func:`answer`, or something is no budget.
+        OptionError: an unknown model, setting, optimizer or option, or one of ``budgets`` is no budget.
         CaptureError: the step cannot be captured.
     """
     options = options_of(request)
@@ -105,7 +105,22 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
-    """Do as :func:`answer`, and add live bytes at every step and the place of every storage to the explanation."""
+    """Build, capture and plan the step of ``request``, and return the picture of its plan.
+
+    The picture has the explanation that :func:`answer` returns, the live bytes at every step, and the place of every
+    storage.
+
+    Args:
+        request: the model and the options.
+        source: whether to emit the program as well, for ``Explanation.source``.
+        curve: whether to plan for other peaks as well, for ``Explanation.curve``; takes as long as half a dozen plans.
+        say: called with a few words on what is being done.
+
+    Raises:
+        OptionError: an unknown model, setting, optimizer or option; names the nearest.
+        CaptureError: the step cannot be captured.
+        BudgetError: the plan does not fit the budget.
+    """
     options = options_of(request)
     graph, seconds = _captured(request, say)
     lives = lives_of(graph, eager=True)
@@ -141,7 +156,7 @@ def _planned(
 
 
 def options_of(request: Request) -> Options:
-    """Return roamc's options for a request.
+    """Return roamc's options for ``request``, its memory budget among them.
 
     Raises:
         OptionError: an option, or the limit of clipping, is unknown or out of range.
@@ -156,7 +171,7 @@ def options_of(request: Request) -> Options:
 
 
 def workload_of(request: Request) -> Workload:
-    """Build the model of a request, built in or from a file, with its batch, loss and optimizer.
+    """Return the model of ``request``, built in or from a file, with its batch, loss and optimizer.
 
     Raises:
         OptionError: an unknown model, setting or optimizer; names the nearest.

@@ -31,8 +31,8 @@ class Recipe:
         about: one line for the list of models.
         settings: every setting that a user may change, with its default.
         build: makes the model from settings, on torch's default device.
-        batch: makes the arguments of ``loss`` behind the model from settings.
-        loss: ``loss(model, *batch)`` returns the loss.
+        batch: makes the batch from settings: the arguments of ``loss`` behind the model.
+        loss: function of the model and the tensors of the batch that returns the loss, a scalar.
     """
 
     about: str
@@ -43,7 +43,13 @@ class Recipe:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+    """A pre-norm transformer block with causal attention.
+
+    Args:
+        width: width of the residual stream, a multiple of ``heads``.
+        heads: number of attention heads.
+        dropout: probability of dropout, in attention and behind both halves.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -55,7 +61,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, seq, width) to the same shape."""
+        """Return the block's result for ``x`` of shape (batch, seq, width), in the same shape."""
         x = x + self.drop(self.proj(self._attend(self.norm1(x))))
         result: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return result
@@ -72,7 +78,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model after nanoGPT: learned positions, pre-norm blocks, a tied head."""
+    """A decoder-only language model after nanoGPT: learned positions, pre-norm blocks, a head.
+
+    Args:
+        layers: number of blocks.
+        width: width of the residual stream, a multiple of ``heads``.
+        heads: number of attention heads of a block.
+        vocab: number of different tokens.
+        seq: length of the longest sequence.
+        dropout: probability of dropout.
+        tied: whether the head has the weight of the token embedding.
+
+    Raises:
+        OptionError: ``width`` is not a multiple of ``heads``.
+    """
 
     def __init__(
         self, *, layers: int, width: int, heads: int, vocab: int, seq: int, dropout: float = 0.0, tied: bool = True
@@ -90,7 +109,7 @@ class GPT(nn.Module):
         self.apply(_init)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Map token numbers (batch, seq) to logits (batch, seq, vocab)."""
+        """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq)."""
         x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -123,7 +142,10 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of ``model(tokens)``, logits (batch, seq, vocab), against ``targets`` (batch, seq)."""
+    """Return the mean cross entropy of ``model(tokens)``, logits (batch, seq, vocab), against ``targets`` (batch, seq).
+
+    ``tokens`` and ``targets`` are token numbers, int64. The loss is a float32 scalar.
+    """
     logits: Tensor = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -299,3 +321,4 @@ MODELS: dict[str, Recipe] = {
         _MOBILENET, _image_batch, _image_loss,
     ),
 }  # fmt: skip
+"""Name of each built-in model, as the command line takes it, to its recipe."""

@@ -15,9 +15,9 @@ from roamc.graph import TrainGraph
 
 
 def partitioned(graph: TrainGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a graph with a boundary into two modules.
+    """Split a graph with a boundary into two modules; ``graph`` stays as it is.
 
-    Their operators are copies of the graph's nodes in the same order, with the same names and metadata.
+    The modules' operators are copies of the graph's nodes in the same order, with the same names and metadata.
 
     Returns:
         (forward, backward). Forward takes its inputs, and returns the user's outputs and then the saved tensors.

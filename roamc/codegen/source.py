@@ -102,7 +102,7 @@ class Entry:
 
 
 def emit(graph: TrainGraph) -> Program:
-    """Emit a planned graph, whose layout pass has run, as a program; the graph stays as it is.
+    """Return the program of a planned ``graph``, whose layout pass has run; ``graph`` stays as it is.
 
     Raises:
         PlanError: the graph has no layout.
@@ -113,11 +113,12 @@ def emit(graph: TrainGraph) -> Program:
 
 
 def entries_of(graph: TrainGraph) -> tuple[Entry, ...]:
-    """Return the functions of the program for ``graph``.
+    """Return the functions that the program for ``graph`` has.
 
     Returns:
-        ("step",) for a graph without a boundary; else ("forward", "backward"). Forward returns the user's outputs, then
-        the saved tensors; backward takes the saved tensors, then the inputs that enter after forward.
+        One entry, "step", for a graph without a boundary; else two, "forward" and then "backward". Forward returns the
+        user's outputs, then the saved tensors; backward takes the saved tensors, then the inputs that enter after
+        forward, and returns the gradients.
     """
     inputs = placeholders(graph.graph)
     outputs = output_values(graph.graph)

@@ -136,10 +136,10 @@ def _stored() -> dict[Form, Times]:
         return {
             Form(int(b), int(r), int(d), int(c), bool(first), bool(second)): (float(torchs), float(onednns))
             for b, r, d, c, first, second, torchs, onednns in data["forms"]
-        }
+        }  # an endless number raises OverflowError, lists within lists RecursionError
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         log.warning("%s is measured anew: %r", _path(), error)
         return {}
 

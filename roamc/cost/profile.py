@@ -92,15 +92,19 @@ class DeviceProfile:
         return profile
 
 
+LEAST, MOST = 1e-15, 1e30
+"""Of rates and seconds, in their units: with others the times of operators would not be numbers."""
+
+
 def _check(profile: DeviceProfile) -> None:
-    """Check that all rates are finite and above zero, and that there is one for matmul in float32.
+    """Check that all rates are numbers from LEAST to MOST, and that there is one for matmul in float32.
 
     Raises:
         ProfileError: a rate is wrong or missing.
     """
     for name, value in _numbers(profile):
-        if not (math.isfinite(value) and value > 0):
-            raise ProfileError(f"{name} must be a number above zero, not {value!r}")
+        if not LEAST <= value <= MOST:
+            raise ProfileError(f"{name} must be a number from {LEAST:g} to {MOST:g}, not {str(value)[:40]}")
     if not profile.flops.get("matmul", {}).get("float32"):
         raise ProfileError("flops must have a rate for matmul in float32")
 
@@ -213,5 +217,5 @@ def _nearest(kind: str) -> Path | None:
     """Return the file of this device's measured profile with the nearest number of threads; None without any."""
     start = f"{_slug(kind)}-"
     threads = torch.get_num_threads() if kind == "cpu" else 0
-    found = [path for path in sorted(folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdigit()]
+    found = [path for path in sorted(folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdecimal()]
     return min(found, key=lambda path: abs(int(path.stem[len(start) :]) - threads), default=None)

@@ -37,8 +37,8 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     ``dead == born``; the storage lives as long as all that lies in it.
 
     Args:
-        memory: in program order.
-        dropped: the caller drops what forward hands out, see :func:`dropped_lifetimes`.
+        memory: of a graph in program order.
+        dropped: whether the caller drops the outputs of forward at once, see :func:`dropped_lifetimes`.
     """
     born, dead = lifetimes(memory)
     if dropped:
@@ -89,7 +89,10 @@ def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, St
 
 
 def eager_live_bytes(memory: MemoryModel) -> Int64s:
-    """Return int64[n], the live bytes of eager PyTorch at each of the n steps, with lives of :func:`eager_lifetimes`.
+    """Return int64[n], the live bytes of eager PyTorch at each of n steps, with lives of :func:`eager_lifetimes`.
+
+    ``memory`` is that of a graph with n operators, in program order.
+
 
     Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
     the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.

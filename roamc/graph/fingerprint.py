@@ -24,7 +24,7 @@ PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Sym
 
 
 def fingerprint(graph: TrainGraph) -> str:
-    """Return a hash, in hexadecimal, of all of a graph that plans depend on; it is the same in every process.
+    """Return a hash, in hexadecimal, of all in ``graph`` that plans depend on; it is the same in every process.
 
     It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
     elements of tensors that the graph holds are no part of it.

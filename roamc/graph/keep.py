@@ -30,9 +30,9 @@ def keep() -> AbstractContextManager[object]:
 
 
 def keep_saved(graph: fx.Graph) -> None:
-    """Mark nodes that a selective checkpoint policy must save as made inside :func:`keep`, in their ``meta``.
+    """Mark nodes of ``graph`` that a selective checkpoint policy must save as made inside :func:`keep`.
 
-    Call it before a partitioner, which marks nodes in the same way.
+    The mark stands in a node's ``meta``. Call this before a partitioner, which marks nodes with MUST_SAVE itself.
     """
     for node in graph.nodes:
         if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:

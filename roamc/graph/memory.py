@@ -55,7 +55,7 @@ WROTE_OVER = "roamc_wrote_over"
 
 @dataclass(frozen=True)
 class Storage:
-    """One storage.
+    """One storage: the bytes behind a base tensor and all views of it.
 
     Attributes:
         index: position in ``MemoryModel.storages``.
@@ -64,7 +64,7 @@ class Storage:
         place: who owns it.
         producer: index in ``MemoryModel.operators`` of the operator that makes it; -1 for inputs, tangents, constants.
         device: type of the device that it is on, such as "cpu".
-        gradient: it is a gradient of a parameter (what eager keeps until the optimizer has run).
+        gradient: whether it is the gradient of a parameter, which eager keeps until the optimizer has run.
         space: the memory that it lies in.
     """
 
@@ -100,11 +100,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The memory of one graph, for any order of its operators.
+    """The storages and operators of one graph, and which orders of the operators are legal.
 
     Attributes:
         storages: every storage, inputs included.
-        operators: in graph order.
+        operators: every node that does work, in graph order.
         edges: (before, after) pairs of operator indices that every order must keep: data, writes against reads of
             the same storage, random, collective and checking operators in their order, writes to inputs behind checks,
             parts of an update behind its gradient.
@@ -129,7 +129,7 @@ class MemoryModel:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage the indices of the operators that read or write it, ascending, without its producer."""
+        """For each of ``storages``, in order: indices of the operators that read or write it, without its producer."""
         found: list[list[int]] = [[] for _ in self.storages]
         for index, operator in enumerate(self.operators):
             for storage in sorted({*operator.reads, *operator.writes}):
@@ -148,14 +148,18 @@ class MemoryModel:
         )
 
     def storage_of(self, node: fx.Node, position: int = 0) -> Storage:
-        """Return the storage of result ``position`` of ``node``, as :func:`roamc.graph.tensors_of` numbers results."""
+        """Return the storage of result ``position`` of ``node``, as :func:`roamc.graph.tensors_of` numbers results.
+
+        Raises:
+            KeyError: that result is no tensor.
+        """
         return self.storages[self.owner[node.name, position]]
 
 
 def build_memory(graph: TrainGraph) -> MemoryModel:
-    """Read storages, operators and order constraints off ``graph``.
+    """Return the storages, operators and order constraints of ``graph``.
 
-    The FX graph caches its last model. A call returns that one again, as long as no node was added, moved, renamed or
+    The FX graph caches its last model. A call returns that model again, as long as no node was added, moved, renamed or
     given another target, argument or value, and ``inputs``, ``phase``, ``gradients``, ``waits`` and ``reuse`` of
     ``graph`` are the same objects.
 
@@ -171,7 +175,10 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
 
 
 def kept_memory(graph: TrainGraph) -> MemoryModel | None:
-    """Return what :func:`build_memory` returned last for the FX graph of ``graph``, if nothing has changed since."""
+    """Return the cached result of the last call of :func:`build_memory` for the FX graph of ``graph``.
+
+    None if there was no call, or if anything that :func:`build_memory` reads has changed since.
+    """
     known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
     if known is None:
         return None
@@ -203,12 +210,12 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
     """Return the half-open life ``[born, dead)`` of every counted storage, in steps of ``order``.
 
     Args:
-        memory: n operators.
-        order: a permutation of 0..n-1; None for graph order.
+        memory: of a graph with n operators.
+        order: a permutation of 0..n-1, the operator that runs at each step; None for graph order.
 
     Returns:
         ``born`` and ``dead``, int64, an entry for each storage of ``memory.counted``. Outputs live to step n. Tangents
-        are born where backward starts; a tangent that nobody uses has ``dead == born``.
+        are born where backward starts; a tangent without users has ``dead == born``.
     """
     count = len(memory.operators)
     position = np.empty(count, dtype=np.int64)
@@ -226,7 +233,14 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
 
 
 def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
-    """Return int64[steps], live bytes at every step of storages with sizes ``nbytes`` that live in ``[born, dead)``."""
+    """Return int64[steps], the live bytes at each of ``steps`` steps.
+
+    Args:
+        nbytes: int64[m], the size of each of m storages, in bytes.
+        born: int64[m], the first step of each life.
+        dead: int64[m], the step behind the last; ``born <= dead <= steps``.
+        steps: the number of steps.
+    """
     change = np.zeros(steps + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, dead, nbytes)
@@ -234,12 +248,23 @@ def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
 
 
 def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
-    """Return how many storages live at the step with most of them, for storages that live in ``[born, dead)``."""
+    """Return the largest number of storages that live at one of ``steps`` steps; 0 without storages.
+
+    Args:
+        born: int64[m], the first step at which each of m storages lives.
+        dead: int64[m], the step behind the last; ``born <= dead <= steps``.
+        steps: the number of steps.
+    """
     return int(timeline(np.ones_like(born), born, dead, steps).max(initial=0))
 
 
 def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
-    """Return int64[n], the live bytes of counted storages at each of the n steps of ``order`` (graph order if None)."""
+    """Return int64[n], the bytes of those storages in ``memory.counted`` that live at each of n steps.
+
+    Args:
+        memory: of a graph with n operators.
+        order: a permutation of 0..n-1, the operator that runs at each step; None for graph order.
+    """
     born, dead = lifetimes(memory, order)
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))
 
@@ -263,7 +288,7 @@ def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
 
 
 def sizes(storages: Iterable[Storage]) -> Int64s:
-    """Return int64, the bytes of each of ``storages``."""
+    """Return the bytes of each of ``storages`` as an int64 array, in their order."""
     return np.array([storage.nbytes for storage in storages], dtype=np.int64)
 
 
@@ -303,7 +328,12 @@ def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, i
 
 
 def root_of(storage: int, reused: Mapping[int, int]) -> int:
-    """Follow ``reused``, storage to the storage whose bytes it takes, from ``storage`` to one that takes no other's."""
+    """Return the storage in whose bytes ``storage`` lies after all in-place reuse; ``storage`` if it reuses none.
+
+    Args:
+        storage: index of a storage.
+        reused: index of a storage to the index of the storage whose bytes it takes over; may form chains.
+    """
     while storage in reused:
         storage = reused[storage]
     return storage
@@ -480,7 +510,10 @@ class SharedStorages:
     """Tells which tensors of a graph lie in the same memory: views of one storage, or joined by ``TrainGraph.reuse``.
 
     In-place reuse does not show in the fake tensors: there a result and the argument that it is written over have
-    storages of their own.
+    storages of their own. ``graph.reuse`` is read once, at construction.
+
+    Raises:
+        VerifyError: an entry of ``graph.reuse`` does not join two single tensors.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -496,7 +529,7 @@ class SharedStorages:
         return self._reused.get(own, own)
 
     def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
-        """Return :meth:`of` every tensor that ``nodes`` stand for; None among them is skipped."""
+        """Return the numbers that :meth:`of` gives to all tensors that ``nodes`` stand for; a None is skipped."""
         return {self._reused.get(own, own) for own in identities(nodes)}
 
 
@@ -511,7 +544,7 @@ def started_by(node: fx.Node) -> fx.Node | None:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether each byte of the storage of ``tensor`` belongs to exactly one element, so that it can be read flat."""
+    """Whether each byte of the storage of ``tensor`` belongs to exactly one element of ``tensor``."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return whole and tensor.storage_offset() == 0 and is_dense(tensor)
 
@@ -528,20 +561,26 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
-    """Return the identities of the storages of all tensors that ``nodes`` stand for; None among them is skipped."""
+    """Return the storages of all fake tensors that ``nodes`` stand for, as :func:`roamc.compat.identity` numbers them.
+
+    None in ``nodes`` is skipped. In-place reuse does not count, see :class:`SharedStorages`.
+    """
     return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
 
 
 def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
-    """Return the names of the graph's inputs whose storage an operator in ``nodes`` writes, directly or by a view."""
+    """Return the names of the placeholders of ``graph`` whose storage an operator in ``nodes`` writes.
+
+    A write to a view of an input counts as well.
+    """
     storages = identities(argument for node in nodes for argument in ops.mutated_arguments(node))
     return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(identities([node]))}
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
-    """Return the value of each :class:`Role` of inputs to the bytes of their storages; tangents are left out.
+    """Return the bytes of the storages of inputs, by the value of the inputs' :class:`Role`, such as "parameter".
 
-    A storage that several inputs share counts once, for the first of them.
+    Tangents are left out. A storage that several inputs share counts once, for the first of them.
     """
     total: dict[str, Bytes] = {}
     seen: set[int] = set()

@@ -35,17 +35,21 @@ if TYPE_CHECKING:
 
 
 def printed(graph: TrainGraph) -> str:
-    """Return the whole graph as text, operators in graph order; the module shows an example."""
+    """Return ``graph`` as text: a heading, then one line for each input, operator, output and storage of the step.
+
+    Operators come in graph order. The heading has the live bytes at their peak, a storage its bytes and its life.
+    """
     return "\n".join(_lines(graph)) + "\n"
 
 
 def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
     """Return a networkx graph: operators and inputs are nodes, storages that one makes and another uses are edges.
 
-    The key of a node is its name in ``graph``. It has the attribute ``kind`` ("input" or "operator"), and an operator
-    ``step``, ``phase``, ``operator`` and ``source`` (file and line of the user's model, "" where unknown). Edges have
-    ``storage``, ``bytes`` and ``use`` ("read" or "write"). Every attribute is a string or a number, so that networkx
-    can write all of its formats.
+    The key of a node is its name in ``graph``. Every node has the attribute ``kind``, "input" or "operator". Operators
+    have ``step`` (position in graph order, from 0), ``phase`` ("forward", "backward" or "update"), ``operator`` (the
+    operator's name) and ``source`` (file and line of the user's model, "" where unknown) as well. Edges have
+    ``storage`` (its name), ``bytes`` and ``use`` ("read" or "write"). Every attribute is a string or a number, so that
+    networkx can write all of its formats.
     """
     import networkx as nx  # here, as no other command needs it
 
@@ -67,7 +71,7 @@ def operator_graph(graph: TrainGraph) -> nx.MultiDiGraph:
 
 
 def write_graphml(graph: TrainGraph, path: Path) -> None:
-    """Write :func:`operator_graph` as GraphML, which Gephi, yEd and networkx read.
+    """Write the graph that :func:`operator_graph` returns to the file ``path``, as GraphML for Gephi, yEd or networkx.
 
     Raises:
         OSError: the file cannot be written.

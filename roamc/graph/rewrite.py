@@ -20,9 +20,9 @@ class Writer:
     Attributes:
         graph: the graph; new nodes go to its insertion point.
         mode: the fake mode that its tensors belong to.
-        current: the phase of the nodes written from now on.
-        phase: name to phase of every node written, to be added to ``TrainGraph.phase``.
-        like: the node whose stack trace new nodes get; None for no stack trace.
+        current: the phase of the nodes written from now on; at first the argument ``phase`` of the constructor.
+        phase: name to phase of every node written, to be added to ``TrainGraph.phase``; empty at first.
+        like: the node whose stack trace new nodes get; None, as at first, for no stack trace.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: Phase) -> None:
@@ -33,7 +33,13 @@ class Writer:
         self.like: fx.Node | None = None
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a call of ``target`` with nodes, numbers or lists of them as arguments, and return its node."""
+        """Insert a call of ``target`` at the graph's insertion point, and return the new node.
+
+        Args:
+            target: a function of tensors; runs once on fake values, for the result's.
+            args: positional arguments: nodes, numbers or lists of them.
+            kwargs: keyword arguments, likewise.
+        """
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
             node.meta["val"] = target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
@@ -99,16 +105,16 @@ def value_of(node: fx.Node) -> Any:
 
 
 def given(node: fx.Node) -> tuple[Any, Any]:
-    """Return the positional and the keyword arguments of ``node``, with fake values in the place of nodes."""
+    """Return the arguments of ``node``, a tuple and a dict of keyword arguments, with fake values in place of nodes."""
     arguments: Any = fx.map_arg(node.args, value_of)
     keywords: Any = fx.map_arg(node.kwargs, value_of)
     return arguments, keywords
 
 
 def settings_of(node: fx.Node) -> dict[str, Any]:
-    """Return each argument's name to what ``node`` passes for it, or the default; fake values in the place of nodes.
+    """Return the arguments of ``node`` by name, with the defaults of those that it does not pass.
 
-    The target of ``node`` has a schema, as every ``OpOverload`` has.
+    Fake values stand in the place of nodes. The target of ``node`` must have a schema, as every ``OpOverload`` has.
     """
     arguments, keywords = given(node)
     declared = node.target._schema.arguments  # type: ignore[union-attr]
@@ -131,7 +137,7 @@ def derived(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """The fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
+    """Return the fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):

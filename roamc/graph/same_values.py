@@ -142,12 +142,12 @@ ATEN: dict[object, Any] = {
     torch.ops.roamc.onednn_addmm.default: aten.addmm.default,
     torch.ops.roamc.onednn_bmm.default: aten.bmm.default,
 }
-"""Operator with other last bits to the operator of ATen that it stands for."""
+"""Operator that sums in another order, so that last bits differ, to the operator of ATen that it stands for."""
 
 Equal = Callable[["Walk", Call], tuple[Number, dict[int, Number]] | None]
-"""From a walk and a call to the number of the call, and the numbers of those results that another operator makes too.
+"""Function of a walk and a call that returns the number of the call, and the numbers of some results by position.
 
-Results are counted by position. None if the call has no equal.
+The results are those that another operator makes too. None if no other call gives the same values.
 """
 
 EQUAL: dict[object, Equal] = {
@@ -157,11 +157,16 @@ EQUAL: dict[object, Equal] = {
     aten.clone.default: _cloned,
     **dict.fromkeys(ATEN, _by_another_library),
 }
-"""Operator to what gives its calls and results their numbers, for operators that have an equal."""
+"""Operator to the function that numbers its calls and results, for operators whose results another one makes too."""
 
 
 def equal_of(target: Any, rule: ops.OpRule) -> Equal | None:
-    """Return what gives calls of ``target`` and their results numbers; None if no other operator makes its results."""
+    """Return the function that numbers calls of ``target``; None if no other operator makes the same results.
+
+    Args:
+        target: an operator, or a group of operators that run as one.
+        rule: what the operator table says of ``target``.
+    """
     if isinstance(target, Composite):
         return _member_by_member
     if rule.part is not None:

@@ -105,16 +105,16 @@ class TrainGraph:
         inputs: one port per placeholder.
         outputs: one port per element of the output; elements may be None.
         phase: node name to phase, for every ``call_function`` node.
-        boundary: no node may cross from FORWARD to BACKWARD (graphs of ``torch.compile``).
-        saved: with a boundary, node names in the order in which AOTAutograd saves them for backward.
+        boundary: whether every FORWARD node must run before any BACKWARD node (graphs of ``torch.compile``).
+        saved: with a boundary, node names in the order in which AOTAutograd saves them for backward; else empty.
         gradients: names of the nodes that are a parameter's gradient; eager keeps these until the end.
         waits: name of an update node to that of a gradient node; the update runs behind the gradient, whether or not it
             reads it.
         notes: sentences about the capture that the plan passes on to the user.
         eager_bytes: most live bytes of eager PyTorch at one step; None until the pipeline has counted them.
         eager_floor: for small graphs, name of an operator, or of a moment at which the caller's code runs, to the bytes
-            that eager holds there at least: if the caller keeps what forward hands out, and if not. Empty otherwise;
-            see :func:`roamc.passes.layout.eager_floor`.
+            that eager holds there at least: a pair, the first if the caller keeps the outputs of forward, the second
+            if not. Empty for other graphs; see :func:`roamc.passes.layout.eager_floor`.
         threads: number of threads on a CPU that operators' workspace is counted for; set by the pipeline.
         reuse: operator name to the position of the argument whose memory its result takes over. The fake tensors of
             both keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
@@ -141,7 +141,7 @@ class TrainGraph:
 
     @property
     def graph(self) -> fx.Graph:
-        """The FX graph itself."""
+        """The FX graph of ``module``."""
         return self.module.graph
 
     def replace(self, **changes: object) -> TrainGraph:
@@ -150,7 +150,10 @@ class TrainGraph:
 
 
 def copied(graph: TrainGraph) -> TrainGraph:
-    """Return a copy with nodes of its own, of the same names: changes to the nodes of one do not show in the other."""
+    """Return a copy of ``graph`` with nodes of its own, of the same names.
+
+    Changes to the nodes of one do not show in the other; what a node's ``meta`` holds is shared.
+    """
     fresh = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -160,23 +163,23 @@ def copied(graph: TrainGraph) -> TrainGraph:
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The input nodes in order."""
+    """Return the input nodes of ``graph`` in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def operators(graph: fx.Graph) -> list[fx.Node]:
-    """The ``call_function`` nodes in graph order, views included."""
+    """Return the ``call_function`` nodes of ``graph`` in graph order, views included."""
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    """The single output node."""
+    """Return the one output node of ``graph``."""
     end: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
     return end
 
 
 def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
-    """Return the elements of the graph's flat output tuple: a node, or None where an output has no value."""
+    """Return the elements of the flat output tuple of ``graph``: a node, or None where an output has no value."""
     return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
 
 
@@ -205,7 +208,11 @@ def maker_of(storage: str) -> str:
 
 
 def attribute(module: torch.nn.Module, path: str) -> Any:
-    """Return what a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, gets from ``module``."""
+    """Return what a ``get_attr`` node with the target ``path``, such as ``"body_0.weight"``, gets from ``module``.
+
+    Raises:
+        AttributeError: a part of ``path`` is missing.
+    """
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -224,7 +231,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def main_device(graph: TrainGraph) -> torch.device:
-    """Return the device of the arena: the one that most bytes of tensors are on; the CPU without tensors."""
+    """Return the device on which most bytes of the tensors of ``graph`` are, for the arena; the CPU without tensors."""
     total: dict[torch.device, int] = {}
     for node in graph.graph.nodes:
         for _, tensor in tensors_of(node):

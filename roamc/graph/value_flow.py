@@ -57,7 +57,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
         The numbers of its operators, effects and final values.
 
     Raises:
-        VerifyError: a view does not lie in what it is a view of, or elsewhere in it than its arguments say.
+        VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say.
     """
     walk = Walk(numbers, graph.encodings, graph.reuse)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
@@ -100,17 +100,18 @@ def check(
         graph: what the pass left.
         before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
-        lossy: names of the codecs with an error that may be used.
-        fast: products may be made by a library, and groups by a kernel, that sum in another order.
-        handed_over: compare outputs of forward only where the caller gets them, and not again at the end of the step:
-            by then the caller may have written to tensors that they are views of.
+        lossy: names of the inexact codecs that are allowed.
+        fast: whether products may come from a library, and groups from a kernel, that sum in another order.
+        handed_over: whether to compare outputs of forward only where the caller gets them, and not again at the end of
+            the step: by then the caller may have written to tensors that they are views of.
 
     Returns:
         The values of ``graph``.
 
     Raises:
-        VerifyError: an operator, an output or a tensor of the caller gets another value, or a codec, a product or
-            a group is not exact; names the reader, what it would read and who wrote it.
+        VerifyError: an operator, an output or a tensor of the caller gets another value: names the reader, what it
+            would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, or
+            :func:`read` refuses it.
     """
     for encoding in graph.encodings:
         if encoding.error and encoding.codec not in lossy:
@@ -153,13 +154,15 @@ def _output(position: int, port: Port, part: str) -> str:
 class Walk:
     """Runs the nodes of a graph, one after the other, on numbers in the place of values.
 
+    The arguments ``encodings`` and ``reuse`` are the fields of the :class:`TrainGraph` with these names.
+
     Attributes:
         numbers: gives the numbers.
         encodings: name of a storage to its encodings.
         reuse: name of an operator to the position of the argument that its result is written over.
         state: number of the random generator's present state.
         operators: name of each operator that has run to the number of its call.
-        effects: (number, name) of each operator that has run and has an effect beside results and writes.
+        effects: (number, name) of each operator that has run and has an effect other than results and writes.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """
@@ -184,7 +187,7 @@ class Walk:
         self._written: set[int] = set()
 
     def feed(self, node: fx.Node, number: Number) -> None:
-        """Give what ``node``, an input or a constant of the graph, stands for the value ``number``."""
+        """Let ``number`` stand for the value of ``node``, an input or a constant of the graph."""
         self._other[node] = number
         self.makers.setdefault(number, node.name)
         for place in self.numbers.places(node):
@@ -299,7 +302,10 @@ class Walk:
         return number, made
 
     def content(self, place: Place) -> Number:
-        """Return the present content of the storage of ``place``; of an exactly decoded value, that of the original."""
+        """Return the number of all bytes that lie in the storage of ``place`` now.
+
+        For a value that was decoded without error, it is the number of the value that was encoded.
+        """
         content = self._content[self._memory(place)]
         keeps, value = self._decoded.get(content, (None, content))
         return value if keeps is Need.ELEMENTS else content
@@ -310,14 +316,17 @@ class Walk:
         return self.uncopied(self.numbers.elements(self.content(place), place.geometry))
 
     def uncopied(self, elements: Number) -> Number:
-        """Return ``elements``, or the elements that they are a copy of, at the end of a chain of copies."""
+        """Return the number of the elements that ``elements`` are a copy of, through any number of copies.
+
+        It is ``elements`` itself for elements that are no copy.
+        """
         kind, *said = self.numbers.key(elements)
         if kind == "filled":
             return self.uncopied(int(said[1]))
         return self.uncopied(self.numbers.elements(*said)) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
-        """Return the number of ``call``."""
+        """Return the number of ``call``, as :meth:`called` gives it."""
         return self.called(call.target, call.keys, call.state, call.once)
 
     def called(
@@ -428,6 +437,11 @@ class Walk:
 
         Where ``target`` needs only the shape of an argument, the key holds no more. Where it needs only signs, a
         decoded value with the same signs has the key of the original.
+
+        Args:
+            target: the operator.
+            args: its positional arguments, with nodes in the place of tensors.
+            kwargs: its keyword arguments, likewise.
         """
         rule = self.numbers.target(target).rule
         named = tuple((name, self._key(kwargs[name])) for name in sorted(kwargs)) if kwargs else ()

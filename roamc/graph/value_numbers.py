@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 
 class Numbers:
-    """Gives numbers to keys, the same to equal keys. Graphs can be compared only if they share one object."""
+    """Gives numbers to keys, the same to equal keys. Graphs can be compared only if one object numbers them all."""
 
     def __init__(self) -> None:
         self._known: dict[Key, Number] = {}
@@ -40,7 +40,10 @@ class Numbers:
         self._born: dict[Number, Number] = {}
 
     def of(self, *key: Any) -> Number:
-        """Return the number of ``key``, a new one if the key is new; its first part says of which kind it is."""
+        """Return the number of the tuple ``key``, a new one if the key is new.
+
+        The first part of ``key`` is its kind, such as "call"; all parts are hashable.
+        """
         number = self._known.setdefault(key, len(self._keys))
         if number == len(self._keys):
             self._keys.append(key)
@@ -51,7 +54,7 @@ class Numbers:
         return self._keys[number]
 
     def target(self, target: Any) -> Target:
-        """Return what is known of an operator; it is looked up by identity, as hashing an operator is slow."""
+        """Return what is known of the operator ``target``, looked up by identity: hashing an operator is slow."""
         known = self._targets.get(id(target))
         if known is None:
             rule = ops.rule(target)
@@ -167,7 +170,7 @@ class Place:
         storage: identity of its storage, see :func:`roamc.compat.identity`.
         geometry: number of its shape, strides, offset, dtype and lazy bits.
         shape: number of its shape.
-        whole: every byte of the storage belongs to exactly one element of it.
+        whole: whether every byte of the storage belongs to exactly one element of the tensor.
     """
 
     position: int
@@ -185,7 +188,7 @@ class Target:
         target: the operator.
         number: its number.
         rule: what the operator table says of it.
-        is_view: a call only makes views, or picks one result of several.
+        is_view: whether a call only makes views, or picks one result of several.
         twin: the operator that returns as a new value what this one writes over its first argument; None if there is
             none.
     """
@@ -204,7 +207,7 @@ class Flow:
     Attributes:
         numbers: gave the numbers.
         operators: name of an operator to the number of its call.
-        effects: (number, name) of each operator with an effect beside results and writes, in graph order.
+        effects: (number, name) of each operator with an effect other than results and writes, in graph order.
         finals: what the step leaves behind to its number: outputs, tensors of the caller's that are written, and the
             state of the random generator. The keys are words for a message.
         makers: number to the name of the first node of this graph that has it.

@@ -60,8 +60,9 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     Args:
         graph: what the pass left.
         after: name of the pass, for the message.
-        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay.
-        deep: also derive shape, dtype, strides and device of every result again from its operator.
+        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay. None
+            for no constraints.
+        deep: whether to derive shape, dtype, strides and device of every result again from its operator as well.
 
     Raises:
         VerifyError: names the fault and the pass; the log has the neighbourhood.

@@ -34,7 +34,7 @@ NAMED = 60
 """Maximum number of rectangles whose storage is named in the drawing, largest first."""
 
 LINE, LETTER = 11.0, 6.2
-"""Pixels of height and of width that a letter of such a name takes."""
+"""Pixels of height and of width that a letter of a storage's name takes in the drawing."""
 
 SHORTEST = 5
 """A rectangle with room for fewer letters than this has no name."""
@@ -42,7 +42,7 @@ SHORTEST = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """One SVG path, and the name of the kind or phase that colours it."""
+    """One SVG path, in the coordinates of its plot, and the name of the kind or phase that decides its colour."""
 
     name: str
     path: str
@@ -115,7 +115,7 @@ class Columns:
 
     Attributes:
         edges: int64[m + 1] steps.
-        fullest: int64[m], the first step with the most live bytes of each column; it stands for the others.
+        fullest: int64[m], the first step with the most live bytes of each column, whose bytes the column shows.
     """
 
     edges: Int64s
@@ -123,9 +123,9 @@ class Columns:
 
 
 def merge(live: Int64s, most: int = COLUMNS) -> Columns:
-    """Merge steps, with ``live`` bytes int64[n], into at most ``most`` columns of nearly the same width.
+    """Merge n steps into at most ``most`` columns of nearly the same width.
 
-    The fullest step of each column is kept, and so is the peak.
+    ``live``, int64[n], has the live bytes at each step. The fullest step of each column is kept, and so is the peak.
     """
     count = min(len(live), most)
     edges = np.arange(count + 1, dtype=np.int64) * len(live) // max(count, 1)
@@ -134,7 +134,7 @@ def merge(live: Int64s, most: int = COLUMNS) -> Columns:
 
 
 def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Mapping[str, tuple[str, Bytes]]) -> Chart:
-    """Draw live bytes over the steps, stacked by kind.
+    """Return the plot of live bytes over the steps, stacked by kind.
 
     Args:
         name: name of the plot, and of its group.
@@ -163,7 +163,7 @@ def timeline_chart(name: str, course: Course, top: Bytes, height: int, lines: Ma
 def box_chart(
     name: str, group: str, boxes: Sequence[Box], course: Course, top: Bytes, height: int, trims: Sequence[Trimmed] = ()
 ) -> Chart:
-    """Draw storages as rectangles over steps and bytes.
+    """Return the plot of storages as rectangles over steps and bytes.
 
     Args:
         name: name of the plot.
@@ -195,24 +195,27 @@ def box_chart(
 
 
 def step_ticks(steps: int) -> tuple[Mark, ...]:
-    """Return ticks at round step numbers, counted from 1, each in the middle of its step."""
+    """Return at most eight ticks for a plot of ``steps`` steps.
+
+    Ticks stand at round step numbers, counted from 1, each in the middle of its step.
+    """
     apart = max(1, round_up(steps / 8))
     numbers = range(apart, steps + 1, apart)
     return tuple(Mark("", number - 0.5, f"{number:,}", number - 0.5) for number in numbers)
 
 
 def byte_ticks(top: Bytes, height: int) -> tuple[Mark, ...]:
-    """Return ticks at round sizes from 0 to ``top`` bytes, at least 40 pixels apart."""
+    """Return ticks at round sizes from 0 to ``top`` bytes, at least 40 pixels apart in a plot of ``height`` pixels."""
     apart = max(1, round_up(top * 40 / height))
     marks = [(round(_y(size, top, height), 1), format_bytes(size)) for size in range(0, top + 1, apart)]
     return tuple(Mark("", at, text, at) for at, text in marks)
 
 
 def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """Return places in ``[low, high]`` near the wanted ones, at least ``apart`` from each other, as far as they fit.
+    """Return places in ``[low, high]`` near those in ``wanted``, at least ``apart`` from each other.
 
-    First each is raised to ``apart`` above the one before, then all are lowered from ``high`` on where need be.
-    Result i belongs to ``wanted[i]``.
+    First each place is raised to ``apart`` above the one before it, then all are lowered where ``high`` demands it.
+    Where they do not fit, places go below ``low``. Result i belongs to ``wanted[i]``.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
     found = list(wanted)

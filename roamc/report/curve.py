@@ -21,11 +21,11 @@ BETWEEN = 6
 """Number of peaks that are asked for between the plan without reruns and the lowest, each lower by the same share."""
 
 SIMULATIONS = 2000
-"""Work limit of the solver for each of these peaks, in simulations of the schedule. It may be low, as each search
-begins with a plan for another peak; the lowest peak has the usual limit."""
+"""Work limit of the solver for each peak above the lowest, in simulations of the schedule. The limit may be low, as
+each search begins with a plan for another peak; the lowest peak has the usual limit."""
 
 BOUNDS = 32
-"""The bound is drawn for this many peaks and one more, at equal distances, beside those of the plans."""
+"""Number of equal parts of the range of peaks; the bound is drawn at their ends and at the peaks of all plans."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
 
 
 def targets(lowest: Bytes, highest: Bytes) -> tuple[Bytes, ...]:
-    """Return :data:`BETWEEN` peaks between two, in bytes, highest first; none if ``lowest`` is no less."""
+    """Return :data:`BETWEEN` peaks in bytes between ``lowest`` and ``highest``, highest first.
+
+    Each is lower than the one before by the same share. There are none unless ``lowest < highest``.
+    """
     if lowest >= highest:
         return ()
     share = (lowest / highest) ** (1 / (BETWEEN + 1))

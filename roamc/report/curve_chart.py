@@ -16,6 +16,7 @@ EDGE = 0.04
 """Margin around the dots, as a share of the range that they span."""
 
 TICKS = 7
+"""Number of intervals into which the ticks of an axis divide it, at most."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _Scale:
 
 
 def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
-    """Turn ``curve`` into shapes; texts show peaks as shares of ``eager``, the bytes of eager's peak."""
+    """Return ``curve`` as shapes; texts show peaks as shares of ``eager``, the bytes of eager's peak."""
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.needed_bytes)
     low, high = spots[-1].needed_bytes, spots[0].needed_bytes
     air = EDGE * ((high - low) or high)

@@ -158,7 +158,7 @@ class Explanation:
         """Return all but the graph as plain data, ready for JSON.
 
         Args:
-            top: keep the first ``top`` storages and groups of each peak; None keeps all.
+            top: number of storages and of groups of each peak to keep, from the largest on; None keeps all.
         """
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
         data["plan"] = self.plan.to_dict(seconds=True)
@@ -177,7 +177,7 @@ class Explanation:
 def explain(
     eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None, curve: Curve | None = None
 ) -> Explanation:
-    """Explain a planned graph.
+    """Return what ``roamc explain`` shows of a planned graph.
 
     Args:
         eager: the peak of the captured graph, which :func:`find_peak` found with ``eager=True`` before planning.
@@ -222,11 +222,12 @@ class Lives:
 
 
 def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
-    """Find when the storages of ``graph`` live.
+    """Return when the storages of ``graph`` live in its present order.
 
     Args:
         graph: captured or planned, with at least one operator.
-        eager: keep gradients to the end of the step, as eager PyTorch does.
+        eager: whether lives are those of eager PyTorch, which keeps gradients to the end of the step and writes some
+            results over their arguments; see :func:`roamc.graph.eager_memory.eager_lifetimes`.
     """
     memory = build_memory(graph)
     born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
@@ -234,12 +235,12 @@ def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
 
 
 def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Peak:
-    """Describe the step of ``graph`` with the most live bytes in its present order, the first of equals.
+    """Return the step of ``graph`` with the most live bytes in its present order, the first of equals.
 
     Args:
         graph: captured or planned, with at least one operator.
-        lives: what :func:`lives_of` found of ``graph``, if that is known; ``eager`` then has no effect.
-        eager: keep gradients to the end of the step, as eager PyTorch does.
+        lives: what :func:`lives_of` returned for ``graph``; ``eager`` then has no effect. None to find it now.
+        eager: whether lives are those of eager PyTorch, as for :func:`lives_of`.
     """
     lives = lives or lives_of(graph, eager=eager)
     memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
@@ -263,7 +264,7 @@ def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = Fa
 
 
 def groups(peak: Peak) -> tuple[Group, ...]:
-    """Sum the storages of ``peak`` by line, operator and kind, most bytes first."""
+    """Return the storages of ``peak`` summed up by line, operator and kind, groups of most bytes first."""
     found: dict[tuple[str, str, str], Group] = {}
     for storage in peak.storages:
         key = (storage.source, storage.operator, storage.kind)
@@ -273,7 +274,7 @@ def groups(peak: Peak) -> tuple[Group, ...]:
 
 
 def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
-    """List the operators without an ``out=`` form: torch's allocator gives their temporaries; most bytes first.
+    """Return the operators without an ``out=`` form, whose temporaries torch's allocator gives; most bytes first.
 
     Args:
         graph: the planned graph; without a layout all bytes count as copied.
@@ -295,13 +296,13 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
 
 
 def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:
-    """Describe the storages of ``memory.counted`` whose numbers are ``rows``.
+    """Yield a :class:`Live` for each storage of ``memory.counted`` whose index is in ``rows``, in their order.
 
     Args:
         graph: the graph.
-        memory: its memory model, with k counted storages.
-        born: int64[k], first step of each.
-        dead: int64[k], step behind the last.
+        memory: the memory model of ``graph``, with k counted storages.
+        born: int64[k], the step that makes each storage.
+        dead: int64[k], the step behind the last use of each.
         rows: indices into ``memory.counted``.
     """
     saved = {storage.index for storage in memory.saved}

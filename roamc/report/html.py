@@ -1,7 +1,7 @@
 """A picture of a plan as one HTML page: no network, no other files, every word of the user's code escaped.
 
 The template, its style and its script are in ``page/`` and end up inside the page. The script adds what a drawing
-cannot do by itself: the names under the pointer, and magnification. They come from one JSON table of numbers beside
+cannot do by itself: the names under the pointer, and magnification. The names come from one JSON table of numbers and
 a list of texts, each text once.
 """
 
@@ -35,17 +35,17 @@ MEANING = {
 
 
 def write(path: Path, picture: Picture) -> None:
-    """Write the page to ``path``.
+    """Write ``picture`` as one HTML page to the file ``path``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     # A file name of the user's may hold what UTF-8 cannot say.
     files.write_text(path, render(picture), errors="backslashreplace")
 
 
 def render(picture: Picture) -> str:
-    """Return the page as HTML; the same for the same plan, but for the line ``planned in``."""
+    """Return ``picture`` as one HTML page; the same plan gives the same text, except for the line ``planned in``."""
     # Escaped whatever the template is called: names and lines come from the user's code.
     pages = Environment(
         loader=PackageLoader("roamc.report", "page"),
@@ -75,7 +75,7 @@ def render(picture: Picture) -> str:
 
 
 def charts(picture: Picture) -> dict[str, Chart]:
-    """Return every plot by its name.
+    """Return every plot of ``picture`` by its name.
 
     ``before`` and ``after`` are timelines of eager's and of the planned order, to one scale. ``arena`` and ``outside``
     show the storages of the planned order; each is left out if it has none.
@@ -99,7 +99,7 @@ def charts(picture: Picture) -> dict[str, Chart]:
 
 
 def table(picture: Picture) -> dict[str, Any]:
-    """Return what the page's script shows under the pointer, ready for JSON.
+    """Return what the page's script shows of ``picture`` under the pointer, as plain data, ready for JSON.
 
     Each text is stored once, in ``texts``; everywhere else its index there stands for it. The keys:
 

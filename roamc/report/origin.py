@@ -38,7 +38,10 @@ def origin(node: fx.Node, phase: Phase, parameter_names: Mapping[str, str]) -> s
 
 
 def parameter_names(graph: TrainGraph) -> dict[str, str]:
-    """Map the name of each placeholder of a parameter, or of its optimizer state, to the parameter's name."""
+    """Return a dict from the placeholders of ``graph`` for parameters and optimizer state to the parameters' names.
+
+    The keys are names of nodes, the values the user's names.
+    """
     roles = (Role.PARAMETER, Role.OPTIMIZER_STATE)
     pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
     return {node.name: port.name.partition(":")[0] for node, port in pairs if port.role in roles}

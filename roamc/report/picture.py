@@ -79,7 +79,7 @@ class Box:
 
     @property
     def high(self) -> Bytes:
-        """The offset behind its last byte."""
+        """The offset behind the last byte of the storage."""
         return self.low + self.storage.nbytes
 
 
@@ -115,9 +115,13 @@ class Picture:
 
 
 def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
-    """Return live bytes and storages over the steps of ``graph``'s present order.
+    """Return live bytes and storages over the steps of ``graph`` in its present order.
 
-    Arguments are as for :func:`roamc.report.explain.find_peak`.
+    Args:
+        graph: captured or planned, with at least one operator.
+        lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``; ``eager`` then has no effect. None to
+            find it now.
+        eager: whether lives are those of eager PyTorch, which keeps gradients to the end of the step.
     """
     lives = lives or lives_of(graph, eager=eager)
     memory, born, dead = lives.memory, lives.born, lives.dead
@@ -129,7 +133,7 @@ def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False
 
 
 def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
-    """Put a picture together.
+    """Return the picture of a plan.
 
     Args:
         found: the explanation of the planned graph.

@@ -52,7 +52,7 @@ def console() -> Console:
 
 
 def show_plan(out: Console, plan: Plan) -> None:
-    """Print the plan's table, and the seconds that planning took."""
+    """Print the table of ``plan`` to ``out``, and the seconds that planning took."""
     out.print(str(plan), markup=False, soft_wrap=True)
     out.print(
         f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}  {stage_times(plan.seconds)}", markup=False
@@ -60,7 +60,7 @@ def show_plan(out: Console, plan: Plan) -> None:
 
 
 def show_explanation(out: Console, found: Explanation, top: int) -> None:
-    """Print all sections of an explanation; ``top`` is the number of rows of each list."""
+    """Print all sections of the explanation ``found`` to ``out``; ``top`` is the most rows that a list has."""
     show_plan(out, found.plan)
     _show_curve(out, found)
     _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
@@ -77,7 +77,7 @@ def show_explanation(out: Console, found: Explanation, top: int) -> None:
 
 
 def show_source(out: Console, source: str) -> None:
-    """Print an emitted program: in colours on a terminal, else as it is."""
+    """Print the Python text ``source`` of an emitted program to ``out``: in colours on a terminal, else as it is."""
     if out.is_terminal:
         out.print(Syntax(source, "python", word_wrap=True))
     else:
@@ -111,7 +111,14 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
 
 
 def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
-    """Print one table; ``right`` has the numbers, from 0, of the columns that are aligned to the right."""
+    """Print one table to ``out``.
+
+    Args:
+        out: where to print.
+        headings: one text for each column.
+        rows: for each row, one text for each column.
+        right: numbers, from 0, of the columns that are aligned to the right.
+    """
     edge = box.SIMPLE_HEAD if out.is_terminal else None
     table = Table(box=edge, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     aligned = set(right)
@@ -123,14 +130,14 @@ def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
-    """Return the seconds by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
+    """Return ``seconds`` by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
     known = [name for name in STAGES if name in seconds]
     names = [*known, *(name for name in seconds if name not in known)]
     return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
 
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """Return (label, size, remark) rows, as text, on what lies in the arena, outside of it, and is written in place."""
+    """Return (label, size, remark) rows, as text, on what ``plan`` puts into the arena, outside it, and in place."""
     layout, reuse = plan.decisions.get("layout", {}), plan.decisions.get("reuse", {})
     tried = plan.decisions.get("reorder", {}).get("laid_out", ())
     again = (
@@ -165,7 +172,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
 
 def short(operator: str) -> str:
-    """``mm`` for ``aten.mm.default``; other overloads and other libraries keep their names."""
+    """Return the name ``operator`` without leading ``aten.`` and final ``.default``: ``mm`` for ``aten.mm.default``."""
     return operator.removeprefix("aten.").removesuffix(".default")
 
 

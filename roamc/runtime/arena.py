@@ -34,7 +34,7 @@ class Arena:
         trimmed: the ranges that are closed when a step starts.
 
     Attributes:
-        nbytes: size of the arena; the block may be larger.
+        nbytes: size of the arena in bytes; the block may be larger.
         entry: the functions of the program by name, bound to the planned tensors.
     """
 
@@ -65,7 +65,7 @@ class Arena:
         return self._block.start if self._block else 0
 
     def enter(self) -> None:
-        """Take a block for a step, with the ranges closed that are closed when a step starts.
+        """Take a block for a step and close the ranges ``trimmed`` that the constructor was given, and no others.
 
         The planned tensors stay the same objects, but are moved if the block is another than before or begins elsewhere
         in its storage. Their contents are undefined.
@@ -80,15 +80,19 @@ class Arena:
                 view.move_to(self.storage, self._start)
 
     def close(self, low: Bytes, high: Bytes) -> None:
-        """Trim ``[low, high)``: its memory goes back to the system and what was in it is lost.
+        """Trim the range ``[low, high)``: its memory goes back to the system, and what was in it is lost.
 
-        This does nothing where memory has no pages to give back, such as on a GPU.
+        ``low`` and ``high`` count bytes from the arena's beginning. Nothing happens where memory has no pages to give
+        back, such as on a GPU.
         """
         if self._block:
             self._block.give_back(low, high)
 
     def open(self, low: Bytes, high: Bytes) -> None:
-        """Make ``[low, high)``, which was closed before as one range, usable again; its contents are undefined."""
+        """Make the bytes ``[low, high)``, which :meth:`close` has closed as one range, usable again.
+
+        ``low`` and ``high`` count bytes from the arena's beginning; the contents of the range are undefined.
+        """
         if self._block:
             self._block.take_again(low, high)
 
@@ -111,7 +115,8 @@ class Arena:
         """Give the block up; the planned tensors stay, and must not be read until :meth:`enter`.
 
         Args:
-            keep: the block keeps its memory for the next arena that takes it. Otherwise torch's allocator gets it back.
+            keep: whether the block keeps its memory for the next arena that takes it. Otherwise torch's allocator gets
+                the memory back.
         """
         if self._block:
             blocks.give(self._block, keep=keep)
@@ -127,7 +132,7 @@ class Arena:
         conj: bool = False,
         neg: bool = False,
     ) -> torch.Tensor:
-        """Make a planned tensor; it has a version counter of its own and is no autograd view.
+        """Make and return a planned tensor; it has a version counter of its own and is no autograd view.
 
         Args:
             name: what the program calls it, see :meth:`planned`.
@@ -194,10 +199,10 @@ class ArenaPool:
     A forward takes an arena, which comes back when the backward has run or can no longer run.
 
     Attributes:
-        nbytes: size of each arena.
-        device: their device.
+        nbytes: size of each arena in bytes.
+        device: the device of the arenas.
         bind: makes the planned tensors of a new arena and the functions over them.
-        keep: the memory of a free arena stays allocated and other programs of the process may use it. Otherwise torch's
+        keep: whether the memory of a free arena stays allocated, for all programs of the process. Otherwise torch's
             allocator gets it back.
         trimmed: the ranges of an arena that are closed when a step starts.
         free: arenas that wait for a step.
@@ -226,7 +231,7 @@ class ArenaPool:
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back for another step; its planned tensors must not be read any more."""
+        """Give ``arena`` back for another step; its planned tensors must not be read any more."""
         arena.leave(keep=self.keep)
         with self._lock.now:
             self.free.append(arena)
@@ -256,7 +261,7 @@ class ArenaPool:
         return None
 
     def put_back(self, ticket: int, arena: Arena) -> None:
-        """Park an arena again under the ticket of :meth:`take`, for another backward of the same forward."""
+        """Park ``arena`` again under the ``ticket`` from :meth:`take`, for another backward of the same forward."""
         with self._lock.now:
             self.waiting[ticket] = arena
 

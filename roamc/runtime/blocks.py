@@ -52,8 +52,8 @@ class Block:
 
         Args:
             nbytes: size of the block.
-            parts: ranges of it will be given back by :meth:`give_back`. Where the device's memory has pages, the block
-                then begins at a large page.
+            parts: whether ranges of the block will be given back by :meth:`give_back`. Where the device's memory has
+                pages, the block then begins at a large page.
         """
         paged = parts and nbytes >= huge_pages.LEAST and huge_pages.usable(self.storage.device)
         self.storage.resize_(nbytes + huge_pages.SIZE if paged else nbytes)
@@ -82,7 +82,7 @@ class Block:
         return self.nbytes - self._gone
 
     def give_back(self, low: Bytes, high: Bytes) -> None:
-        """Give the memory of ``[low, high)`` back to the system; what was in it is lost.
+        """Give the bytes ``[low, high)`` of the block back to the system; what was in them is lost.
 
         This does nothing where the range is trimmed already, or on devices whose memory has no pages to give back.
         """
@@ -92,7 +92,7 @@ class Block:
             self._gone += high - low
 
     def take_again(self, low: Bytes, high: Bytes) -> None:
-        """Use ``[low, high)``, which was given back as one range, again; does nothing for any other range."""
+        """Use the bytes ``[low, high)``, which :meth:`give_back` gave back, again; any other range stays as it is."""
         if (low, high) in self._trimmed:
             self._trimmed.remove((low, high))
             self._gone -= high - low
@@ -115,7 +115,7 @@ MOST = 2
 
 
 def take(nbytes: Bytes, device: torch.device, mine: Block | None, *, parts: bool = False) -> Block:
-    """Take an idle block of ``nbytes`` to :data:`MOST` times as many, or allocate one; it is busy from now on.
+    """Return an idle block of ``nbytes`` to :data:`MOST` times as many bytes, or a new one; the block is busy then.
 
     The order of preference is: ``mine`` if it is idle and fits, the smallest idle block that fits, ``mine`` if it is
     idle and has no memory, a new block. In the last two cases memory is allocated, and the largest idle block that is
@@ -125,7 +125,8 @@ def take(nbytes: Bytes, device: torch.device, mine: Block | None, *, parts: bool
         nbytes: bytes that are needed, above 0.
         device: the device; on CUDA only blocks of its current stream are taken.
         mine: the block that the caller used last; None if there is none.
-        parts: see :meth:`Block.fill`; counts where memory is allocated.
+        parts: whether ranges of the block will be given back to the system while it is in use; counts where memory is
+            allocated.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with _LOCK.now:

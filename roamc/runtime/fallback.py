@@ -28,7 +28,6 @@ from roamc.runtime.arena import Arena
 from roamc.runtime.whole_storage import extent_of, own
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-
 """A function that takes its arguments as a list and empties it, so that each argument can be freed early."""
 
 
@@ -97,9 +96,16 @@ def finish(
 
 
 def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> UnfinishedError:
-    """Return the error to raise where :func:`finish`, with the same arguments, has returned None.
+    """Return the error to raise for a step that :func:`finish` could not finish.
 
-    Its message names the operator and says how many parameters and buffers this step has updated.
+    The message names the operator and says how many parameters and buffers the step has updated.
+
+    Args:
+        graph: the planned graph.
+        program: emitted from it.
+        filename: the name under which the program was compiled.
+        entry: the function that raised.
+        error: what the function raised, with its traceback.
     """
     stopped = _stopped(program, filename, entry, error)
     name = stopped[0] if stopped is not None else "an operator"
@@ -116,7 +122,14 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
 def written_before(graph: TrainGraph, program: Program, filename: str, entry: Entry, error: Exception) -> str:
     """Say what a function had updated, or begun to, when it raised ``error``: parameters and buffers, or else state.
 
-    Arguments are as for :func:`finish`. Where the operator that raised is not known, all updates of the function count.
+    Where the operator that raised is not known, all updates of the function count.
+
+    Args:
+        graph: the planned graph.
+        program: emitted from it.
+        filename: the name under which the program was compiled.
+        entry: the function that raised.
+        error: what the function raised, with its traceback.
 
     Returns:
         Part of a sentence, such as "2 of 9 parameters and buffers were updated in it: load a checkpoint"; empty if

@@ -33,7 +33,7 @@ def usable(device: torch.device) -> bool:
 
 
 def advise(storage: torch.UntypedStorage) -> None:
-    """Ask Linux to back a block of CPU memory with large pages; does nothing elsewhere, or to small blocks."""
+    """Ask Linux to back ``storage`` with large pages; does nothing elsewhere, or below :data:`LEAST` bytes."""
     if usable(storage.device) and storage.nbytes() >= LEAST:
         _tell(storage.data_ptr(), storage.nbytes(), mmap.MADV_HUGEPAGE)
 

@@ -84,7 +84,7 @@ class Executable:
             The arena; None if none could be made. The program is then :attr:`broken`: use :meth:`run_plain`.
 
         Raises:
-            Exception: no arena could be made, and failures are raised or the error is a signal handler's.
+            Exception: no arena could be made, and ``on_failure`` is None or the error is a signal handler's.
         """
         try:
             return self.pool.acquire()
@@ -96,7 +96,7 @@ class Executable:
         """Run one function of the program over ``arena``.
 
         If the program fails, the planned operators run one by one with torch's allocator instead, :attr:`broken` is set
-        and no result lies in the arena. Where failures are raised, the error comes out instead.
+        and no result lies in the arena. Where ``on_failure`` is None, failures are raised instead.
 
         Args:
             entry: name of the function: "step", "forward" or "backward".
@@ -131,7 +131,15 @@ class Executable:
     def run_plain(self, entry: str, args: list[Any]) -> tuple[Any, ...]:
         """Run one function of the planned graph operator by operator, with torch's allocator and no arena.
 
-        ``entry``, ``args``, which is emptied, and the results are those of :meth:`run`.
+        Args:
+            entry: name of the function: "step", "forward" or "backward".
+            args: one value per parameter of the function; the list is emptied.
+
+        Returns:
+            One value per item of :attr:`roamc.codegen.source.Entry.results`.
+
+        Raises:
+            Exception: whatever an operator raises.
         """
         if not self._plain:
             graph = self.planned.graph
@@ -285,10 +293,11 @@ class Pair:
     Attributes:
         executable: the program, its plan and its arenas.
         first_saved: number of the user's outputs, behind which the results of forward are the saved tensors.
-        threads: number of torch's threads that the budget is kept with; 0 for any, or once a warning was given.
+        threads: number of torch's threads that the plan counts with; 0 if the number does not matter, or once a warning
+            about more threads was given.
         hooked: whether a forward has run under the user's ``saved_tensors_hooks``.
         in_arena: positions, among the saved tensors, of those that are planned.
-        extents: for each of these, the range of the arena that counts as its storage.
+        extents: for each of ``in_arena``, the range of the arena that counts as the tensor's storage.
         parked: the ranges of the arena that are trimmed between forward and backward.
         written_over: positions, among the saved tensors, of those outside the arena that backward writes over.
     """
@@ -464,13 +473,19 @@ def _dtypes(entry: Entry) -> list[torch.dtype | None]:
 
 
 def compiled(program: Program, filename: str) -> CodeType:
-    """Compile emitted source under ``filename``, and enter its lines in ``linecache`` so that tracebacks show them."""
+    """Return the source of ``program``, compiled under ``filename``.
+
+    The lines of the source are entered in ``linecache``, so that tracebacks show them.
+    """
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(keepends=True), filename)
     return compile(program.source, filename, "exec")
 
 
 def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
-    """Run the compiled source of ``program`` with its constants, and return the ``bind`` that it defines."""
+    """Run ``code``, the compiled source of ``program``, with the program's constants, and return its ``bind``.
+
+    ``bind`` makes the planned tensors over an arena and returns the program's functions by name.
+    """
     namespace = {
         name: value if name.startswith(ARGUMENT) else compat.direct(value) for name, value in program.constants.items()
     }

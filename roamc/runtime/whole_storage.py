@@ -31,7 +31,7 @@ class Extent:
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """Return the extent of a strided tensor, real or fake, in its own storage."""
+    """Return the extent of the strided tensor ``tensor``, real or fake: all of its storage."""
     before = int(tensor.storage_offset()) * tensor.itemsize
     return Extent(before, int(tensor.untyped_storage().nbytes()))
 
@@ -48,7 +48,7 @@ def own(tensor: Tensor, extent: Extent | None = None) -> Tensor:
 
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of strided tensors, in the same sequence, in copies of their storages.
+    """Return copies of the strided ``tensors``, in the same sequence, in copies of their storages.
 
     A storage that several tensors share is copied once, and their copies share it again.
     """
@@ -83,7 +83,13 @@ def _within(storage: torch.UntypedStorage, before: Bytes, like: Tensor) -> Tenso
 
 
 def put(places: Sequence[Tensor], tensors: Sequence[Tensor], extents: Sequence[Extent]) -> None:
-    """Copy each tensor into its place, and where the tensor still has its extent, the bytes around it as well."""
+    """Copy each tensor into its place, and where the tensor still has its extent, the bytes around it as well.
+
+    Args:
+        places: where the tensors go, each of its tensor's shape.
+        tensors: strided tensors, one for each place.
+        extents: the extent that was planned for each tensor.
+    """
     for place, tensor, extent in zip(places, tensors, extents, strict=True):
         fill_around(place, tensor, extent)
     for place, tensor in zip(places, tensors, strict=True):

@@ -160,7 +160,9 @@ def test_groups_have_the_bits_of_their_members(dtype: torch.dtype, columns: int)
         assert same_bits(group(*(inputs[at] for at in order)), function(*inputs)), group.title
 
 
-@pytest.mark.parametrize(("threads", "rows", "columns"), [(4, 4353, 256), (4, 1030, 256), (5, 5950, 320), (8, 4613, 512)])
+@pytest.mark.parametrize(
+    ("threads", "rows", "columns"), [(4, 4353, 256), (4, 1030, 256), (5, 5950, 320), (8, 4613, 512)]
+)
 def test_every_block_is_shared_at_a_multiple_of_what_vector_code_takes(
     monkeypatch: pytest.MonkeyPatch, threads: int, rows: int, columns: int
 ) -> None:

@@ -105,6 +105,15 @@ def test_zero_bytes_need_no_room() -> None:
     check_layout(graph)
 
 
+def test_storage_in_the_arena_and_outside_is_refused() -> None:
+    graph = traced(lambda x: x.sin().cos().sum(), KB)
+    decision = layout.decide(graph, Options())
+    twice = (*decision.with_allocator, *decision.offset)
+    both = dataclasses.replace(decision, offset=dict.fromkeys(twice, 0), with_allocator=twice)
+    with pytest.raises(PlanError, match="not this graph's temporaries"):
+        layout.apply(graph, both)
+
+
 @pytest.mark.parametrize("change", ["drop", "add", "rename"])
 def test_layout_of_another_graph_is_refused(change: str) -> None:
     graph = model_graph("nanogpt", "step")[0]

@@ -61,12 +61,15 @@ class Result:
         return sum(len({loss.hex() for loss in row}) == 1 for row in rows)
 
     def time_ratio(self, side: str) -> float | None:
-        """Return the median over steps of the side's time over eager's; None if no more than WARM steps were run."""
+        """Return the median, over the steps behind the first WARM, of the time of ``side`` divided by eager's.
+
+        ``side`` is one of ``SIDES``. None if no more than WARM steps were run.
+        """
         pairs = list(zip(self.seconds[EAGER][WARM:], self.seconds[side][WARM:], strict=True))
         return statistics.median(ours / eager for eager, ours in pairs) if pairs else None
 
     def memory_ratio(self, side: str) -> float:
-        """Return the side's measured peak as a multiple of eager's."""
+        """Return the measured peak of ``side``, one of ``SIDES``, divided by eager's."""
         return self.peak_bytes[side] / self.peak_bytes[EAGER]
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,13 +93,13 @@ class Result:
 
 
 def race(task: Task, report: Callable[[int], None] = lambda done: None) -> Result:
-    """Run ``task.steps`` steps on all sides, each in a process of its own, one step of one side at a time.
+    """Run ``task.steps`` steps on all sides, each in a process of its own, and return what was measured.
 
-    At each step another side goes first.
+    One step of one side runs at a time; at each step another side goes first.
 
     Args:
         task: what all sides do; its ``side`` is ignored.
-        report: called with the number of steps done after each.
+        report: called after each step of all sides with the number of steps done.
 
     Raises:
         RoamcError: a side failed; says why.

@@ -15,7 +15,7 @@ from roamc.units import format_bytes
 
 
 def show(out: Console, result: Result) -> None:
-    """Print losses side by side, then memory, then time."""
+    """Print ``result`` to ``out``: losses side by side, then memory, then time, then what to try next."""
     task = result.task
     out.print(
         f"GPT of {result.parameters / 1e6:.1f} M parameters, batch {task.batch} of {task.seq} bytes, "

@@ -18,7 +18,7 @@ def read(limit: int = LIMIT) -> bytes:
     """Return the source of the standard library's top-level modules, sorted by name, up to ``limit`` bytes.
 
     Raises:
-        RoamcError: there are less than 100 kB of them, as where Python comes without source files.
+        RoamcError: the modules have less than 100 kB of source, as where Python comes without source files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
@@ -34,9 +34,10 @@ def read(limit: int = LIMIT) -> bytes:
 
 
 def batches(text: bytes, steps: int, batch: int, seq: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Draw random windows of ``text``: for each step (inputs, targets), both int64 of shape (batch, seq).
+    """Return random windows of ``text``: for each of ``steps`` steps (inputs, targets), int64 of shape (batch, seq).
 
-    ``targets`` has the byte behind each byte of ``inputs``. The same ``seed`` gives the same windows.
+    ``targets`` has the byte behind each byte of ``inputs``. The same ``seed`` gives the same windows. ``text`` must
+    have more than ``seq + 1`` bytes.
     """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)

@@ -69,7 +69,7 @@ class Task:
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
-    """Call ``run`` under torch's profiler; return its result, and its peak.
+    """Call ``run`` under torch's profiler, and return (its result, its peak in bytes).
 
     The peak is the most bytes that torch's CPU allocator had handed out, less those taken back, since ``run`` began.
     """
@@ -93,7 +93,7 @@ class Side:
         batches: (inputs, targets) for every step.
         optimizer: AdamW, with its state already made.
         train: roamc's train step; None on the eager side.
-        run: the function that runs a step on a batch and returns the loss.
+        run: the function that runs a step on the two tensors of a batch and returns the loss.
     """
 
     def __init__(self, task: Task) -> None:
@@ -115,7 +115,11 @@ class Side:
         torch.manual_seed(task.seed)
 
     def step(self, index: int) -> dict[str, Any]:
-        """Run step ``index``; return ``loss``, ``seconds`` and ``peak_bytes``, which is None but for step 0."""
+        """Run step ``index``, counted from 0, and return its loss, time and peak.
+
+        Returns:
+            ``loss``, ``seconds`` and ``peak_bytes``, which is None except for step 0.
+        """
         batch = self.batches[index]
         start = time.perf_counter()
         if index == 0:
@@ -152,9 +156,10 @@ class Side:
 
 
 def answers(task: Task, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the number of parameters and threads, then one answer for each line.
+    """Yield ``parameters`` and ``threads``, the numbers of both, then one answer for each of ``lines``.
 
-    A line is a request as JSON: ``{"step": index}`` runs a step, any other asks for the plan.
+    A line is a request as JSON: ``{"step": index}`` runs a step and gets what :meth:`Side.step` returns; any other gets
+    the plan, as :meth:`Side.plan` returns it, under the key ``plan``.
     """
     side = Side(task)
     yield {"parameters": side.parameters, "threads": torch.get_num_threads()}

@@ -205,6 +205,8 @@ def test_plan_of_another_graph_says_what_is_missing() -> None:
         compress(graph, [Code("there_is_none", "bits")])
     with pytest.raises(PlanError, match="there is no codec 'zip'"):
         compress(graph, [Code(all_codes(graph)[0].storage, "zip")])
+    with pytest.raises(PlanError, match="in two codes"):
+        compress(graph, [all_codes(graph)[0]] * 2)
 
 
 def test_what_the_user_pinned_is_left_alone() -> None:
