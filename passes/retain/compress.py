@@ -191,8 +191,8 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     one and lists the new encodings behind the old ones in ``TrainGraph.encodings``.
 
     Raises:
-        PlanError: the graph has no tensors or lacks a storage of ``codes``; two codes are of one storage; a codec is unknown or does
-            not fit.
+        PlanError: the graph has no tensors or lacks a storage of ``codes``; two codes are of one storage; a
+            codec is unknown or does not fit.
     """
     writer = _Writer(graph)
     known = {value.storage.name: value for value in values(writer.memory)}

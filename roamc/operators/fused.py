@@ -103,7 +103,7 @@ class Fused(Composite):
         return _misfit_of_operands(members, matrix, threads)
 
     @functools.cached_property
-    def exact(self) -> bool:
+    def exact(self) -> bool:  # type: ignore[override]
         """Whether the result has the bits of the operators run one after the other."""
         return all(self.fits_numerics(node, fast=False) for node in self.nodes)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roamc.graph import tensors_of
 from roamc.operators import ops
 from roamc.operators.blocks import Matrix
 
@@ -92,7 +91,7 @@ class Access:
 
 
 def _place(dims: Dims, number: str) -> str:
-    terms = []
+    terms: list[str] = []
     inside = 1
     for position, (size, stride) in reversed(list(enumerate(_merged(dims)))):
         text = number if inside == 1 else f"{number} // {inside}"
@@ -147,14 +146,6 @@ def frame_of(node: fx.Node) -> Matrix | None:
         return None
     columns = int(made.shape[-1]) if made.dim() else 1
     return Matrix(math.prod(made.shape) // columns, columns)
-
-
-def result_reach(node: fx.Node, frame: Matrix) -> Reach | None:
-    """Return whether a member's result has all elements of ``frame`` or one for each row; None if neither."""
-    made = node.meta.get("val")
-    if not isinstance(made, torch.Tensor) or len(tensors_of(node)) != 1:
-        return None
-    return shape_reach(made.shape, frame)
 
 
 def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:

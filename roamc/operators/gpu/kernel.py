@@ -130,7 +130,7 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
     dims = node.args[found.along] if found.along < len(node.args) else None
     dims = [dims] if isinstance(dims, int) else dims
-    last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]  # type: ignore[operator]
+    last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
     if not last or source.shape[-1] != frame.columns or source.numel() != frame.numel:
         raise DoesNotPrintError(f"{node.name} does not work along rows of {frame.columns}")
 
@@ -332,7 +332,7 @@ def _common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
         return None
     if found.common == "operands":
         first, second = (a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2])
-        return torch.result_type(first, second)
+        return torch.result_type(first, second)  # type: ignore[arg-type]
     if found.along is not None:  # it adds up in float32 what it reads
         return torch.float32
     made: torch.Tensor = node.meta["val"]

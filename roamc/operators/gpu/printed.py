@@ -145,7 +145,7 @@ def _scaled(lines: Lines, sign: str, node: fx.Node, values: Sequence[Value]) -> 
 
 
 def _unscaled(node: fx.Node) -> bool:
-    return node.kwargs.get("alpha", 1) == 1
+    return bool(node.kwargs.get("alpha", 1) == 1)
 
 
 def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
