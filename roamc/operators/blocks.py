@@ -312,7 +312,7 @@ def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool, po
     unit = threads * (TOGETHER if aligned else 1)
     wanted = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit))
     for units in (*range(wanted, max(0, wanted - TRIES), -1), *range(wanted + 1, wanted + TRIES)):
-        rows = units * unit
+        rows: int = units * unit
         parts = {min(rows, matrix.rows), matrix.rows % rows} - {0}
         if rows == 1 or (rows < matrix.rows and 1 in parts):
             continue
