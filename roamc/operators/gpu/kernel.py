@@ -31,7 +31,7 @@ from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, in_order, keeps_order, shape_reach
-from roamc.operators.gpu.lines import FLOATS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.lines import FLOATS, INTEGERS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
 from roamc.operators.gpu.printed import Printed, printed
 
 LONGEST_ROW = 16384
@@ -69,11 +69,43 @@ class KernelText:
 
 def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
     """Say why ``node`` cannot be in a kernel over ``frame`` whose other members are ``inside``; "" if it can."""
+    lines = Lines(frame.columns, rows=True, taken=())
+    lines.pointers = {argument: argument.name for argument in node.all_input_nodes}
     try:
-        _operands(node, frame, inside)
+        operands = _operands(node, frame, inside)
+        values = [_tried(lines, operand) for operand in operands]
+        _write(lines, node, values)
     except DoesNotPrintError as reason:
         return str(reason)
     return ""
+
+
+def _tried(lines: Lines, operand: _Operand) -> Value:
+    """A value with the dtype of an operand, to try whether a member prints."""
+    given = operand.value
+    if isinstance(given, fx.Node):
+        return Value(given.name, "", Reach.ALL, 0, given.meta["val"].dtype)
+    return lines.constant(given, torch.float32)
+
+
+def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """Write the lines of a member and return its result, named after it.
+
+    Args:
+        lines: what is written so far.
+        node: the member.
+        values: its positional arguments, each of its own dtype; a number as one of float32.
+    """
+    found, dtype = printed(node.target), node.meta["val"].dtype
+    assert found is not None, f"{node.name} does not print"
+    common = _common_dtype(node, found)
+    lines.comment = source_line(node)
+    lines.dtype = torch.float32 if dtype in FLOATS else dtype
+    if common is not None:
+        exact = found.common == "operands"  # comparisons round numbers, arithmetic does not
+        values = [lines.cast(value, common) if exact else lines.as_operand(value, common) for value in values]
+    value = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
+    return lines.named(node.name, value, dtype)
 
 
 def kernel_text(name: str, body: fx.Graph, frame: Matrix) -> KernelText:
@@ -113,6 +145,8 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
         raise DoesNotPrintError(f"{node.name} does not print")
     if set(node.kwargs) - set(found.keywords) or not isinstance(made, torch.Tensor) or made.is_conj():
         raise DoesNotPrintError(f"{node.name} has arguments or a result that do not print")
+    if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
+        raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
     if shape_reach(made.shape, frame) is None:
         raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
     _check_dim(node, found, frame)
@@ -208,29 +242,19 @@ class _Kernel:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def _member(self, node: fx.Node, inside: Collection[fx.Node]) -> None:
-        found = printed(node.target)
-        assert found is not None, f"{node.name} does not print"
-        operands = _operands(node, self.frame, inside)
-        dtype = node.meta["val"].dtype
         self.lines.comment = source_line(node)
-        common = _common_dtype(node, found)
-        self.lines.dtype = torch.float32 if dtype in FLOATS else dtype
-        values = [self._value(node, operand, common) for operand in operands]
-        write = found.write
-        value = self.lines.let(write, *values) if isinstance(write, str) else write(self.lines, node, values)
-        self.made[node] = self.lines.named(node.name, value, dtype)
+        values = [self._value(operand) for operand in _operands(node, self.frame, inside)]
+        self.made[node] = _write(self.lines, node, values)
 
-    def _value(self, node: fx.Node, operand: _Operand, common: torch.dtype | None) -> Value:
+    def _value(self, operand: _Operand) -> Value:
         given = operand.value
         if not isinstance(given, fx.Node):
-            return self.lines.constant(given, common or torch.float32)
+            return self.lines.constant(given, torch.float32)
         if operand.access is not None:
-            value = self.lines.load(given, operand.access)
-        elif blocks.base_of(given) in self.made:
-            value = self.made[blocks.base_of(given)]
-        else:
-            return self.lines.constant(0, torch.int64)  # read by the operator's own text, if at all
-        return self.lines.cast(value, common) if common is not None else value
+            return self.lines.load(given, operand.access)
+        base = blocks.base_of(given)
+        # The same for all rows, such as weights of classes: the member's own text reads it.
+        return self.made[base] if base in self.made else self.lines.constant(0, torch.int64)
 
     # -- lines ------------------------------------------------------------------------------------------------------
 

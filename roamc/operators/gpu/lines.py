@@ -134,6 +134,15 @@ class Lines:
         text = value.name if value.dtype in FLOATS else f"{value.name}.to(tl.float32)"
         return self._unnamed(rounded(text, dtype), (value,), dtype)
 
+    def as_operand(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return an operand converted to the dtype in which an operator works.
+
+        A number stays as exact as float32 is where the operator works on floats of 16 bits.
+        """
+        if value.number is not None and dtype in FLOATS:
+            return self.constant(value.number, dtype)
+        return value if value.text == "" and value.number is None and value.name == "None" else self.cast(value, dtype)
+
     def number(self, value: object) -> str:
         """Return the text of a number."""
         if isinstance(value, bool):

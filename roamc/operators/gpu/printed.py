@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.schemas import argument_of, stem
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Printed:
         common: what its operands are converted to: "result" for the dtype of the result; "operands" for the dtype that
             torch promotes the operands to; "each" for none.
         along: position of the argument that names the dimension it works along, which must be the last.
+        integers: it also makes integers.
+        booleans: it also makes booleans.
         keywords: names of arguments that it takes beside the positional ones; with any other it does not print.
     """
 
@@ -47,6 +50,8 @@ class Printed:
     common: str = "result"
     along: int | None = None
     keywords: tuple[str, ...] = ()
+    integers: bool = False
+    booleans: bool = False
 
 
 # -- operators of several lines -----------------------------------------------------------------------------------
@@ -120,9 +125,9 @@ def _gelu_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Valu
 
 def _clamp(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     result = values[0]
-    for bound, how in zip(node.args[1:3], ("maximum", "minimum"), strict=False):
-        if bound is not None:
-            result = lines.let(_NAN_STAYS.format(how=how, bound=lines.number(bound)), result)
+    for at, text in enumerate((_LARGER, _SMALLER), start=1):
+        if at < len(node.args) and node.args[at] is not None:
+            result = lines.let(text, result, values[at])
     return result
 
 
@@ -166,6 +171,8 @@ def _masked_fill(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 
 
 def _power(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    if node.args[1] not in POWERS:
+        raise DoesNotPrintError(f"{node.name} has another exponent than {', '.join(map(str, POWERS))}")
     return lines.let(POWERS[node.args[1]], values[0])  # type: ignore[index]
 
 
@@ -189,7 +196,6 @@ _TANH = (
     "tl.where(tl.abs({0}) < 0.03125, {0} - {0} * {0} * {0} * (0.33333333 - 0.13333333 * {0} * {0}),"
     " 2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)"
 )
-_NAN_STAYS = "tl.{how}({{0}}, {bound}, propagate_nan=tl.PropagateNan.ALL)"
 _LARGER = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 _SMALLER = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 
@@ -198,12 +204,12 @@ _SMALLER = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 PRINTED: dict[str, Printed] = {
-    "_to_copy": Printed(_convert, exact=True, keywords=("dtype",)),
-    "add": Printed(_add, exact=_unscaled, keywords=("alpha",)),
-    "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",)),
-    "mul": Printed("{0} * {1}", exact=True),
+    "_to_copy": Printed(_convert, exact=True, keywords=("dtype",), integers=True, booleans=True),
+    "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True),
+    "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True),
+    "mul": Printed("{0} * {1}", exact=True, integers=True),
     "div": Printed(_divide, exact=True),
-    "neg": Printed("-{0}", exact=True),
+    "neg": Printed("-{0}", exact=True, integers=True),
     "abs": Printed("tl.abs({0})", exact=True),
     "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
     "sqrt": Printed("tl.sqrt_rn({0})", exact=True),
@@ -211,19 +217,22 @@ PRINTED: dict[str, Printed] = {
     "maximum": Printed(_LARGER, exact=True),
     "minimum": Printed(_SMALLER, exact=True),
     "clamp": Printed(_clamp, exact=True),
-    "clamp_min": Printed(_NAN_STAYS.format(how="maximum", bound="{1}"), exact=True),
-    "clamp_max": Printed(_NAN_STAYS.format(how="minimum", bound="{1}"), exact=True),
+    "clamp_min": Printed(_LARGER, exact=True),
+    "clamp_max": Printed(_SMALLER, exact=True),
     "threshold_backward": Printed("tl.where({1} <= {2}, 0.0, {0})", exact=True),
-    "where": Printed(_where, exact=True, common="each"),
-    "masked_fill": Printed(_masked_fill, exact=True, common="each"),
+    "where": Printed(_where, exact=True, common="each", integers=True, booleans=True),
+    "masked_fill": Printed(_masked_fill, exact=True, common="each", integers=True, booleans=True),
     "native_dropout_backward": Printed("{0} * ({1}) * {2}", exact=True),
-    "logical_not": Printed("{0} == 0", exact=True, common="each"),
-    "bitwise_not": Printed("~{0}", exact=True),
-    "bitwise_and": Printed("{0} & {1}", exact=True),
-    "bitwise_or": Printed("{0} | {1}", exact=True),
-    "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each"),
-    "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each"),
-    **{f"{name}": Printed(f"{{0}} {sign} {{1}}", True, "operands") for name, sign in _COMPARISONS.items()},
+    "logical_not": Printed("{0} == 0", exact=True, common="each", booleans=True),
+    "bitwise_not": Printed("~{0}", exact=True, integers=True, booleans=True),
+    "bitwise_and": Printed("{0} & {1}", exact=True, integers=True, booleans=True),
+    "bitwise_or": Printed("{0} | {1}", exact=True, integers=True, booleans=True),
+    "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each", booleans=True),
+    "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each", booleans=True),
+    **{
+        f"{name}": Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", booleans=True)
+        for name, sign in _COMPARISONS.items()
+    },
     "pow": Printed(_power, exact=lambda node: node.args[1] in (0.5, 1, 2, 3, -1, -2)),
     "exp": Printed("tl.exp({0})"),
     "exp2": Printed("tl.exp2({0})"),
