@@ -97,7 +97,10 @@ def _compiled_frame() -> Any:
 
 
 def eager_is_asked_for() -> bool:
-    """Whether compiled functions run in eager now because the user says so, by ``torch.compiler.set_stance``."""
+    """Whether the user has asked, by ``torch.compiler.set_stance``, that compiled functions may run in eager now.
+
+    This is so in the stances "force_eager", "eager_on_recompile" and "eager_then_compile".
+    """
     return eval_frame._stance.stance in ("force_eager", "eager_on_recompile", "eager_then_compile")
 
 

@@ -68,7 +68,9 @@ class Moments:
 
 
 def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
-    """Return the fewest bytes that eager holds at every operator, and at the moments at which the caller's code runs.
+    """Return the fewest bytes that eager holds at each operator, and at BETWEEN and AFTER, when the caller's code runs.
+
+    Both of these are 0 without ``boundary``.
 
     Args:
         memory: memory model of the captured graph in program order, with every in-place reuse that is possible: eager

@@ -137,7 +137,7 @@ def _check_outputs(traced: Mapping[fx.Node, torch.dtype]) -> None:
 
 
 def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> TrainGraph:
-    """Make a graph of a forward without a backward, which saves nothing; ``module`` stays as it is.
+    """Make the graph of a forward that has no backward and saves nothing for one; ``module`` stays as it is.
 
     Args:
         module: AOTAutograd's forward.

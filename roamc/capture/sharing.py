@@ -123,9 +123,9 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Return the node at the end of the chain of views that ``node`` begins, see :func:`base_of`.
+    """Return the node that ``node`` is a view of, directly or through other views.
 
-    It is ``node`` itself if ``node`` is no view.
+    It is ``node`` itself if :func:`base_of` returns None for it.
     """
     while (base := base_of(node)) is not None:
         node = base

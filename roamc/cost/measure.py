@@ -153,7 +153,10 @@ class _Timed:
         return _digits(self.work[key][1] / self.least(key))
 
     def rates(self, table: dict[str, Probe]) -> dict[str, dict[str, float]]:
-        """Return kind to name of the dtype to :meth:`rate`, for the kinds in ``table`` that were measured."""
+        """Return the rates of the kinds in ``table`` that were measured: ``result[kind][name of the dtype]``.
+
+        Each is as :meth:`rate` gives it. Kinds and dtypes for which torch has no kernel are left out.
+        """
         found: dict[str, dict[str, float]] = {}
         for kind, dtype in self.work:
             if kind in table:

@@ -70,6 +70,10 @@ class BoundStep:
         Args:
             leaves: the tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` returns them.
             cohorts: what :meth:`cohorts_now` returns, not None.
+
+        Raises:
+            CaptureError: a tensor of the batch is on a device where no parameter is; nothing has changed.
+            Exception: as :meth:`roamc.runtime.program.Executable.run` raises.
         """
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}

@@ -150,9 +150,10 @@ class Fused(Composite):
         return text_of(f"fused_{self.name}", self.body, self.matrix)
 
     def block_rows(self, threads: int) -> int:
-        """Return how many rows one block has where torch has so many ``threads``.
+        """Return how many rows one block has if torch runs with this number of ``threads``.
 
-        It is all of them where torch's threads would share the whole operators in another way than blocks.
+        One block has all rows if smaller blocks would change bits: torch's threads would divide the elements of a block
+        among themselves in another way than those of the whole result.
         """
         if not blocks.may_block(self.nodes, self.matrix, threads, broadcast=self._broadcasts):
             return self.matrix.rows

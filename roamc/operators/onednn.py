@@ -19,7 +19,14 @@ aten = torch.ops.aten
 
 
 def onednn_mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
-    """Write ``self @ mat2`` to ``out``."""
+    """Write ``self @ mat2``, a product of matrices, to ``out``, which must not overlap them.
+
+    All tensors are float32 on a CPU, without a size of 0. ``out`` is contiguous and has the result's shape.
+
+    Raises:
+        TypeError: a tensor has another dtype, or is not on a CPU.
+        ValueError: the shapes do not fit, or a size is 0.
+    """
     product = product_into()
     if product is None:
         torch.mm(self, mat2, out=out)
@@ -28,7 +35,10 @@ def onednn_mm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
 
 
 def onednn_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> None:
-    """Write ``self + mat1 @ mat2`` to ``out``; ``self`` is broadcast, and may be ``out``."""
+    """Write ``self + mat1 @ mat2`` to ``out``; tensors and errors are as for :func:`onednn_mm`.
+
+    ``self`` is broadcast to the shape of ``out``, and may be ``out`` itself; the other two must not overlap ``out``.
+    """
     product = product_into()
     if product is None:
         torch.addmm(self, mat1, mat2, out=out)
@@ -39,7 +49,10 @@ def onednn_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, out: Tensor) -> No
 
 
 def onednn_bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
-    """Write ``self @ mat2`` to ``out``, one product for each entry of the batch."""
+    """Write ``self @ mat2`` to ``out``, one product for each entry of the batch, the first dimension of all three.
+
+    Tensors and errors are otherwise as for :func:`onednn_mm`.
+    """
     product = product_into()
     if product is None:
         torch.bmm(self, mat2, out=out)

@@ -126,7 +126,7 @@ class PlanMaker:
 
     @property
     def in_program_order(self) -> PlanMaker:
-        """A maker of plans that run operators in program order, the same otherwise."""
+        """The same maker, except that operators run in program order in its plans."""
         return self._with(dataclasses.replace(self.options, order="program"))
 
     def _with(self, options: Options) -> PlanMaker:

@@ -71,11 +71,12 @@ class TrimEffort:
     Attributes:
         least_bytes: a smaller arena is not trimmed.
         pieces: sizes in bytes of the pieces that the arena is cut into, the larger first; a piece is trimmed as a
-            whole. Each size is tried. The system brings a large page back in a tenth of the time, per byte.
-        most_pieces: most pieces of an arena; a larger arena has larger pieces. More pieces find smaller idle ranges
-            and take longer.
-        shares: the peaks that are tried: the lowest that trims can reach, plus each share of the most bytes that trims
-            can save.
+            whole. Each size is tried. Per byte, the system brings a large page back in a tenth of the time that small
+            pages take.
+        most_pieces: most pieces of an arena. An arena that would have more is cut into pieces of a multiple of the
+            size. More pieces find smaller idle ranges and take longer.
+        shares: shares, 0 to 1, of the most bytes that trims can save; for each, the peak that is tried is the lowest
+            that trims can reach, plus this share.
     """
 
     least_bytes: int = 8 << 20

@@ -67,8 +67,9 @@ def most_reused(problem: OrderProblem) -> LongArray:
 def reachability_bound(problem: OrderProblem, chosen: IntArray, effort: Effort = EFFORT) -> LongArray:
     """Return int64[len(chosen)], bytes that are surely live while each chosen operator runs, in any legal order.
 
-    A buffer counts if its producer is the operator or must run before it, and if the buffer is kept, is produced by the
-    operator, or has a reader that is the operator or must run after it. Reused bytes are taken off.
+    The operator's workspace is included, and the most bytes that its results can reuse are taken off. A buffer counts
+    if its producer is the operator or must run before it, and if the buffer is kept, is produced by the operator, or
+    has a reader that is the operator or must run after it.
 
     chosen: int32, operators of a problem with one stage, each at most once.
     effort: sizes of the batches in which operators and buffers are looked at; the result does not depend on them.

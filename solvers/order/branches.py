@@ -46,10 +46,13 @@ def place_branches(
 
 
 def branches(problem: OrderProblem, largest: int = EFFORT.largest_branch) -> list[list[OpIndex]]:
-    """Return the sets of at most `largest` connected operators on which no operator outside the set waits.
+    """Return disjoint connected sets of at most `largest` operators on which no operator outside the set waits.
 
-    Each set is a list of operators in program order. The lists do not overlap and are sorted by their first operators.
-    An operator that belongs to no such set is in none of the lists.
+    Operators are looked at from the last in program order to the first. One on which nothing waits begins a set. One
+    whose successors all are in sets joins these sets to one, if that has at most `largest` operators with it. Any other
+    is in no set, so that none of the lists has it.
+
+    Each set is a list of operators in program order; the lists are sorted by their first operators.
     """
     after = successors(problem).lists()
     of = list(range(problem.num_ops))

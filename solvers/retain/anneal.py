@@ -52,10 +52,10 @@ _KEEP_INPUT, _DROP_INPUT = 0.3, 0.6
 class Places(NamedTuple):
     """The gaps and steps that moves may choose. All arrays are int64.
 
-    focus: the gaps with a choice (`Gaps.free`) over steps that are above the budget without reruns; equal to `free` if
-        there are none.
-    free: all gaps of droppable buffers that have bytes, those without a step inside included, those that begin at the
-        last step not.
+    focus: the gaps in `Gaps.free` with a step inside whose live bytes, without reruns, are above the budget; equal to
+        `free` if there are none.
+    free: all gaps of droppable buffers that have bytes, even without a step inside, except gaps that begin at the last
+        step.
     begin, end: int64[gaps], the steps of each gap, as in `Gaps`.
     stop: int64[steps], for each step the first from it on whose operator reads something; the number of steps if none
         does. Buffers are brought back in front of such steps only: the others may stand for something that the caller

@@ -346,9 +346,10 @@ def _sort(row: LongArray, count: int) -> None:
 
 @compiled_uncounted
 def mark_reuse(tables: Tables, runs: int, room: Room) -> None:
-    """Fill `room.dead`: for each version the run from which on its bytes are free or those of another version.
+    """Fill `room.dead`: for each version the run from which on its bytes are free or belong to another version.
 
-    The room must hold a simulated schedule of this number of runs.
+    That is `last` + 1, or `last` if a version made at run `last` takes over the bytes (in-place reuse). The room must
+    hold a simulated schedule of this number of runs.
     """
     reusable_start, slot, maker, last, dead = tables.reusable_start, tables.slot, room.buffer, room.last, room.dead
     for version in range(room.first_made[runs]):

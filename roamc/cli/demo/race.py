@@ -156,7 +156,18 @@ class _Worker:
                     stream.close()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send one request and wait for the answer."""
+        """Send one request to the process and wait for its answer.
+
+        Args:
+            request: ``{"step": index}`` to run the step of this index, counted from 0, or ``{"plan": True}``.
+
+        Returns:
+            What :meth:`roamc.cli.demo.worker.Side.step` returns; or ``{"plan": data}``, with what
+            :meth:`~roamc.cli.demo.worker.Side.plan` returns.
+
+        Raises:
+            RoamcError: the request failed, or the process has ended; names the side and says why.
+        """
         try:
             print(json.dumps(request), file=self._pipe(self._process.stdin), flush=True)
         except BrokenPipeError:

@@ -41,9 +41,10 @@ def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def summed(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``sum``: the argument converted to the result's dtype, if that is another.
+    """Return the workspace of ``sum``: the argument converted to the result's dtype, if the two dtypes differ.
 
-    Else 0, but in half precision the argument in float32 where the summed dimensions do not lie as one in memory.
+    If they are the same, it is 0, except in half precision if the summed dimensions do not lie in memory as one: then
+    it is the argument in float32.
     """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
@@ -53,9 +54,9 @@ def summed(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def averaged(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``mean``: the argument converted to the result's dtype, if that is another.
+    """Return the workspace of ``mean``: the argument converted to the result's dtype, if the two dtypes differ.
 
-    Else 0, but in half precision argument and result in float32.
+    If they are the same, it is argument and result in float32 in half precision, else 0.
     """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
