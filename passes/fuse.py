@@ -70,8 +70,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose groups of operators, the one that ends last first; ``graph`` stays as it is.
 
     Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value
-    inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it. Groups that
-    have other last bits than their operators are chosen under ``numerics="fast"`` alone.
+    inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it. Groups
+    that have other last bits than their operators are chosen under ``numerics="fast"`` alone.
     """
     finder = _Finder(graph, _least_bytes(graph, options), fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []

@@ -266,6 +266,7 @@ class _Writer(Versions):
     def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
         node = value.saved.node
         made = self._insert(decode, self.codes[node], node, at, at, self._mark(value, "decode"))
+        _check_decoded(made, node)
         names = [node]
         for name in names:
             self.renew(name, made)
@@ -321,3 +322,12 @@ def _recorded(
 @functools.lru_cache(maxsize=4096)
 def _recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
     return trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph
+
+
+def _check_decoded(made: fx.Node, node: fx.Node) -> None:
+    """Raise PlanError unless the last operator of a decoding makes a tensor like the value of ``node``."""
+    decoded, wanted = (
+        (tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in (made.meta["val"], node.meta["val"])
+    )
+    if decoded != wanted:
+        raise PlanError(f"the codec of {node.name} decodes {decoded} in the place of {wanted} (dtype, shape, strides)")

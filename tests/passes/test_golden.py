@@ -183,8 +183,9 @@ def text_of(name: str) -> str:
 
 
 def test_every_pass_has_an_example() -> None:
-    assert list(EXAMPLES) == [row.name for row in PIPELINE]
-    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(EXAMPLES)
+    assert list(EXAMPLES) == [row.name for row in PIPELINE], "a pass needs a function and a row in EXAMPLES, in order"
+    texts = sorted(path.stem for path in GOLDEN.glob("*.txt"))
+    assert texts == sorted(EXAMPLES), "write a missing text by WRITE_GOLDEN=1, and run again"
 
 
 @pytest.mark.usefixtures("arenas_of_any_size")
