@@ -27,10 +27,12 @@ from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
 from roamc.graph.memory import Int64s, Operator
 from roamc.operators import ops
+from roamc.operators.blocks import widest
 from roamc.operators.call import Call, call_of, fakes, tensor_at, tensors_in
 from roamc.operators.costs.arguments import channels_last
 from roamc.operators.costs.cost import Cost
 from roamc.operators.fused import Fused
+from roamc.operators.kernels import PIECE, kernel_of
 from roamc.units import Bytes
 
 OBJECTS: Bytes = 256 << 10
@@ -88,7 +90,10 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
     largest: Bytes = 0
     for member in group.nodes:
         whole = workspace_bytes(member, 0)
-        largest = max(largest, -(-whole * rows // count) + workspace_bytes(member, threads) - whole)
+        part = -(-whole * rows // count)
+        if kernel_of(member.target) is not None:  # ours may work in pieces, which are as large in a block
+            part = min(whole, max(part, PIECE * widest([member])))
+        largest = max(largest, part + workspace_bytes(member, threads) - whole)
     views: int = -(-count // rows) * (1 + sum(node.op == "placeholder" for node in group.body.nodes))
     inside: Bytes = group.block_bytes(threads)
     return inside + largest + VIEW * views

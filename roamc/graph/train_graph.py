@@ -222,12 +222,14 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
 def source_line(node: fx.Node) -> str:
     """Return the user's line that made ``node``, as ``file.py:line``; "" if ``node`` has no stack trace.
 
-    It is the innermost line outside torch and roamc's capture; one of torch's where there is no other.
+    It is the innermost line outside torch and roamc's capture; one of torch's where there is no other. "?" stands for
+    what cannot be printed in a file's name, since the text goes into comments of programs.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     found = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
     own = [frame for frame in found if "/torch/" not in frame[0]] or found
-    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+    text = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def main_device(graph: TrainGraph) -> torch.device:

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
+from roamc import cost
+from roamc.codegen.source import emit
 from roamc.errors import PlanError, VerifyError
-from roamc.graph import Phase, TrainGraph, copied, value_flow, verify
+from roamc.graph import Phase, TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.memory import build_memory, lifetimes, live_bytes, timeline
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
 from roamc.operators.fused import Fused
+from roamc.operators.fused import fuse as make_group
 from roamc.options import Options
 from roamc.passes import fuse
 from roamc.passes.fuse import Decision, Effort
@@ -249,6 +252,26 @@ def test_steps_have_the_bits_of_steps_without_groups(name: str, budget: str | No
         assert bool(plan.decisions.get("fuse", {"groups": ()})["groups"]) is not bool(disable)
         results.append([*(step(*batch) for _ in range(3)), *model.parameters(), *model.buffers()])
     assert_same(*results, said=name)
+
+
+@pytest.mark.parametrize("name", ["evil\nimport os\n#.py", "torn\udc80.py", "nul\0.py"])
+def test_a_file_name_cannot_become_code_of_the_program(name: str) -> None:
+    graph = traced(lambda x: (x * 2).sin() @ x.t(), X)
+    for node in graph.graph.nodes:
+        node.meta["stack_trace"] = f'  File "/home/{name}", line 3, in forward\n    x * 2\n'
+    planned = search.run(graph, Options())
+    source = emit(planned.graph).listing
+    assert "import os" not in source.splitlines()
+    source.encode()
+
+
+def test_a_member_that_works_in_pieces_has_whole_pieces_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 20)
+    x, mask = torch.randn(9602, 64), torch.rand(9602, 64) > 0.5
+    graph = traced(lambda x, mask: aten.native_dropout_backward(x.sin(), mask, 2.0).cos(), x, mask)
+    nodes = operators(graph.graph)
+    group, _ = make_group(nodes[-1], nodes)
+    assert cost.group_workspace(group, 1) >= 2113536, "bytes measured by the profiler, a value inside included"
 
 
 def test_a_plan_with_groups_comes_back_from_its_text() -> None:

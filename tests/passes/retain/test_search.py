@@ -22,8 +22,8 @@ from roamc.passes.retain import Choice, compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.search import choose, coded_order
 from roamc.planning import search
-from roamc.planning.plan import Plan
 from roamc.planning.pipeline import PIPELINE, same_for_all_budgets
+from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
 from roamc.rewriting.arrange import arrange
 from roamc.solvers.retain import EFFORT
