@@ -271,7 +271,7 @@ def test_a_member_that_works_in_pieces_has_whole_pieces_in_a_block(monkeypatch: 
     graph = traced(lambda x, mask: aten.native_dropout_backward(x.sin(), mask, 2.0).cos(), x, mask)
     nodes = operators(graph.graph)
     group, _ = make_group(nodes[-1], nodes)
-    assert cost.group_workspace(group, 1) >= 2113536, "bytes measured by the profiler, a value inside included"
+    assert cost.group_workspace(group, 1) >= 2 << 20, "a value inside and a piece; the profiler measures 16 kB more"
 
 
 def test_a_plan_with_groups_comes_back_from_its_text() -> None:
