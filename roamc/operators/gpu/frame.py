@@ -164,6 +164,9 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
     inner, made = base.meta["val"], view.meta["val"]
     if not isinstance(made, torch.Tensor) or not isinstance(inner, torch.Tensor):
         return False
+    by_strides = any(argument.name == "stride" for argument in view.target._schema.arguments)  # type: ignore[union-attr]
+    if made.dtype is not inner.dtype or (by_strides and not inner.is_contiguous()):
+        return False
     stand_in = torch.empty(inner.shape, device="meta", dtype=inner.dtype)
     args = [stand_in if value is base else value for value in view.args]
     try:

@@ -102,8 +102,8 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     lines.comment = source_line(node)
     lines.dtype = torch.float32 if dtype in FLOATS else dtype
     if common is not None:
-        exact = found.common == "operands"  # comparisons round numbers, arithmetic does not
-        values = [lines.cast(value, common) if exact else lines.as_operand(value, common) for value in values]
+        convert = lines.cast if found.rounds_numbers else lines.as_operand
+        values = [convert(value, common) for value in values]
     value = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
     return lines.named(node.name, value, dtype)
 
@@ -154,7 +154,9 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
-    return [_operand(node, at, frame, inside) for at in range(len(node.args))]
+    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    defaults = [_Operand(argument.default_value) for argument in left_out if not argument.kwarg_only]
+    return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
 
 
 def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
@@ -164,6 +166,8 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
     dims = node.args[found.along] if found.along < len(node.args) else None
     dims = [dims] if isinstance(dims, int) else dims
+    if not source.dim():
+        raise DoesNotPrintError(f"{node.name} has no rows")
     last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
     if not last or source.shape[-1] != frame.columns or source.numel() != frame.numel:
         raise DoesNotPrintError(f"{node.name} does not work along rows of {frame.columns}")
@@ -172,9 +176,11 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
 def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> _Operand:
     argument = node.args[at]
     rowwise = ops.rule(node.target).rowwise
-    if not isinstance(argument, fx.Node) or (
-        rowwise is not None and at in rowwise.whole and argument.meta["val"].dim()
-    ):
+    if not isinstance(argument, fx.Node):
+        return _Operand(argument)
+    if rowwise is not None and at in rowwise.whole and argument.meta["val"].dim():
+        if blocks.base_of(argument) in inside:
+            raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return _Operand(argument)
     tensor, shape = argument.meta["val"], _shape_of_operands(node)
     base = blocks.base_of(argument)
@@ -271,7 +277,10 @@ class _Kernel:
         rows, columns = self.frame.rows, self.frame.columns
         lines = [f"row = tl.program_id(0){self._wide(written)} * ROWS + tl.arange(0, ROWS)[:, None]"]
         if not self._pieces:
-            lines += ["column = tl.arange(0, COLUMNS)[None, :]", f"inside = (row < {rows}) & (column < {columns})"]
+            lines += [
+                f"column = tl.arange(0, COLUMNS)[None, :]{self._wide(written)}",
+                f"inside = (row < {rows}) & (column < {columns})",
+            ]
             for value in self.lines.values:
                 lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
             return [*lines, self._store(result, written)]
@@ -291,7 +300,7 @@ class _Kernel:
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
         if wanted:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
-            inner = ["column = start + tl.arange(0, COLUMNS)[None, :]"]
+            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide(written)}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
             inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             inner += [self._accumulated(value) for value in sums]

@@ -43,6 +43,7 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
 
     def launch(*args: torch.Tensor, out: torch.Tensor) -> None:
         # No contraction: an operator has the same bits wherever it stands.
-        function[(text.programs,)](*args, out, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
+        with torch.cuda.device_of(out):
+            function[(text.programs,)](*args, out, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
 
     return launch

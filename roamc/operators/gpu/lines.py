@@ -170,7 +170,7 @@ class Lines:
     def constant(self, value: object, dtype: torch.dtype) -> Value:
         """Return a number as a value without a line; a float where the operation is one of floats."""
         number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
-        known = number if isinstance(number, int | float) else None
+        known = value if isinstance(value, int | float) else None
         return Value(self.number(number), "", Reach.ONE, 0, dtype, number=known)
 
     def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:

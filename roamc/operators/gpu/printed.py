@@ -40,6 +40,7 @@ class Printed:
         common: what its operands are converted to: "result" for the dtype of the result; "operands" for the dtype that
             torch promotes the operands to; "each" for none.
         along: position of the argument that names the dimension it works along, which must be the last.
+        rounds_numbers: a number among its operands is rounded to their dtype first, even to 16 bits.
         integers: it also makes integers.
         booleans: it also makes booleans.
         keywords: names of arguments that it takes beside the positional ones; with any other it does not print.
@@ -50,6 +51,7 @@ class Printed:
     common: str = "result"
     along: int | None = None
     keywords: tuple[str, ...] = ()
+    rounds_numbers: bool = False
     integers: bool = False
     booleans: bool = False
 
@@ -66,11 +68,17 @@ def _mean(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 
 
 def _largest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    return lines.largest(values[0])
+    return lines.let("{0} + {1}", lines.largest(values[0]), _nans(lines, values[0]))
+
+
+def _nans(lines: Lines, value: Value) -> Value:
+    """NaN for the rows that have one, else zero: the largest of a row in Triton passes over them."""
+    return lines.total(lines.let("tl.where({0} != {0}, {0}, 0.0)", value))
 
 
 def _smallest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    return lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
+    least = lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
+    return lines.let("{0} + {1}", least, _nans(lines, values[0]))
 
 
 def _softmax(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -170,6 +178,11 @@ def _masked_fill(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     return lines.let("tl.where({1}, {2}, {0})", values[0], values[1], lines.cast(values[2], node.meta["val"].dtype))
 
 
+def _rounds_once(node: fx.Node) -> bool:
+    """Whether ATen rounds a power once: of 16 bits it rounds every product of three factors, or of a reciprocal."""
+    return node.args[1] in (0.5, 1, 2, -1) or (node.args[1] in (3, -2) and node.meta["val"].dtype is torch.float32)
+
+
 def _power(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     if node.args[1] not in POWERS:
         raise DoesNotPrintError(f"{node.name} has another exponent than {', '.join(map(str, POWERS))}")
@@ -219,7 +232,7 @@ PRINTED: dict[str, Printed] = {
     "clamp": Printed(_clamp, exact=True),
     "clamp_min": Printed(_LARGER, exact=True),
     "clamp_max": Printed(_SMALLER, exact=True),
-    "threshold_backward": Printed("tl.where({1} <= {2}, 0.0, {0})", exact=True),
+    "threshold_backward": Printed("tl.where({1} <= {2}, 0.0, {0})", exact=True, rounds_numbers=True),
     "where": Printed(_where, exact=True, common="each", integers=True, booleans=True),
     "masked_fill": Printed(_masked_fill, exact=True, common="each", integers=True, booleans=True),
     "native_dropout_backward": Printed("{0} * ({1}) * {2}", exact=True),
@@ -230,10 +243,10 @@ PRINTED: dict[str, Printed] = {
     "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each", booleans=True),
     "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each", booleans=True),
     **{
-        f"{name}": Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", booleans=True)
+        f"{name}": Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", rounds_numbers=True, booleans=True)
         for name, sign in _COMPARISONS.items()
     },
-    "pow": Printed(_power, exact=lambda node: node.args[1] in (0.5, 1, 2, 3, -1, -2)),
+    "pow": Printed(_power, exact=_rounds_once),
     "exp": Printed("tl.exp({0})"),
     "exp2": Printed("tl.exp2({0})"),
     "log": Printed("tl.log({0})"),
