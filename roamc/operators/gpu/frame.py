@@ -162,7 +162,9 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
     """
     (base,) = view.all_input_nodes
     inner, made = base.meta["val"], view.meta["val"]
-    if not isinstance(made, torch.Tensor) or not isinstance(inner, torch.Tensor):
+    if not isinstance(made, torch.Tensor) or not isinstance(inner, torch.Tensor) or made.dtype is not inner.dtype:
+        return False
+    if _by_strides(view) and not inner.is_contiguous():
         return False
     stand_in = torch.empty(inner.shape, device="meta", dtype=inner.dtype)
     args = [stand_in if value is base else value for value in view.args]
@@ -173,6 +175,12 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
     if not isinstance(seen, torch.Tensor) or seen.storage_offset() or seen.shape != made.shape:
         return False
     return in_order(seen, inner.numel(), seen.shape, frame)
+
+
+def _by_strides(view: fx.Node) -> bool:
+    """Whether a view picks places in memory, as ``as_strided`` does."""
+    schema = getattr(view.target, "_schema", None)
+    return schema is not None and any(argument.name == "stride" for argument in schema.arguments)
 
 
 def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matrix) -> bool:

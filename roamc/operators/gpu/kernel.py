@@ -31,7 +31,7 @@ from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, in_order, keeps_order, shape_reach
-from roamc.operators.gpu.lines import FLOATS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.lines import FLOATS, INTEGERS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
 from roamc.operators.gpu.printed import Printed, printed
 
 LONGEST_ROW = 16384
@@ -116,10 +116,16 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     if shape_reach(made.shape, frame) is None:
         raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
     _check_dim(node, found, frame)
+    if found.prints is not None and not found.prints(node):
+        raise DoesNotPrintError(f"{node.name} has an argument that does not print")
     tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes)]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
+        if tensor.is_neg():
+            raise DoesNotPrintError(f"{node.name} has a tensor that lies in memory with other signs")
+    if _common_dtype(node, found) in INTEGERS and any(tensor.dtype in FLOATS for tensor in tensors):
+        raise DoesNotPrintError(f"{node.name} makes integers of floats")
     return [_operand(node, at, frame, inside) for at in range(len(node.args))]
 
 
@@ -128,6 +134,8 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
     if found.along is None:
         return
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if not source.dim() or node.meta["val"].dtype not in FLOATS:  # integers would be added up in float32
+        raise DoesNotPrintError(f"{node.name} has no rows of floats")
     dims = node.args[found.along] if found.along < len(node.args) else None
     dims = [dims] if isinstance(dims, int) else dims
     last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
@@ -141,6 +149,8 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
     if not isinstance(argument, fx.Node) or (
         rowwise is not None and at in rowwise.whole and argument.meta["val"].dim()
     ):
+        if isinstance(argument, fx.Node) and blocks.base_of(argument) in inside:
+            raise DoesNotPrintError(f"{node.name} takes {argument.name} from memory")
         return _Operand(argument)
     tensor, shape = argument.meta["val"], _shape_of_operands(node)
     base = blocks.base_of(argument)
@@ -215,15 +225,15 @@ class _Kernel:
         self.lines.comment = source_line(node)
         common = _common_dtype(node, found)
         self.lines.dtype = torch.float32 if dtype in FLOATS else dtype
-        values = [self._value(node, operand, common) for operand in operands]
+        values = [self._value(found, operand, common) for operand in operands]
         write = found.write
         value = self.lines.let(write, *values) if isinstance(write, str) else write(self.lines, node, values)
         self.made[node] = self.lines.named(node.name, value, dtype)
 
-    def _value(self, node: fx.Node, operand: _Operand, common: torch.dtype | None) -> Value:
+    def _value(self, found: Printed, operand: _Operand, common: torch.dtype | None) -> Value:
         given = operand.value
         if not isinstance(given, fx.Node):
-            return self.lines.constant(given, common or torch.float32)
+            return self._number(given, common, rounded=found.common == "operands")
         if operand.access is not None:
             value = self.lines.load(given, operand.access)
         elif blocks.base_of(given) in self.made:
@@ -231,6 +241,14 @@ class _Kernel:
         else:
             return self.lines.constant(0, torch.int64)  # read by the operator's own text, if at all
         return self.lines.cast(value, common) if common is not None else value
+
+    def _number(self, given: Any, common: torch.dtype | None, *, rounded: bool) -> Value:
+        """A number in float32 where ``common`` has 16 bits, as ATen computes with it; ATen compares with a rounded one."""
+        if common is None:
+            common = torch.int64 if isinstance(given, int) else torch.float32
+        if rounded and isinstance(given, float):
+            return self.lines.cast(self.lines.constant(given, torch.float32), common)
+        return self.lines.constant(given, common)
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +265,7 @@ class _Kernel:
         rows, columns = self.frame.rows, self.frame.columns
         lines = [f"row = tl.program_id(0){self._wide(written)} * ROWS + tl.arange(0, ROWS)[:, None]"]
         if not self._pieces:
-            lines += ["column = tl.arange(0, COLUMNS)[None, :]", f"inside = (row < {rows}) & (column < {columns})"]
+            lines += [f"column = tl.arange(0, COLUMNS)[None, :]{self._wide(written)}", f"inside = (row < {rows}) & (column < {columns})"]
             for value in self.lines.values:
                 lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
             return [*lines, self._store(result, written)]
@@ -267,7 +285,7 @@ class _Kernel:
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
         if wanted:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
-            inner = ["column = start + tl.arange(0, COLUMNS)[None, :]"]
+            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide(written)}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
             inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             inner += [self._accumulated(value) for value in sums]

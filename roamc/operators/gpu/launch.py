@@ -42,7 +42,8 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
         return None
 
     def launch(*args: torch.Tensor, out: torch.Tensor) -> None:
-        # No contraction: an operator has the same bits wherever it stands.
-        function[(text.programs,)](*args, out, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            # No contraction: an operator has the same bits wherever it stands.
+            function[(text.programs,)](*args, out, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
 
     return launch

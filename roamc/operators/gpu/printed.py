@@ -40,6 +40,7 @@ class Printed:
             torch promotes the operands to; "each" for none.
         along: position of the argument that names the dimension it works along, which must be the last.
         keywords: names of arguments that it takes beside the positional ones; with any other it does not print.
+        prints: whether a call prints; None if every call does.
     """
 
     write: str | Writer
@@ -47,6 +48,7 @@ class Printed:
     common: str = "result"
     along: int | None = None
     keywords: tuple[str, ...] = ()
+    prints: Callable[[fx.Node], bool] | None = None
 
 
 # -- operators of several lines -----------------------------------------------------------------------------------
@@ -61,11 +63,18 @@ def _mean(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 
 
 def _largest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    return lines.largest(values[0])
+    return _nan_of(lines, values[0], lines.largest(values[0]))
 
 
 def _smallest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    return lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
+    smallest = lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
+    return _nan_of(lines, values[0], smallest)
+
+
+def _nan_of(lines: Lines, value: Value, extreme: Value) -> Value:
+    """Return ``extreme``, or NaN for a row of ``value`` with a NaN, which Triton's largest element leaves out."""
+    nans = lines.total(lines.let("tl.where({0} != {0}, 1.0, 0.0)", value))
+    return lines.let('tl.where({0} > 0, float("nan"), {1})', nans, extreme)
 
 
 def _softmax(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -120,10 +129,21 @@ def _gelu_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Valu
 
 def _clamp(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     result = values[0]
-    for bound, how in zip(node.args[1:3], ("maximum", "minimum"), strict=False):
+    for bound, value, text in zip(node.args[1:3], values[1:3], (_LARGER, _SMALLER), strict=False):
         if bound is not None:
-            result = lines.let(_NAN_STAYS.format(how=how, bound=lines.number(bound)), result)
+            result = lines.let(text, result, value)
     return result
+
+
+def _threshold_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """ATen's CUDA kernel rounds the threshold to the dtype of the result."""
+    threshold = lines.cast(lines.constant(node.args[2], torch.float32), node.meta["val"].dtype)
+    return lines.let("tl.where({1} <= {2}, 0, {0})", *values[:2], threshold)
+
+
+def _leaky_relu(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    slope = lines.number(argument_of(node.target, node.args, node.kwargs, "negative_slope"))
+    return lines.let(f"tl.where({{0}} > 0, {{0}}, {{0}} * {slope})", values[0])
 
 
 def _convert(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -141,6 +161,7 @@ def _sub(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 def _scaled(lines: Lines, sign: str, node: fx.Node, values: Sequence[Value]) -> Value:
     alpha = node.kwargs.get("alpha", 1)
     second = values[1] if alpha == 1 else lines.let(f"{lines.number(alpha)} * {{0}}", values[1])
+    sign = "|" if node.meta["val"].dtype is torch.bool else sign  # one bit would wrap around
     return lines.let(f"{{0}} {sign} {{1}}", values[0], second)
 
 
@@ -169,6 +190,16 @@ def _power(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     return lines.let(POWERS[node.args[1]], values[0])  # type: ignore[index]
 
 
+def _power_prints(node: fx.Node) -> bool:
+    return isinstance(node.args[1], int | float) and node.args[1] in POWERS
+
+
+def _power_is_exact(node: fx.Node) -> bool:
+    """ATen's CUDA kernel rounds each product of 16 bits: a second one, or a quotient, would be rounded twice."""
+    once = node.meta["val"].dtype.itemsize != 2 or not node.meta["val"].is_floating_point()
+    return _power_prints(node) and node.args[1] in ((0.5, 1, 2, 3, -1, -2) if once else (0.5, 1, 2, -1))
+
+
 POWERS: Mapping[float, str] = {
     0.5: "tl.sqrt_rn({0})",
     1: "{0}",
@@ -189,7 +220,6 @@ _TANH = (
     "tl.where(tl.abs({0}) < 0.03125, {0} - {0} * {0} * {0} * (0.33333333 - 0.13333333 * {0} * {0}),"
     " 2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)"
 )
-_NAN_STAYS = "tl.{how}({{0}}, {bound}, propagate_nan=tl.PropagateNan.ALL)"
 _LARGER = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 _SMALLER = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 
@@ -207,13 +237,13 @@ PRINTED: dict[str, Printed] = {
     "abs": Printed("tl.abs({0})", exact=True),
     "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
     "sqrt": Printed("tl.sqrt_rn({0})", exact=True),
-    "relu": Printed("tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)", exact=True),
+    "relu": Printed("tl.maximum({0}, 0, propagate_nan=tl.PropagateNan.ALL)", exact=True),
     "maximum": Printed(_LARGER, exact=True),
     "minimum": Printed(_SMALLER, exact=True),
     "clamp": Printed(_clamp, exact=True),
-    "clamp_min": Printed(_NAN_STAYS.format(how="maximum", bound="{1}"), exact=True),
-    "clamp_max": Printed(_NAN_STAYS.format(how="minimum", bound="{1}"), exact=True),
-    "threshold_backward": Printed("tl.where({1} <= {2}, 0.0, {0})", exact=True),
+    "clamp_min": Printed(_LARGER, exact=True),
+    "clamp_max": Printed(_SMALLER, exact=True),
+    "threshold_backward": Printed(_threshold_backward, exact=True),
     "where": Printed(_where, exact=True, common="each"),
     "masked_fill": Printed(_masked_fill, exact=True, common="each"),
     "native_dropout_backward": Printed("{0} * ({1}) * {2}", exact=True),
@@ -224,7 +254,7 @@ PRINTED: dict[str, Printed] = {
     "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each"),
     "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each"),
     **{f"{name}": Printed(f"{{0}} {sign} {{1}}", True, "operands") for name, sign in _COMPARISONS.items()},
-    "pow": Printed(_power, exact=lambda node: node.args[1] in (0.5, 1, 2, 3, -1, -2)),
+    "pow": Printed(_power, exact=_power_is_exact, prints=_power_prints),
     "exp": Printed("tl.exp({0})"),
     "exp2": Printed("tl.exp2({0})"),
     "log": Printed("tl.log({0})"),
@@ -237,7 +267,7 @@ PRINTED: dict[str, Printed] = {
     "sigmoid": Printed(_SIGMOID),
     "silu": Printed("{0} / (1.0 + tl.exp(-{0}))"),
     "gelu": Printed(_gelu, keywords=("approximate",)),
-    "leaky_relu": Printed("tl.where({0} > 0, {0}, {0} * {1})"),
+    "leaky_relu": Printed(_leaky_relu),
     "tanh_backward": Printed("{0} * (1.0 - {1} * {1})"),
     "sigmoid_backward": Printed("{0} * (1.0 - {1}) * {1}"),
     "silu_backward": Printed("{0} * %s * (1.0 + {1} * (1.0 - %s))" % ((_SIGMOID.replace("{0}", "{1}"),) * 2)),
