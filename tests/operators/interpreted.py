@@ -12,11 +12,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 from roamc.operators import blocks, ops
 from roamc.operators.gpu.frame import frame_of
@@ -25,6 +29,18 @@ from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.printed import is_exact
 
 aten = torch.ops.aten
+convert = interpreter._convert_float
+
+
+def rounding(data: Any, given: tl.dtype, wanted: tl.dtype, mode: Any) -> Any:
+    """Convert as GPUs do: the interpreter cuts off the bits of a float32 that bfloat16 lacks."""
+    if (given, wanted) != (tl.float32, tl.bfloat16):
+        return convert(data, given, wanted, mode)
+    return torch.from_numpy(np.array(data)).bfloat16().view(torch.uint16).numpy()
+
+
+interpreter._convert_float = rounding
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ERROR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 """Of values of about one, after a few operators: some roundings of the dtype."""
@@ -144,6 +160,11 @@ def same_on_cpu(node: fx.Node) -> bool:
     return is_exact(node) and node.target is not aten.sqrt.default and node.args[1:] != (0.5,)
 
 
+def same(out: Tensor, want: Tensor) -> Tensor:
+    """Where elements are equal, NaNs among them; zeros may differ in sign."""
+    return (out == want) | ((out != out) & (want != want))
+
+
 def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[str, KernelText | None]:
     """Say how the kernel of ``function`` differs from it; "" if it does not. None for a group that does not fit."""
     body = make_fx(function, tracing_mode="fake")(*given).graph
@@ -157,13 +178,15 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     with torch.backends.mkldnn.flags(enabled=False):  # oneDNN fails for some strides of gelu's backward
         want = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
     made = blocks.only_tensor(root)
-    out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).fill_(float("nan"))
+    out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype)
+    out.fill_(float("nan") if out.is_floating_point() else 1)
     used = [node for node in body.nodes if node.op == "placeholder"]
     jit_function(text)[(text.programs,)](*given[: len(used)], out, **text.constants)
-    if want.dtype is torch.float32 and all(map(same_on_cpu, members)) and not torch.equal(out, want):
+    if all(map(same_on_cpu, members)) and not same(out, want).all():
         return f"an exact kernel has other bits:\n{text.source}", text
     narrowest = max((ERROR.get(blocks.only_tensor(node).dtype, 0.0) for node in (*members, *used)), default=0.0)
-    error = ((out.double() - want.double()).abs() / (1 + want.double().abs())).max().item()
+    errors = (out.double() - want.double()).abs() / (1 + want.double().abs())
+    error = torch.where(same(out, want), 0, errors.nan_to_num(torch.inf)).max().item()
     said = "" if error <= narrowest * (1 + len(members) / 4) else f"errs by {error:.2g}:\n{text.source}"
     return said, text
 
@@ -184,6 +207,47 @@ def losses() -> list[str]:
             said, text = compare(loss, [*given, torch.rand(classes)] if weighted else given)
             wrong += [f"{classes} classes: {said or 'does not print'}"] if said or text is None else []
     return wrong
+
+
+SPECIAL = torch.tensor([[torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40], [1.0, -2.0, 3.0, -4.0, 0.1, 0.3]])
+WHOLE = torch.tensor([2**53 + 1, -5, 0, 2**24 + 1, -(2**31)])
+TENTHS = torch.tensor([0.1, 0.3, -0.1, 3.7]).bfloat16()
+BITS = torch.tensor([[True, False, True], [True, True, False]])
+CORNERS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "the largest of NaNs": (lambda x: (x * 1).amax(-1), [SPECIAL]),
+    "the smallest of NaNs": (lambda x: (x * 1).amin(-1), [SPECIAL]),
+    "the largest of NaNs in a long row": (lambda x: (x * 1).amax(-1), [SPECIAL.repeat(1, 3000)]),
+    "relu of NaNs": (lambda x: torch.relu(x * 1), [SPECIAL]),
+    "bounds for each element": (
+        lambda x, low, high: torch.clamp(x * 1, low, high),
+        [SPECIAL, SPECIAL - 1, SPECIAL + 1],
+    ),
+    "an upper bound": (lambda x, high: torch.clamp(x * 1, None, high), [SPECIAL, SPECIAL.flip(1)]),
+    "softmax of infinities": (lambda x: torch.softmax(x * 1, -1), [SPECIAL]),
+    "relu of large integers": (lambda x: torch.relu(x + 0), [WHOLE]),
+    "a large integer fills": (lambda x: (x + 0).masked_fill(x < 0, 2**53 + 1), [WHOLE]),
+    "a comparison with a large integer": (lambda x: (x + 0) < 2**53 + 1, [WHOLE]),
+    "equal to a number that 16 bits do not hold": (lambda x: (x * 1) == 0.1, [TENTHS]),
+    "at most a number that 16 bits do not hold": (lambda x: (x * 1) <= 0.1, [TENTHS]),
+    "a sum of booleans": (lambda x, y: (x + y).logical_not(), [BITS, BITS.flip(1)]),
+    "a slope by default": (lambda x: F.leaky_relu(x * 1), [SPECIAL]),
+    "one column": (lambda x: torch.softmax(x * 2, -1) + x.sum(-1, keepdim=True), [torch.randn(5, 1)]),
+    "one element": (lambda x, y: (x * 2) + y, [torch.randn(1, 1), torch.randn(())]),
+    "no dimension": (lambda x, y: (x * 2) + y, [torch.randn(()), torch.randn(())]),
+    "windows that overlap": (lambda x, y: (x * 2) + y, [torch.randn(20).as_strided((4, 8), (2, 1)), torch.randn(8)]),
+    "expanded along rows": (lambda x: (x * 2).sum(-1), [torch.randn(4, 1).expand(4, 8)]),
+    "four dependent sums of long rows": (
+        lambda x: torch.softmax(x - x.mean(-1, keepdim=True), -1) * x.abs().amax(-1, keepdim=True),
+        [torch.randn(2, LONGEST_ROW + 3)],
+    ),
+}
+"""Functions and operands for which a kernel is wrong where it takes numbers, NaNs or shapes for the usual ones."""
+
+
+def corners() -> list[str]:
+    """Say which cases of CORNERS differ, or do not print."""
+    compared = {name: compare(function, given) for name, (function, given) in CORNERS.items()}
+    return [f"{name}: {said or 'does not print'}" for name, (said, text) in compared.items() if said or text is None]
 
 
 def random_case(rng: random.Random, name: str | None) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -207,7 +271,7 @@ def main() -> None:
     how = parser.parse_args()
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
-    wrong = losses() if how.forms else []
+    wrong = losses() + corners() if how.forms else []
     for name in FORMS if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:

@@ -16,11 +16,12 @@ from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, operators, value_flow
 from roamc.graph.value_numbers import Numbers
-from roamc.operators import blocks
+from roamc.operators import blocks, ops
 from roamc.operators.fused import fuse as group_of
 from roamc.operators.gpu import fused_kernel, launch
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from roamc.operators.gpu.kernel import unfit
+from roamc.operators.gpu.kernel import kernel_text, unfit
+from roamc.operators.gpu.printed import is_exact
 from roamc.options import Options
 from roamc.passes import fuse
 from roamc.passes.fuse import Decision
@@ -129,6 +130,70 @@ def test_elements_in_another_order_stay_outside() -> None:
     with torch.no_grad():
         graph = traced(lambda x: (x * 2).transpose(0, 1) * 3, *on_gpu((64, 64)))
     assert fuse.decide(graph, Options()).groups == ()
+
+
+def print_alone(function: Any, *given: Tensor) -> str:
+    """Why the last operator of a function does not print; "" if it does."""
+    body = make_fx(function, tracing_mode="fake")(*given).graph
+    members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
+    frame = FusedKernel.frame(members[-1])
+    assert frame is not None
+    return next((said for node in members if (said := unfit(node, frame, members))), "")
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "said"),
+    [
+        (lambda x: (x * 2).sum(-1), torch.ones(()), "no rows of floats"),
+        (lambda x: torch.softmax(x * 2, -1), torch.ones(()), "no rows of floats"),
+        (lambda x: (x * 2).sum(-1), torch.ones(4, 8, dtype=torch.int64), "no rows of floats"),
+        (lambda x: (x * 2).amax(-1), torch.ones(4, 8, dtype=torch.int32), "no rows of floats"),
+        (lambda x: (x * 2) ** 2.5, torch.ones(4, 8), "argument that does not print"),
+        (lambda x: torch.pow(2.0, x * 2), torch.ones(4, 8), "argument that does not print"),
+        (lambda x: torch.pow(x * 2, x), torch.ones(4, 8), "argument that does not print"),
+        (lambda x: (x * 2).int() + 1, torch.ones(4, 8), "integers of floats"),
+        (lambda x: (x * 2).view(torch.int32) + 1, torch.ones(4, 8), "another order"),
+        (lambda x: torch.as_strided(x * 2, (8, 4), (4, 1)) + 1, torch.ones(4, 8).t(), "another order"),
+    ],
+)
+def test_calls_without_a_form_stay_outside(function: Any, given: Tensor, said: str) -> None:
+    assert said in print_alone(function, given)
+
+
+def test_weights_of_classes_that_a_group_makes_stay_outside() -> None:
+    def function(grad: Tensor, scores: Tensor, labels: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        return aten.nll_loss_backward(grad, scores, labels, weight * 2, 1, -100, total)
+
+    given = torch.ones(()), torch.ones(6, 6), torch.ones(6, dtype=torch.int64), torch.ones(6), torch.ones(())
+    assert "from memory" in print_alone(function, *given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_powers_of_16_bits_that_aten_rounds_twice_are_not_exact(dtype: torch.dtype) -> None:
+    body = make_fx(lambda x: (x**3, x**-2, x**2), tracing_mode="fake")(torch.ones(2, dtype=dtype)).graph
+    powers = [node for node in body.nodes if node.op == "call_function"]
+    wide = dtype is torch.float32
+    assert [is_exact(node) for node in powers] == [wide, wide, True]
+
+
+def test_columns_far_apart_have_offsets_of_64_bits() -> None:
+    with torch.device("meta"):
+        given = torch.empty(1 << 14, 1 << 18).t()
+        body = make_fx(lambda x: x - x.sum(-1, keepdim=True), tracing_mode="fake")(given).graph
+    frame = FusedKernel.frame(blocks.last_member(body))
+    assert frame is not None
+    source = kernel_text("kernel", body, frame).source
+    assert "column = tl.arange(0, COLUMNS)[None, :].to(tl.int64)" in source
+    assert "column * 262144" in source
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_results_that_are_not_finite_agree(special: float) -> None:
+    group, _, _ = on_cpu()
+    group.__dict__["exact"] = False
+    want = torch.tensor([special, 1.0, -3.0])
+    assert group._agrees(want * (1 + 1e-6), want)
+    assert not group._agrees(want * 2, want)
 
 
 # -- where kernels do not run -----------------------------------------------------------------------------------------

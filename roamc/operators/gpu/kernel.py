@@ -154,6 +154,8 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
+        if tensor.is_neg():
+            raise DoesNotPrintError(f"{node.name} has a tensor that lies in memory with other signs")
     left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
     defaults = [_Operand(argument.default_value) for argument in left_out if not argument.kwarg_only]
     return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
