@@ -153,6 +153,7 @@ def _sub(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 
 def _scaled(lines: Lines, sign: str, node: fx.Node, values: Sequence[Value]) -> Value:
     alpha = node.kwargs.get("alpha", 1)
+    sign = "|" if node.meta["val"].dtype is torch.bool else sign  # one bit would wrap around
     second = values[1] if alpha == 1 else lines.let(f"{lines.number(alpha)} * {{0}}", values[1])
     return lines.let(f"{{0}} {sign} {{1}}", values[0], second)
 
@@ -218,7 +219,7 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 PRINTED: dict[str, Printed] = {
     "_to_copy": Printed(_convert, exact=True, keywords=("dtype",), integers=True, booleans=True),
-    "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True),
+    "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True, booleans=True),
     "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True),
     "mul": Printed("{0} * {1}", exact=True, integers=True),
     "div": Printed(_divide, exact=True),
@@ -226,7 +227,7 @@ PRINTED: dict[str, Printed] = {
     "abs": Printed("tl.abs({0})", exact=True),
     "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
     "sqrt": Printed("tl.sqrt_rn({0})", exact=True),
-    "relu": Printed("tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)", exact=True),
+    "relu": Printed("tl.maximum({0}, 0, propagate_nan=tl.PropagateNan.ALL)", exact=True, integers=True),
     "maximum": Printed(_LARGER, exact=True),
     "minimum": Printed(_SMALLER, exact=True),
     "clamp": Printed(_clamp, exact=True),
