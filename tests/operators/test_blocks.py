@@ -270,7 +270,12 @@ def test_blocks_cover_all_rows_and_leave_none_alone(seed: int) -> None:
     dice = random.Random(seed)
     matrix = Matrix(dice.choice((2, 3, 65, 129, 1025, 4097)) + dice.randrange(3), dice.choice((2, 7, 64, 5000)))
     threads, aligned = dice.choice((1, 2, 5, 64)), dice.random() < 0.5
-    rows = blocks.block_rows(matrix, dice.choice((1, 2, 4, 8)), threads, aligned=aligned)
+    pointwise = dice.random() < 0.5
+    rows = blocks.block_rows(matrix, dice.choice((1, 2, 4, 8)), threads, aligned=aligned, pointwise=pointwise)
+    if pointwise and rows < matrix.rows:
+        for part in {rows, matrix.rows % rows}:
+            assert blocks.same_groups(part * matrix.columns, threads)
+            assert blocks.same_groups(part, threads)
     assert 1 <= rows <= matrix.rows
     assert matrix.rows % rows != 1 or rows == 1
     assert rows > 1
