@@ -174,6 +174,8 @@ def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
     for node in members:
         if graph.phase[node.name] is not graph.phase[root.name]:
             return f"{node.name} belongs to another phase than {root.name}"
+        if node is not root and is_kept(node):
+            return f"{node.name} is kept by roamc.keep"
         if node is not root and any(user not in inside for user in node.users):
             return f"{node.name} is read outside"
     return kind.misfit(members, matrix, graph.threads)

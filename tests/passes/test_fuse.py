@@ -196,6 +196,14 @@ def test_a_decision_that_does_not_fit_is_refused(names: tuple[str, ...], said: s
         fuse.apply(graph.replace(phase={**graph.phase, "neg": Phase.BACKWARD}), Decision((names,)))
 
 
+def test_what_the_user_keeps_is_no_value_inside() -> None:
+    graph = traced(lambda x: roamc.keep(x.sin() * 2).cos(), X)
+    assert all("mul" not in group[:-1] for group in fuse.decide(graph, Options()).groups)
+    names = [node.name for node in operators(graph.graph)]
+    with pytest.raises(PlanError, match="is kept by roamc.keep"):
+        fuse.apply(graph, Decision((tuple(names),)))
+
+
 def test_a_group_whose_member_is_exchanged_is_found_by_the_judge() -> None:
     graph = traced(lambda x, y: (x * y).sin() + y, X, X)
     start = value_flow.read(graph, Numbers())

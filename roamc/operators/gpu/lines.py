@@ -122,7 +122,7 @@ class Lines:
         if value.dtype is dtype:
             return value
         if value.number is not None:
-            return self.constant(torch.tensor(value.number, dtype=dtype).item(), dtype)
+            return self.constant(torch.tensor(value.number, dtype=dtype, device="cpu").item(), dtype)
         if dtype is torch.bool:
             return self._unnamed(f"{value.name} != 0", (value,), dtype)
         if dtype in INTEGERS:

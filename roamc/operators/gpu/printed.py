@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -166,8 +167,9 @@ def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     """ATen's kernel multiplies by the reciprocal of a number."""
     if isinstance(node.args[1], fx.Node):
         return lines.let("tl.div_rn({0}, {1})", *values)
-    inverse = torch.ones(()) / torch.tensor(float(node.args[1]), dtype=torch.float32)  # type: ignore[arg-type]
-    return lines.let(f"{{0}} * {lines.number(inverse.item())}", values[0])
+    with np.errstate(divide="ignore"):
+        inverse = np.float32(1) / np.float32(node.args[1])  # type: ignore[arg-type]
+    return lines.let(f"{{0}} * {lines.number(float(inverse))}", values[0])
 
 
 def _where(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
