@@ -70,7 +70,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "roamc needs Python 3.11 or 3.12 with venv. Name one: make PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON): once, some minutes, most of them for PyTorch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[test,bench,dev]"
 	@touch $@
 
