@@ -123,17 +123,20 @@ class Fused(Composite):
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: seen as the result is, and read before it is written.
 
-        The last member alone writes the result; what others read of a block has been read by then.
+        The last member alone writes the result; what others read of a block has been read by then. What all blocks
+        read, such as one element for each column, has not.
         """
         last = self.nodes[-1]
         taken = {node for at, node in enumerate(last.args) if at not in ops.rule(last.target).overwrites}
         taken.update(last.kwargs.values())
         bases = {blocks.base_of(node) for node in taken if isinstance(node, fx.Node)}
-        made = blocks.only_tensor(last)
+        made, steps = blocks.only_tensor(last), blocks.result_steps(last, self.matrix)
         return tuple(
             at
             for at, node in enumerate(placeholders(self.body))
-            if node not in bases and _same_geometry(node.meta["val"], made)
+            if node not in bases
+            and _same_geometry(node.meta["val"], made)
+            and blocks.input_steps(node, self.matrix) == steps
         )
 
     @functools.cached_property
@@ -235,6 +238,11 @@ def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor).expand(expected.shape)
 
 
+def _sees_another(reader: fx.Node, argument: fx.Node, matrix: Matrix) -> bool:
+    """Whether ``reader`` takes a value inside by other strides than it has: in a square, one for each row as column."""
+    return blocks.operand_steps(reader, argument, matrix) != blocks.result_steps(blocks.base_of(argument), matrix)
+
+
 def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
     inside = set(members)
     readers: dict[fx.Node, list[fx.Node]] = {}
@@ -242,6 +250,8 @@ def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int
         for argument in node.all_input_nodes:
             if argument not in inside:
                 readers.setdefault(argument, []).append(node)
+            elif not ops.is_view(node.target) and _sees_another(node, argument, matrix):
+                return f"{node.name} sees {argument.name} otherwise than it is made"
     steps: list[blocks.Steps | None] = []
     for argument, users in readers.items():
         seen = {blocks.operand_steps(user, argument, matrix) for user in users}

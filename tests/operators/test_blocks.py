@@ -302,3 +302,30 @@ def test_no_smaller_form_stands_for_what_a_group_reads() -> None:
     logs = torch.randn(203, 64)
     group, _ = group_of(both, logs, torch.randint(0, 64, (203,)), torch.tensor(0.5), torch.tensor(3.0))
     assert ops.needs(group, ()) == {}
+
+
+SQUARE = (
+    lambda x, y: (x * 2) / (x * 2).sum(-1),
+    lambda x, y: (x * 2).amax(-1).unsqueeze(0) + y,
+    lambda x, y: (x * 2).mean(-1).view(1, -1) * y,
+    lambda x, y: (x * 2).sum(-1, keepdim=True).t() - y,
+    lambda x, y: x * (x.sum(-1) * 2),
+)
+
+
+@pytest.mark.parametrize("function", SQUARE)
+def test_an_element_for_each_row_is_not_one_for_each_column_of_a_square(function: Callable[..., Tensor]) -> None:
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    nodes = operators(traced(function, x, y).graph)
+    found = [node for node in traced(function, x, y).graph.nodes if node.op == "call_function"]
+    said = Fused.misfit(found, Matrix(64, 64), 1)
+    assert said, [node.name for node in nodes]
+
+
+def test_the_result_is_not_written_over_what_all_blocks_read() -> None:
+    x, column = torch.randn(512, 512), torch.randn(512)
+    group, order = group_of(lambda x, column: (x * column).sin().sum(-1), x, column)
+    assert group.rule.overwrites == ()
+    row = torch.randn(512, 1)
+    group, order = group_of(lambda x, row: (x * row).sin().sum(-1, keepdim=True), x, row)
+    assert group.rule.overwrites == (order.index(1),)
