@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -94,6 +96,12 @@ def fused(graph: TrainGraph, numerics: Any) -> FusedKernel:
 
 
 def test_the_result_may_lie_over_an_operand_that_is_read_element_by_element(graph: TrainGraph) -> None:
+    assert fused(graph, "fast").rule.overwrites == (0,)
+
+
+def test_the_result_may_lie_over_an_operand_whose_rows_are_added_up() -> None:
+    with torch.no_grad():
+        graph = traced(lambda x, y: (x - x.sum(-1, keepdim=True)) * y, *on_gpu((8, 64), (64,)))
     assert fused(graph, "fast").rule.overwrites == (0,)
 
 
@@ -194,6 +202,31 @@ def test_results_that_are_not_finite_agree(special: float) -> None:
     want = torch.tensor([special, 1.0, -3.0])
     assert group._agrees(want * (1 + 1e-6), want)
     assert not group._agrees(want * 2, want)
+
+
+def test_a_launch_is_on_the_device_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        devices.append(tensor)
+        yield
+        devices.pop()
+
+    def launched(*args: Tensor, **options: Any) -> None:
+        assert devices == [out]
+        assert args == (given, out)
+        assert options == {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+
+    given, out = torch.ones(4, 8), torch.empty(4, 8)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(launch, "jit_function", lambda text: {(text.programs,): launched})
+    body = make_fx(lambda x: x * 2, tracing_mode="fake")(given).graph
+    frame = FusedKernel.frame(blocks.last_member(body))
+    assert frame is not None
+    run_kernel = launch.launcher(kernel_text("kernel", body, frame))
+    assert run_kernel is not None
+    run_kernel(given, out=out)
 
 
 # -- where kernels do not run -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused
 from roamc.operators.gpu.frame import Access, access_of, frame_of
-from roamc.operators.gpu.kernel import KernelText, kernel_text, unfit
+from roamc.operators.gpu.kernel import KernelText, kernel_text, shape_of_operands, unfit
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.printed import is_exact
 from roamc.operators.kernels import Kernel
@@ -77,8 +77,8 @@ class FusedKernel(Fused):
     def _read_in_place(self, node: fx.Node, written: Access | None) -> bool:
         """Whether all members read an argument element by element, where the result has its elements."""
         return all(
-            access_of(node.meta["val"], user.meta["val"].shape, self.matrix.columns) == written
-            and user.meta["val"].numel() == self.matrix.numel
+            access_of(node.meta["val"], shape_of_operands(user), self.matrix.columns) == written
+            and shape_of_operands(user).numel() == self.matrix.numel
             for user in node.users
         )
 

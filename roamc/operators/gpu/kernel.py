@@ -184,7 +184,7 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
         if blocks.base_of(argument) in inside:
             raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return _Operand(argument)
-    tensor, shape = argument.meta["val"], _shape_of_operands(node)
+    tensor, shape = argument.meta["val"], shape_of_operands(node)
     base = blocks.base_of(argument)
     per_row = tensor.dim() == 1 and rowwise is not None and rowwise.per_row != ()
     if base in inside:
@@ -205,8 +205,8 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
     return _Operand(argument, access)
 
 
-def _shape_of_operands(node: fx.Node) -> torch.Size:
-    """The shape that the operands of a member are broadcast to: that of the result, or of what it reduces."""
+def shape_of_operands(node: fx.Node) -> torch.Size:
+    """Return the shape that the operands of a member are broadcast to: that of the result, or of what it reduces."""
     rowwise = ops.rule(node.target).rowwise
     reduces = rowwise is not None and rowwise.keepdim is not None
     shape: torch.Size = (node.args[0] if reduces else node).meta["val"].shape  # type: ignore[union-attr]
