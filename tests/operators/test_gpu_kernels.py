@@ -160,6 +160,7 @@ def print_alone(function: Any, *given: Tensor) -> str:
         (lambda x: torch.pow(2.0, x * 2), torch.ones(4, 8), "another exponent"),
         (lambda x: torch.pow(x * 2, x), torch.ones(4, 8), "another exponent"),
         (lambda x: (x * 2).int() + 1, torch.ones(4, 8), "floats become integers"),
+        (lambda x: (x * 2) > -1, torch.ones(4, 8, dtype=torch.uint8), "a number below zero"),
         (lambda x: (x * 2).view(torch.int32) + 1, torch.ones(4, 8), "another order"),
         (lambda x: torch.as_strided(x * 2, (8, 4), (4, 1)) + 1, torch.ones(4, 8).t(), "another order"),
     ],

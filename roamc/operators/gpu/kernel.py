@@ -156,6 +156,9 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
         if tensor.is_neg():
             raise DoesNotPrintError(f"{node.name} has a tensor that lies in memory with other signs")
+    numbers = [number for number in node.args if isinstance(number, int | float)]
+    if _common_dtype(node, found) is torch.uint8 and min(numbers, default=0) < 0:
+        raise DoesNotPrintError(f"{node.name} takes a number below zero, which Triton has not among those of 8 bits")
     left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
     defaults = [_Operand(argument.default_value) for argument in left_out if not argument.kwarg_only]
     return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
