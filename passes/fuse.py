@@ -104,7 +104,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if not decision.groups:
         return graph
     nodes = {node.name: node for node in operators(graph.graph)}
-    position = positions(graph)
+    position, kind = positions(graph), _kind(graph)
     for names in decision.groups:
         if len(set(names)) != len(names) or not names or any(name not in nodes for name in names):
             raise PlanError(f"this graph has no operators {', '.join(names) or '(none)'} that could be one group")
@@ -112,10 +112,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if views:
             raise PlanError(f"{', '.join(names)} cannot be one group: {views[0]} is a view, and no operator")
         members = _with_views(nodes[names[-1]], {nodes[name] for name in names}, position)
-        wrong = _unfit(graph, members) if members else "they do not lead to one result"
+        wrong = _unfit(graph, members, kind) if members else "they do not lead to one result"
         if wrong:
             raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
-        _rewrite(graph, members, position)
+        _rewrite(graph, members, position, kind)
         for member in members[:-1]:
             nodes.pop(member.name)
     left = {node.name for node in operators(graph.graph)}
@@ -131,9 +131,9 @@ def positions(graph: TrainGraph) -> Positions:
     return {node: at for at, node in enumerate(graph.graph.nodes)}
 
 
-def _rewrite(graph: TrainGraph, members: list[fx.Node], position: Positions) -> None:
+def _rewrite(graph: TrainGraph, members: list[fx.Node], position: Positions, kind: type[Fused]) -> None:
     root = members[-1]
-    group, read = fuse(root, members, _kind(graph))
+    group, read = fuse(root, members, kind)
     place = _place(members, position)
     if place is not root:
         place.prepend(root)
@@ -164,10 +164,9 @@ def _chain(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _unfit(graph: TrainGraph, members: Sequence[fx.Node]) -> str:
+def _unfit(graph: TrainGraph, members: Sequence[fx.Node], kind: type[Fused]) -> str:
     """Say why these nodes, views between members included, cannot be one group; "" if they can."""
     inside, root = set(members), members[-1]
-    kind = _kind(graph)
     matrix = kind.frame(root)
     if matrix is None:
         return f"{root.name} has no rows"
@@ -208,7 +207,7 @@ class _Finder:
         matrix = self.kind.frame(root)
         if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
             return []
-        if _unfit(self.graph, [root]):
+        if _unfit(self.graph, [root], self.kind):
             return []
         members = [root]
         while (larger := self._larger(members)) is not None:
@@ -227,7 +226,7 @@ class _Finder:
             if argument in inside or base in inside or not self._may_join(base, members[-1]):
                 continue
             larger = _with_views(members[-1], {node for node in inside if node in self.step} | {base}, self.position)
-            if not _unfit(self.graph, larger):
+            if not _unfit(self.graph, larger, self.kind):
                 return larger
         return None
 
