@@ -84,7 +84,7 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
 
     What a member takes beside its buffers for each thread is in proportion to the rows of a block.
     """
-    if group.launches == 1 < len(group.nodes):  # one kernel, which keeps them in registers
+    if not group.in_blocks:
         return 0
     rows, count = group.block_rows(threads), group.matrix.rows
     largest: Bytes = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -63,6 +63,9 @@ class Fused(Composite):
     name: str
     body: fx.Graph = field(repr=False)
     matrix: Matrix
+
+    in_blocks: ClassVar[bool] = True
+    """Whether values inside lie in memory, for one block; else in registers."""
 
     def __post_init__(self) -> None:
         """Give the object the name that FX prints."""
@@ -135,7 +138,7 @@ class Fused(Composite):
             at
             for at, node in enumerate(placeholders(self.body))
             if node not in bases
-            and _same_geometry(node.meta["val"], made)
+            and same_geometry(node.meta["val"], made)
             and blocks.input_steps(node, self.matrix) == steps
         )
 
@@ -158,6 +161,16 @@ class Fused(Composite):
         One block has all rows if smaller blocks would change bits: torch's threads would divide the elements of a block
         among themselves in another way than those of the whole result.
         """
+        if threads not in self._rows:
+            self._rows[threads] = self._block_rows(threads)
+        return self._rows[threads]
+
+    @functools.cached_property
+    def _rows(self) -> dict[int, int]:
+        """Number of threads to rows of a block, as far as it was asked for: every step asks again."""
+        return {}
+
+    def _block_rows(self, threads: int) -> int:
         if not blocks.may_block(self.nodes, self.matrix, threads, broadcast=self._broadcasts):
             return self.matrix.rows
         itemsize = blocks.widest(self.nodes)
@@ -217,7 +230,7 @@ class Fused(Composite):
         return out
 
 
-def _same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
+def same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
     """Whether both have the same dtype and cover the same elements of their storages, in rows of one length."""
     return (tensor.dtype, tensor.shape, tensor.stride()) == (made.dtype, made.shape, made.stride())
 

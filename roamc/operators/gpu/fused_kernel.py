@@ -12,7 +12,7 @@ from torch import fx
 from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
-from roamc.operators.fused import Fused
+from roamc.operators.fused import Fused, same_geometry
 from roamc.operators.gpu.frame import Access, access_of, frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text, shape_of_operands, unfit
 from roamc.operators.gpu.launch import launcher
@@ -31,6 +31,8 @@ ROUNDING = 0.05
 
 class FusedKernel(Fused):
     """A group on a GPU. Values inside live in registers; long rows are read once for each sum along them."""
+
+    in_blocks = False
 
     # -- which operators fit ----------------------------------------------------------------------------
 
@@ -69,9 +71,7 @@ class FusedKernel(Fused):
         return tuple(
             at
             for at, node in enumerate(placeholders(self.body))
-            if (node.meta["val"].dtype, node.meta["val"].shape) == (made.dtype, made.shape)
-            and node.meta["val"].stride() == made.stride()
-            and self._read_in_place(node, written)
+            if same_geometry(node.meta["val"], made) and self._read_in_place(node, written)
         )
 
     def _read_in_place(self, node: fx.Node, written: Access | None) -> bool:
