@@ -248,7 +248,7 @@ class _Kernel:
         constants, programs, warps = self._launch()
         names = [*self.lines.pointers.values(), "out", *(f"{name}: tl.constexpr" for name in constants)]
         source = f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
-        return KernelText(source, self.name, constants, programs, warps, self._passes(result) if self._pieces else 1)
+        return KernelText(source, self.name, constants, programs, warps, self._passes() if self._pieces else 1)
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -289,19 +289,19 @@ class _Kernel:
             for value in self.lines.values:
                 lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
             return [*lines, self._store(result, written)]
-        for level in range(self._passes(result)):
+        for level in range(self._passes()):
             lines += self._pass(level, result, written)
         return lines
 
     def _pass(self, level: int, result: Value, written: Access) -> list[str]:
         """The lines of one pass over rows in pieces: the sums that depend on as many others, or at last the result."""
         sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
-        last = level == self._passes(result) - 1
+        last = level == self._passes() - 1
         wanted = [value.reads[0] for value in sums] + ([result] if last and not self.ends_in_row else [])
         needed = _closure(wanted)
         here = [value for value in self.lines.values if not value.reduced and value.level <= level]
-        once = [v for v in here if v.reach in (Reach.ROW, Reach.ONE) and (v.level == level or v.loads)]
-        lines = [_assigned(v, self._mask(v)) for v in once if v.level == level]
+        once = [value for value in here if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
+        lines = [_assigned(value, self._mask(value)) for value in once]
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
         if wanted:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
@@ -342,7 +342,7 @@ class _Kernel:
     def _pieces(self) -> bool:
         return self.rows and self.frame.columns > LONGEST_ROW
 
-    def _passes(self, result: Value) -> int:
+    def _passes(self) -> int:
         return max(value.level for value in self.lines.values) + 1
 
     def _wide(self, written: Access) -> str:

@@ -55,7 +55,6 @@ class Value:
         dtype: a value of 16 bits is held in float32.
         reads: the values in ``text``.
         reduced: "sum" or "max" for a reduction along rows of the only value that it reads; else "".
-        loads: ``text`` reads memory.
         aliases: the value whose variable this is, under another dtype.
         number: the number that it is; None for other values, which have a line.
         comment: the user's line.
@@ -68,7 +67,6 @@ class Value:
     dtype: torch.dtype
     reads: tuple[Value, ...] = ()
     reduced: str = ""
-    loads: bool = False
     aliases: Value | None = None
     number: float | None = None
     comment: str = ""
@@ -141,7 +139,7 @@ class Lines:
         """
         if value.number is not None and dtype in FLOATS:
             return self.constant(value.number, dtype)
-        return value if value.text == "" and value.number is None and value.name == "None" else self.cast(value, dtype)
+        return value if value.name == "None" else self.cast(value, dtype)  # None: an argument that is left out
 
     def number(self, value: object) -> str:
         """Return the text of a number."""
@@ -162,7 +160,7 @@ class Lines:
             text += ".to(tl.float32)" if dtype in (torch.float16, torch.bfloat16) else ""
             text = text.replace(" + 0,", ",")
             name = self.name(f"{self.pointers[node]}_value")
-            known = Value(name, text, access.reach, 0, dtype, loads=True, comment=self.comment)
+            known = Value(name, text, access.reach, 0, dtype, comment=self.comment)
             self.values.append(known)
             self.loaded[node, access] = known
         return known

@@ -115,7 +115,7 @@ def _nll_loss_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> 
 
 def _gelu(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     if argument_of(node.target, node.args, node.kwargs, "approximate") == "tanh":
-        inner = lines.let(f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})", values[0])
+        inner = lines.let(_GELU_INNER, values[0])
         return lines.let("0.5 * {0} * (1.0 + {1})", values[0], lines.let(_TANH, inner))
     return lines.let(f"{{0}} * 0.5 * (1.0 + tl.erf({{0}} * {_ROOT_HALF}))", values[0])
 
@@ -123,7 +123,7 @@ def _gelu(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 def _gelu_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     grad, x = values[0], values[1]
     if argument_of(node.target, node.args, node.kwargs, "approximate") == "tanh":
-        inner = lines.let(f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})", x)
+        inner = lines.let(_GELU_INNER, x)
         tanh = lines.let(_TANH, inner)
         slope = lines.let(f"{_TWO_OVER_PI} * (1.0 + 3.0 * 0.044715 * {{0}} * {{0}})", x)
         return lines.let("{0} * (0.5 * (1.0 + {1}) + 0.5 * {2} * (1.0 - {1} * {1}) * {3})", grad, tanh, x, slope)
@@ -205,6 +205,7 @@ POWERS: Mapping[float, str] = {
 
 _ROOT_HALF = math.sqrt(0.5)
 _TWO_OVER_PI = math.sqrt(2 / math.pi)
+_GELU_INNER = f"{_TWO_OVER_PI} * ({{0}} + 0.044715 * {{0}} * {{0}} * {{0}})"
 _ROOT_HALF_OVER_PI = 1 / math.sqrt(2 * math.pi)
 _SIGMOID = "(1.0 / (1.0 + tl.exp(-{0})))"
 # Near zero the quotient would lose digits: two terms of the series are exact to float32 there.
@@ -246,7 +247,7 @@ PRINTED: dict[str, Printed] = {
     "logical_and": Printed("({0} != 0) & ({1} != 0)", exact=True, common="each", booleans=True),
     "logical_or": Printed("({0} != 0) | ({1} != 0)", exact=True, common="each", booleans=True),
     **{
-        f"{name}": Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", rounds_numbers=True, booleans=True)
+        name: Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", rounds_numbers=True, booleans=True)
         for name, sign in _COMPARISONS.items()
     },
     "pow": Printed(_power, exact=_rounds_once),
