@@ -9,7 +9,8 @@ Without a budget nothing is recomputed or encoded. The choice is made by :mod:`r
 graph in bytes and seconds, for the whole graph at once:
 
     problem.py      the graph as numbers
-    search.py       reruns and codecs for one peak after another
+    offers.py       what codecs can do for it, as further columns of the same problem
+    search.py       asks the solver for one peak after another, and judges its answers in a graph with their codecs
     compress.py     writes codecs into the graph; apply.py codecs and reruns, as decided
 """
 

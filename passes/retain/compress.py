@@ -23,7 +23,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
-from roamc.graph import Encoding, Phase, TrainGraph, operators, output_node, tensors_of
+from roamc.graph import Encoding, Phase, TrainGraph, output_node, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.rewrite import value_of
@@ -147,41 +147,22 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
     return codec, coding
 
 
-def best_codec(value: Value, lossy: Collection[str] = ()) -> tuple[str, Coding | None] | None:
-    """Return the name of the codec with the fewest bytes, the first of equals, and its coding of ``value``.
+def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Coding | None]]:
+    """Yield name and coding of each codec that makes ``value`` smaller.
+
+    If no reader behind forward looks at an element, nothing is kept, and ("shapes", None) is all.
 
     Args:
         value: the storage, with its readers.
         lossy: names of the codecs with an error that may be used; exact codecs always may.
-
-    Returns:
-        (name, coding); ("shapes", None) if no reader behind forward looks at an element, so that nothing is kept; None
-        if no codec makes ``value`` smaller.
     """
     if not value.saved.late:
-        return shapes.NAME, None
-    fitting = [(codec.name, coding) for codec in usable(lossy) if (coding := codec.fit(value.saved)) is not None]
-    best = min(fitting, key=lambda pair: pair[1].nbytes, default=None)
-    return best if best is not None and best[1].nbytes < value.storage.nbytes else None
-
-
-def written(value: Value, coding: Coding | None) -> list[fx.Node]:
-    """Return nodes like those that :func:`compress` would write for ``value``, so that their time can be predicted.
-
-    The nodes have fake values and belong to graphs that later calls share: they must not be changed. The graph of
-    ``value`` stays as it is.
-
-    Args:
-        value: the storage, with its readers.
-        coding: the coding of the storage; None if nothing is kept and readers get stand-ins of the shape.
-    """
-    tensor = value.saved.tensor
-    shape = tuple(map(int, tensor.shape)), tensor.dtype, tensor.device
-    graphs = [_recorded_stand_in(*shape)] * len(value.shapes)
-    if coding is not None:
-        encode = _recorded(coding, "encode", *_geometry(value.saved.node))
-        graphs += [encode, _recorded(coding, "decode", *_geometry(output_node(encode).args[0]))]  # type: ignore[arg-type]
-    return [node for graph in graphs for node in operators(graph)]
+        yield shapes.NAME, None
+        return
+    for codec in usable(lossy):
+        coding = codec.fit(value.saved)
+        if coding is not None and coding.nbytes < value.storage.nbytes:
+            yield codec.name, coding
 
 
 def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
@@ -240,9 +221,9 @@ class _Writer(Versions):
         codec, coding = kept
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
-        encode = _recorded(coding, "encode", *_geometry(node))
+        encode = recorded(coding, "encode", *geometry_of(node))
         code = self.codes[node] = self._insert(encode, node, node, last.next, last, self._mark(value, "encode"))
-        decode = _recorded(coding, "decode", *_geometry(code))
+        decode = recorded(coding, "decode", *geometry_of(code))
         self.decodings.setdefault(late[0].reader, []).append((value, decode))
         self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode))
 
@@ -274,7 +255,7 @@ class _Writer(Versions):
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
         tensor = value.saved.tensor
-        recorded = _recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
+        recorded = recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
         made = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
         reader.args = (*reader.args[:position], made, *reader.args[position + 1 :])
 
@@ -282,36 +263,59 @@ class _Writer(Versions):
         self, recorded: fx.Graph, given: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
     ) -> fx.Node:
         """Copy ``recorded`` in front of ``before``, reading ``given``, with the name and stack trace of ``like``."""
-        made: dict[fx.Node, fx.Node] = {}
-        for node in recorded.nodes:
-            if node.op == "placeholder":
-                made[node] = given  # type: ignore[assignment]
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-                with self.graph.graph.inserting_before(before):
-                    name = f"{like.name}_{mark.role}"
-                    fresh = self.graph.graph.create_node("call_function", node.target, args, kwargs, name=name)
-                fresh.meta = {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
-                fresh.meta[MARK] = mark
-                with self.mode:
-                    values = fx.map_arg((args, kwargs), value_of)
-                    fresh.meta["val"] = node.target(*values[0], **values[1])
-                self.phase[fresh.name] = self.graph.phase[phase_of.name]
-                made[node] = fresh
-        result: fx.Node = made[output_node(recorded).args[0]]  # type: ignore[index]
+        with self.graph.graph.inserting_before(before):
+            nodes, result = copy_into(self.graph.graph, self.mode, recorded, given, f"{like.name}_{mark.role}")
+        for node in nodes:
+            node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
+            node.meta[MARK] = mark
+            self.phase[node.name] = self.graph.phase[phase_of.name]
         return result
 
 
-def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+def copy_into(
+    graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, given: fx.Node | None, name: str
+) -> tuple[list[fx.Node], fx.Node]:
+    """Insert the operators of ``recorded`` into ``graph`` where it inserts now, and run them on fake tensors.
+
+    Args:
+        graph: the graph to write into.
+        mode: the fake mode of its tensors.
+        recorded: operators with one output, and one placeholder or none.
+        given: what stands for the placeholder.
+        name: name of the new nodes, which FX makes unique.
+
+    Returns:
+        The new nodes, first to last, and the one that stands for the output.
+    """
+    made: dict[fx.Node, fx.Node] = {}
+    fresh: list[fx.Node] = []
+    for node in recorded.nodes:
+        if node.op == "placeholder":
+            made[node] = given  # type: ignore[assignment]
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
+            with mode:
+                values = fx.map_arg((args, kwargs), value_of)
+                made[node].meta["val"] = node.target(*values[0], **values[1])
+            fresh.append(made[node])
+    return fresh, made[output_node(recorded).args[0]]  # type: ignore[index]
+
+
+def geometry_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    """Return shape, strides, dtype and device of the tensor that ``node`` stands for."""
     tensor = node.meta["val"]
     return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device
 
 
 @functools.lru_cache(maxsize=4096)
-def _recorded(
+def recorded(
     coding: Coding, way: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> fx.Graph:
-    """The operators of ``coding.encode`` or ``coding.decode`` for tensors of one geometry."""
+    """Return the operators of ``coding.encode`` or ``coding.decode``, as ``way`` says, for tensors of one geometry.
+
+    Calls with equal arguments share the graph, which must not be changed.
+    """
     mode = FakeTensorMode()
     with mode:
         given = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -320,7 +324,8 @@ def _recorded(
 
 
 @functools.lru_cache(maxsize=4096)
-def _recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
+def recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
+    """Return the operators that make a stand-in for readers that need only the shape; shared as :func:`recorded`."""
     return trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 
 import numpy as np
+import torch
 from torch import fx
 
 from roamc.budget import LIGHT
 from roamc.cost import workspaces
 from roamc.cost.kind import is_light
 from roamc.graph import TrainGraph
-from roamc.graph.memory import Storage, build_memory
+from roamc.graph.memory import MemoryModel, Storage, build_memory
+from roamc.operators import ops
 from roamc.options import Options
 from roamc.rewriting.expiry import Able, droppable, expiries
 from roamc.rewriting.in_place import wanted
 from roamc.rewriting.order_problem import HANDOVER, buffers_of, order_problem
 from roamc.rewriting.rerun import may_run_again
-from roamc.solvers.retain import Ground, RetainProblem, make_problem, reference_order
+from roamc.solvers.retain import RetainProblem, make_problem, reference_order
 from roamc.units import Seconds
 
 
@@ -28,6 +30,8 @@ class Question:
     """A graph as a problem for the retention solver, and the names behind its numbers.
 
     Attributes:
+        graph: the graph.
+        memory: the memory model of ``graph``.
         problem: the problem: which buffers may be dropped and made again, in one reference order.
         operators: name of each operator of ``problem``, by number; ``""`` for the handover, the moment between forward
             and backward at which the caller hands in the tangents.
@@ -35,19 +39,22 @@ class Question:
         allowed: what may run again, ``"all"`` or ``"light"``.
     """
 
+    graph: TrainGraph
+    memory: MemoryModel
     problem: RetainProblem
     operators: tuple[str, ...]
     storages: tuple[Storage, ...]
     allowed: str
 
-    @functools.cached_property
-    def ground(self) -> Ground:
-        """The tables that the solver's searches for different peaks share, computed on first access."""
-        return Ground(self.problem)
-
 
 def question(
-    graph: TrainGraph, options: Options, order: Sequence[str], prices: Mapping[str, Seconds], allowed: str = "all"
+    graph: TrainGraph,
+    options: Options,
+    order: Sequence[str],
+    prices: Mapping[str, Seconds],
+    allowed: str = "all",
+    *,
+    as_given: bool = False,
 ) -> Question:
     """Return the solver's problem for a graph: which operators to run again, in one order of the operators.
 
@@ -57,6 +64,7 @@ def question(
         order: names of all operators, in a legal order.
         prices: predicted seconds of every operator, by name.
         allowed: ``"all"``, or ``"light"`` to let only operators run again that are light on any device.
+        as_given: whether ``order`` is the reference order, and not only where the search for one begins.
     """
     able = ALLOWED[allowed]
     memory = build_memory(graph)
@@ -64,7 +72,9 @@ def question(
         graph, memory, wanted(memory, options), workspaces(memory.operators, graph.threads).tolist()
     )
     nodes = {op.node.name: op.node for op in memory.operators}
-    sequence = reference_order(problem, np.array(_sequence(names, order, memory.boundary), dtype=np.int32)).tolist()
+    sequence = _sequence(names, order, memory.boundary)
+    if not as_given:
+        sequence = reference_order(problem, np.array(sequence, dtype=np.int32)).tolist()
     storages = buffers_of(memory)
     made = make_problem(
         problem,
@@ -73,8 +83,26 @@ def question(
         repeatable=[bool(name) and able(nodes[name]) for name in names],
         droppable=droppable(memory, storages, able),
         expires=expiries(memory, nodes, names, sequence, boundary=graph.boundary),
+        idle=_idle(memory, names),
     )
-    return Question(made, tuple(names), storages, allowed)
+    return Question(graph, memory, made, tuple(names), storages, allowed)
+
+
+def _idle(memory: MemoryModel, names: Sequence[str]) -> list[bool]:
+    """Whether each operator is erased once nothing reads its tensors; one that makes a gradient never is."""
+    idle = {
+        op.node.name: not ops.must_run(op.node.target)
+        and not any(memory.storages[birth].gradient for birth in op.births)
+        and all(isinstance(result.meta.get("val"), torch.Tensor) for result in _results(op.node))
+        for op in memory.operators
+    }
+    return [bool(name) and idle[name] for name in names]
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for single results of an operator: its own, or those that pick one of several."""
+    picks = [user for user in node.users if user.target is getitem]
+    return picks if isinstance(node.meta.get("val"), list | tuple) else [node]
 
 
 def _may_run_lightly(node: fx.Node) -> bool:

@@ -114,7 +114,7 @@ def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
     between = {low + (high - low) * number // BOUNDS for number in range(BOUNDS + 1)}
     found, least = {}, 0.0
     for peak in sorted({*between, *peaks}, reverse=True):
-        bound = trials.choice.bounds.seconds(peak)
+        bound = trials.choice.search.bounds.seconds(peak)
         least = max(least, bound) if math.isfinite(bound) else least
         found[peak] = least
     return found

@@ -19,19 +19,20 @@ buffers. With a price of `rate` seconds per byte on the x, the rest is a minimum
 and for every rate, cut(rate) - rate * (budget - fixed) is a lower bound (weak duality). The best rate is found by
 cutting planes, a handful of cuts. The sets of buffers that the cuts keep are good solutions to begin with.
 
-Where buffer k may also be kept in a smaller form (`Codes`), of code[k] bytes for extra[k] seconds, late operators may
-find it in decoded[k] bytes, made from that form, and x_k costs the less of rate * size[k] and rate * code[k] +
-extra[k]. Other operators read k itself, also when they run again; for them there is a second node:
+Where offers let buffer k wait in a smaller form, late readers find it made from that form, and x_k costs the least of
+rate * size[k] and, for each offer, rate * nbytes + seconds. Other operators read k itself, also when they run again;
+for them there is a second node:
 
     needed as it is --rate * size - the least--> operator that makes k
                     --endless--> needed k
 
-The bound then holds for every choice of reruns and of smaller forms.
+The bound then holds for every choice of reruns and offers.
 """
 
 import copy
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from ortools.graph.python import max_flow
@@ -42,7 +43,8 @@ from roamc.solvers.order.bound import most_reused, operator_bound, reachability_
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies, renumber
 from roamc.solvers.retain.effort import CLOSE, EFFORT, Effort
-from roamc.solvers.retain.problem import RetainProblem, Seconds
+from roamc.solvers.retain.offers import Seconds
+from roamc.solvers.retain.problem import RetainProblem
 
 _ENDLESS = 2**61
 """Capacity of the arcs that no cut may hold: far above all others together, and within 64 bits."""
@@ -54,21 +56,19 @@ _SOURCE, _SINK = 0, 1
 """Nodes of every network."""
 
 
-@dataclass(frozen=True, eq=False)
-class Codes:
-    """Smaller forms (encodings) in which buffers can wait for late readers, which read a buffer decoded from the form.
+class _Forms(NamedTuple):
+    """The problem's offers as arrays, m of them.
 
-    code: int64[b], bytes of the smaller form of each buffer; the buffer's size where it has none.
-    extra: float64[b], seconds that encoding and decoding take.
-    decoded: int64[b], bytes of the decoded buffer; the buffer's size where it has none.
-    late: bool[n], by operator as the problem numbers it, not by step: whether it may read the decoded buffer in place
-        of the buffer itself.
+    buffer: int64[m].  nbytes: int64[m].  seconds: float64[m].
+    moved: by read, as the order lists them: whether some offer lets this reader read something else.
+    less: int64, by read: by how much smaller that may be.
     """
 
-    code: LongArray
-    extra: FloatArray
-    decoded: LongArray
-    late: BoolArray
+    buffer: LongArray
+    nbytes: LongArray
+    seconds: FloatArray
+    moved: BoolArray
+    less: LongArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Cut:
     step: the operator, by its step in the reference order.
     rate: price of a kept byte, in seconds; infinite for the cut that keeps the fewest bytes, whatever the seconds.
     value: capacity of the cut, rounded down: its seconds and the price of its bytes, or bytes if the rate is infinite.
-    seconds: seconds of the operators that the cut runs again, and of the smaller forms that it uses.
+    seconds: seconds of the operators that the cut runs again, and of the offers that it takes.
     kept_bytes: bytes of the buffers that the cut keeps, in the forms it uses, without those that are live in any case.
     kept: bool[b], the buffers that the cut keeps, with those made before that are live in any case.
     """
@@ -118,13 +118,11 @@ class _Network:
 
 @dataclass(eq=False)
 class Bounds:
-    """Lower bounds on the seconds that reruns add, for any budget of one problem; cuts are kept for further budgets.
+    """Lower bounds on the seconds that reruns and offers add, for any budget of one problem; cuts are kept.
 
-    Make it by `Bounds(problem, codes, effort=…)`, then call `look_at`: until then every finite bound is 0.
+    Make it by `Bounds(problem, effort=…)`, then call `look_at`: until then every finite bound is 0.
 
-    problem: the problem that the bounds hold for.
-    codes: smaller forms in which buffers may be kept; the bound holds for reruns and forms together. None if there are
-        no forms.
+    problem: the problem that the bounds hold for; if it has offers, for reruns and offers together.
     effort: limits the number of operators looked at, and of cuts at each.
     order: the problem's operators, buffers and edges with each operator named by its step.
     pairs: int32[k, 2], the steps (before, after) that depend on each other.
@@ -135,7 +133,6 @@ class Bounds:
     """
 
     problem: RetainProblem
-    codes: Codes | None = None
     effort: Effort = EFFORT
     order: OrderProblem = field(init=False)
     pairs: IntArray = field(init=False)
@@ -144,27 +141,22 @@ class Bounds:
     cuts: dict[tuple[Step, float], Cut] = field(default_factory=dict)
     work: int = 0
     _smaller: BoolArray = field(init=False)
-    _late: BoolArray = field(init=False)
+    _forms: _Forms = field(init=False)
     _made: dict[tuple[Step, float], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = renumber(self.problem.order, self.problem.sequence)
         self.pairs = dependencies(self.order)
+        self._forms = _forms_of(self.problem, self.order)
         self._smaller = np.zeros(self.order.num_buffers, dtype=np.bool_)
-        self._late = np.zeros(self.order.num_ops, dtype=np.bool_)
-        if self.codes is not None:
-            self._smaller = self.codes.code < self.order.size
-            self._late = self.codes.late[self.problem.sequence]
+        self._smaller[self._forms.buffer[self._forms.nbytes < self.order.size[self._forms.buffer]]] = True
         self.alone = int((operator_bound(self.order) - self._read_smaller()).max(initial=0))
         self.networks = []
 
     def _read_smaller(self) -> LongArray:
         """int64[n]: by how much smaller each operator may find what it reads, at most."""
         less = np.zeros(self.order.num_ops, dtype=np.int64)
-        if self.codes is not None:
-            saved = self.order.size - self.codes.decoded
-            np.add.at(less, self.order.consumer, np.repeat(saved, np.diff(self.order.consumer_start)))
-            less[~self._late] = 0
+        np.add.at(less, self.order.consumer, self._forms.less)
         return less
 
     def look_at(self, count: int | None = None) -> None:
@@ -290,7 +282,7 @@ class Bounds:
 
     def _as_read(self, buffer: LongArray) -> LongArray:
         """Return for each read the node of what is read: int64[reads]. buffer: which buffer each read reads."""
-        itself = self._smaller[buffer] & ~self._late[self.order.consumer]
+        itself = self._smaller[buffer] & ~self._forms.moved
         return np.where(itself, self._whole(buffer), 2 + buffer)
 
     def _cut(self, network: _Network, rate: float) -> Cut:
@@ -307,7 +299,7 @@ class Bounds:
         order = self.order
         seconds = self.problem.seconds[self.problem.sequence]
         per_byte, per_second = (1.0, self._tiny(seconds)) if rate == math.inf else (rate, 1.0)
-        size, extra = self._forms(per_byte, per_second)
+        size, extra = self._cheapest(per_byte, per_second)
         least = size * per_byte + extra * per_second
         price = np.concatenate([least[network.priced], (order.size * per_byte - least)[network.whole]])
         time = seconds[network.timed] * per_second
@@ -336,18 +328,39 @@ class Bounds:
             kept | network.free,
         )
 
-    def _forms(self, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
-        """Return the bytes, and the seconds for encoding and decoding, of every buffer in the form that costs less."""
-        size = self.order.size
-        if self.codes is None:
-            return size, np.zeros(len(size))
-        smaller = self.codes.code * per_byte + self.codes.extra * per_second < size * per_byte
-        return np.where(smaller, self.codes.code, size), np.where(smaller, self.codes.extra, 0.0)
+    def _cheapest(self, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
+        """Return the bytes, and the seconds of its offer, of every buffer in the form that costs least."""
+        size, extra, forms = self.order.size.copy(), np.zeros(self.order.num_buffers), self._forms
+        costs = forms.nbytes * per_byte + forms.seconds * per_second
+        dearest = np.argsort(-costs, kind="stable")
+        for row in dearest[(costs < size[forms.buffer] * per_byte)[dearest]]:  # the cheapest of a buffer comes last
+            size[forms.buffer[row]], extra[forms.buffer[row]] = forms.nbytes[row], forms.seconds[row]
+        return size, extra
 
     def _tiny(self, seconds: FloatArray) -> float:
         """A price of a second in bytes so low that all seconds together cost less than a byte."""
-        total = float(seconds.sum()) + (float(self.codes.extra.sum()) if self.codes is not None else 0.0)
+        total = float(seconds.sum()) + float(self._forms.seconds.sum())
         return 0.5 / max(total, 1e-300)
+
+
+def _forms_of(problem: RetainProblem, order: OrderProblem) -> _Forms:
+    """Return the offers as arrays; reads are numbered as in `order`, which names operators by their steps."""
+    step = np.empty(problem.num_ops, dtype=np.int64)
+    step[problem.sequence] = np.arange(problem.num_ops)
+    moved, less = np.zeros(len(order.consumer), dtype=np.bool_), np.zeros(len(order.consumer), dtype=np.int64)
+    for offer in problem.offers:
+        begin, end = order.consumer_start[offer.buffer : offer.buffer + 2]
+        for reader in dict.fromkeys(reader for reader, _ in offer.instead):
+            row = begin + np.searchsorted(order.consumer[begin:end], step[reader])
+            moved[row] = True
+            less[row] = max(less[row], order.size[offer.buffer] - offer.read_by(reader))
+    return _Forms(
+        buffer=np.array([offer.buffer for offer in problem.offers], dtype=np.int64),
+        nbytes=np.array([offer.nbytes for offer in problem.offers], dtype=np.int64),
+        seconds=np.array([offer.seconds for offer in problem.offers], dtype=np.float64),
+        moved=moved,
+        less=less,
+    )
 
 
 @compiled

@@ -253,6 +253,35 @@ class Effort:
     another order changes what the searches find without being better.
     """
 
+    # Which offers to take: choice.py.
+
+    generous_factor: float = 2.0
+    """The second set takes every offer that costs, per saved byte, less than this many times the price of a byte.
+
+    The price is an estimate, so offers somewhat above it may pay.
+    """
+
+    near_share: float = 0.02
+    """Where a budget differs from the last one by at most this share, two sets are tried: the one that won, and none.
+
+    A larger share tries fewer sets.
+    """
+
+    descents: int = 6
+    """The search for the lowest peak asks at most this number of times for a peak below the lowest so far."""
+
+    lower_share: float = 0.02
+    """The first time, that search asks for a peak lower by this share; each further time doubles it."""
+
+    little_share: float = 0.001
+    """The search for the lowest peak ends when a question lowers the peak by no more than this share."""
+
+    enough_share: float = 0.002
+    """An answer is good enough if its seconds exceed the bound by at most this share of the seconds of the schedule.
+
+    Predicted seconds are less exact than that.
+    """
+
 
 EFFORT = Effort()
 """The effort of a call that names no other."""

@@ -12,7 +12,8 @@ from roamc.solvers.retain.effort import CLOSE, EFFORT, FEWER, Effort
 from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
-from roamc.solvers.retain.problem import RetainProblem, RetainSolution, Seconds, rank_of
+from roamc.solvers.retain.offers import Seconds
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution, rank_of
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible

@@ -21,6 +21,9 @@ makes a version of its results, and each read of a buffer reads its newest versi
   numbers, take over the bytes of the first of their reusable buffers whose version this run reads last and whose bytes
   no other version has taken over. Results that are not renewed take nothing over.
 - Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's workspace.
+
+Buffers may also wait for late readers in a smaller form: the problem lists offers (`offers.py`), and a solution names
+those that it takes. All of the above is then said of the schedule with their operators (`encoded.py`).
 """
 
 from collections.abc import Sequence
@@ -30,9 +33,8 @@ import numpy as np
 
 from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray, read_only
 from roamc.solvers.order.problem import BufferIndex, Bytes, OpIndex, OrderProblem, Step
+from roamc.solvers.retain.offers import Offer, Seconds, check_offers
 from roamc.solvers.status import Status
-
-Seconds = float
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,8 @@ class RetainProblem:
     repeatable: bool[n], whether operator v may run again.
     droppable: bool[b], whether buffer k may be dropped and rebuilt: not kept, and its producer is repeatable.
     expires: int64[n], steps: operator v may run again only in front of a step before `expires[v]`; n sets no limit.
+    idle: bool[n], whether operator v is left out of the schedule where offers leave none of its results a reader.
+    offers: smaller forms in which buffers may wait for their late readers.
     All arrays are read-only.
     """
 
@@ -54,6 +58,8 @@ class RetainProblem:
     repeatable: BoolArray
     droppable: BoolArray
     expires: LongArray
+    idle: BoolArray
+    offers: tuple[Offer, ...] = ()
 
     @property
     def num_ops(self) -> int:
@@ -83,19 +89,22 @@ class Rerun:
 
 @dataclass(frozen=True)
 class RetainSolution:
-    """Reruns and what is known about them.
+    """Reruns and smaller forms, and what is known about them.
+
+    Where offers are taken, operators, buffers and steps are numbered as in the problem that `encoded` returns for them.
 
     reruns: sorted by `before`; those with the same `before` in the sequence in which they run.
     peak_bytes: peak of live bytes of the schedule with the reruns, in-place reuse included.
-    seconds: seconds that the reruns add.
-    bound_seconds: a lower bound: no reruns within the budget, in any order of the operators, add fewer seconds.
-        Infinite if it is proved that no reruns are within the budget.
+    seconds: seconds that the reruns, and the operators of the taken offers, add.
+    bound_seconds: a lower bound: no reruns and offers within the budget, in any order of the operators, add fewer
+        seconds. Infinite if it is proved that none are within the budget.
     least_peak_bytes: the lowest peak that the search has come to, at most `peak_bytes`.
     status: OPTIMAL if `seconds` equal the bound, or if all combinations of a small problem were tried (each gap with a
         step in it kept, dropped once, dropped after every rerun, or brought back in front of any of its steps that
         read something; `exact.py`). INFEASIBLE if the search found no reruns within the budget, though there may be
         some; the reruns are then those with the lowest peak found. LIMIT and GAP as in `Status`.
     work: operators that simulations ran, plus arcs of the bound's networks.
+    taken: the offers that are taken, by their places in `RetainProblem.offers`, sorted; one for each buffer at most.
     """
 
     reruns: tuple[Rerun, ...]
@@ -105,6 +114,7 @@ class RetainSolution:
     least_peak_bytes: Bytes
     status: Status
     work: int
+    taken: tuple[int, ...] = ()
 
 
 def rank_of(peak_bytes: Bytes, seconds: Seconds, budget: Bytes) -> tuple[bool, float, float]:
@@ -123,6 +133,8 @@ def make_problem(
     repeatable: Sequence[bool] | BoolArray,
     droppable: Sequence[bool] | BoolArray,
     expires: Sequence[int] | LongArray | None = None,
+    idle: Sequence[bool] | BoolArray | None = None,
+    offers: Sequence[Offer] = (),
 ) -> RetainProblem:
     """Check the parts of a retention problem of n operators and b buffers, and pack them into a `RetainProblem`.
 
@@ -132,18 +144,23 @@ def make_problem(
     repeatable: length n, whether each operator may run again.
     droppable: length b, whether each buffer may be dropped and made again.
     expires: length n, the first step in front of which each operator must not run again; None for no limit.
+    idle: length n, whether each operator is left out where offers leave it no reader; None for none.
+    offers: smaller forms of buffers.
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
-    are negative or not finite, and a droppable buffer that is kept or whose producer is not repeatable.
+    are negative or not finite, a droppable buffer that is kept or whose producer is not repeatable, and an offer that
+    names an operator or a buffer which does not exist.
     """
     num_ops, num_buffers = order.num_ops, order.num_buffers
     latest = np.full(num_ops, num_ops) if expires is None else np.asarray(expires)
+    unread = np.zeros(num_ops, dtype=np.bool_) if idle is None else np.asarray(idle)
     parts = {
         "sequence": (np.asarray(sequence), num_ops),
         "seconds": (np.asarray(seconds), num_ops),
         "repeatable": (np.asarray(repeatable), num_ops),
         "droppable": (np.asarray(droppable), num_buffers),
         "expires": (latest, num_ops),
+        "idle": (unread, num_ops),
     }
     for name, (part, length) in parts.items():
         if part.shape != (length,):
@@ -155,7 +172,10 @@ def make_problem(
         repeatable=read_only(np.asarray(repeatable).astype(np.bool_)),
         droppable=read_only(np.asarray(droppable).astype(np.bool_)),
         expires=read_only(np.minimum(latest, num_ops).astype(np.int64)),
+        idle=read_only(unread.astype(np.bool_)),
+        offers=tuple(offers),
     )
+    check_offers(problem.offers, num_ops, num_buffers)
     _check_sequence(problem)
     _check_seconds(problem)
     _check_droppable(problem)

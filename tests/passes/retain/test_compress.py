@@ -21,7 +21,7 @@ from roamc.options import Options
 from roamc.passes import normalize
 from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs import shapes
-from roamc.passes.retain.compress import MARK, best_codec, values
+from roamc.passes.retain.compress import MARK, codings, values
 from roamc.passes.retain.problem import droppable
 from roamc.rewriting.rerun import Rerun, rerun
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real
@@ -95,8 +95,12 @@ def cleaned(model: nn.Module, batch: Any, loss: Any, route: str) -> tuple[TrainG
 
 
 def all_codes(graph: TrainGraph) -> list[Code]:
-    found = ((value, best_codec(value)) for value in values(build_memory(graph)))
-    return [Code(value.storage.name, best[0]) for value, best in found if best is not None]
+    """For each value that a codec makes smaller, the codec with the fewest bytes."""
+    found = []
+    for value in values(build_memory(graph)):
+        fitting = sorted(codings(value), key=lambda pair: pair[1].nbytes if pair[1] else 0)
+        found += [Code(value.storage.name, name) for name, _ in fitting[:1]]
+    return found
 
 
 def check(graph: TrainGraph, inputs: Sequence[Any], change: Callable[[TrainGraph], TrainGraph]) -> TrainGraph:

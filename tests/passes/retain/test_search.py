@@ -18,15 +18,14 @@ from roamc.graph import Phase, TrainGraph, copied
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.options import Options
 from roamc.passes import retain, reuse
-from roamc.passes.retain import Choice, compress
+from roamc.passes.retain import Choice
 from roamc.passes.retain.decision import Decision
-from roamc.passes.retain.search import choose, coded_order
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE, same_for_all_budgets
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
 from roamc.rewriting.arrange import arrange
-from roamc.solvers.retain import EFFORT
+from roamc.solvers.retain import EFFORT, RetainSolution, solve
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
 from tests.passes.retain.test_codecs import late_graph
 from tests.passes.retain.test_compress import MODELS, ROUTES, all_codes, cleaned, squares
@@ -66,19 +65,9 @@ def peak_of(graph: TrainGraph) -> int:
     return int(live_bytes(build_memory(graph)).max())
 
 
-def test_the_lowest_peak_is_asked_for_as_often_as_the_effort_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, _ = cleaned(*tower(), ROUTES[0])
-    choice, asked = choice_of(graph), list[int]()
-    choice.effort = dataclasses.replace(choice.effort, descents=0)
-    decide = choice._decide
-
-    def noted(target: int, *args: Any, **sets: Any) -> Decision:
-        asked.append(target)
-        return decide(target, *args, **sets)
-
-    monkeypatch.setattr(choice, "_decide", noted)
-    choice.lowest()
-    assert len(asked) == 2, "the first question and the one for less time"
+def reruns_alone(choice: Choice, target: int) -> RetainSolution:
+    """The solver's answer without codecs."""
+    return solve(dataclasses.replace(choice.asked.problem, offers=()), target)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -88,7 +77,7 @@ def test_decision_is_what_it_says_and_never_dearer_than_reruns_alone(route: str)
     used = 0
     for share in (0.9, 0.75, 0.6):
         target = int(peak_of(graph) * share)
-        decision, plain = choice.decide(target), choose(choice.plain, target)
+        decision, plain = choice.decide(target), reruns_alone(choice, target)
         assert decision.peak_bytes <= target
         assert decision.added_seconds <= plain.seconds
         spent = math.fsum([*(again[3] for again in decision.reruns), *(code[4] for code in decision.codes)])
@@ -117,16 +106,14 @@ def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
     """Every subset of what can be kept smaller, each with the reruns that the solver finds best for it."""
     graph, _ = cleaned(*tower(2), route)
     choice = choice_of(graph)
-    assert len(choice.candidates) == 4
-    subsets = [s for count in range(1, 5) for s in itertools.combinations(choice.candidates, count)]
+    assert len(choice.codes) == 4
+    subsets = [s for count in range(5) for s in itertools.combinations(range(4), count)]
     positive = 0
     for share in (0.9, 0.8, 0.7, 0.6):
         target = int(peak_of(graph) * share)
-        bound = choice.bounds.seconds(target)
-        found = [
-            choice._decision(subset, choice._ask(subset, target, {}, EFFORT.simulations)) for subset in ((), *subsets)
-        ]
-        kept = [decision.added_seconds for decision in found if decision.peak_bytes <= target]
+        bound = choice.search.bounds.seconds(target)
+        found = [choice.search._ask(subset, target, {}, EFFORT.simulations) for subset in subsets]
+        kept = [solution.seconds for solution in found if solution.peak_bytes <= target]
         assert all(bound <= seconds * (1 + 1e-9) for seconds in kept), share
         assert not kept or choice.decide(target).added_seconds <= 1.2 * min(kept)
         positive += 0 < bound < math.inf
@@ -143,11 +130,10 @@ def at_the_end_of_forward(graph: TrainGraph) -> int:
 @pytest.mark.parametrize("name", ["pictures", "attention"])
 def test_operators_of_codecs_stand_where_they_may(name: str, route: str) -> None:
     graph, _ = cleaned(*MODELS[name](), route)
-    order = [op.node.name for op in build_memory(graph).operators]
-    coded = compress(copied(graph), all_codes(graph))
-    found = coded_order(build_memory(graph), build_memory(coded), order)
-    arranged = arrange(coded, found)  # raises an error where something is read before it is made
-    assert [name for name in found if name in order] == [name for name in order if name in found]
+    choice = choice_of(graph)
+    written = choice.written(tuple(range(len(choice.codes))))
+    order = [written.operators[op] for op in written.problem.sequence.tolist()]
+    arranged = arrange(written.graph, [name for name in order if name])  # an error where a read comes too early
     assert at_the_end_of_forward(arranged) < at_the_end_of_forward(graph)
 
 
@@ -218,7 +204,7 @@ def test_copy_of_what_is_kept_anyway_is_dropped_and_made_again(copy: str) -> Non
     graph = traced(step, torch.randn(512, 300, dtype=dtype))
     graph = late_graph(graph, {"add_1", "sum_3", "add_2", "sum_4"})
     choice = choice_of(graph)
-    peak = choose(choice.plain, 1 << 60).peak_bytes
+    peak = reruns_alone(choice, 1 << 60).peak_bytes
     decision = choice.decide(peak - 1)
     assert decision.peak_bytes < peak
     again = {name for _, name, _, _ in decision.reruns}
@@ -232,4 +218,4 @@ def test_view_of_what_is_kept_anyway_is_not_kept() -> None:
     graph = traced(lambda x: ((kept := x.tanh()).t()[1:].sum(), kept.view(-1).sum()), torch.randn(64, 30))
     graph = late_graph(graph, {"sum_1", "sum_2"})
     assert [storage.name for storage in build_memory(graph).saved] == ["tanh"]
-    assert not choice_of(graph).candidates
+    assert not choice_of(graph).codes

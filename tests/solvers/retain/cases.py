@@ -1,11 +1,12 @@
 """Retention problems to test with, and slow, obvious answers to compare with."""
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from roamc.solvers.order import OrderProblem, make_problem
-from roamc.solvers.retain import RetainProblem
+from roamc.solvers.retain import Extra, Made, Offer, Part, RetainProblem
 from roamc.solvers.retain import make_problem as make_retain
 from tests.solvers.order.cases import possible_reuses
 from tests.solvers.order.cases import problems as order_problems
@@ -114,3 +115,23 @@ def layered(layers: int, seed: int, reuse: bool = True) -> RetainProblem:
     order = make_problem([0] * len(seconds), [], buffers, reusable=reusable)
     droppable = [not once[producer] for producer in order.producer.tolist()]
     return make_retain(order, range(len(seconds)), seconds, [not one for one in once], droppable)
+
+
+def offers_of(problem: RetainProblem, code: Sequence[int], extra: Sequence[float], late: Sequence[bool]) -> list[Offer]:
+    """An offer for each buffer that is not kept and has readers marked `late`, by operator.
+
+    Its smaller form has code[k] bytes; to make it takes extra[k] seconds, and to make buffer k of it no time.
+    """
+    order, offers = problem.order, []
+    for k in range(order.num_buffers):
+        readers = order.consumer[order.consumer_start[k] : order.consumer_start[k + 1]].tolist()
+        waiting = tuple(op for op in readers if late[op])
+        if waiting and not order.kept[k]:
+            size = int(order.size[k])
+            form, again = Made(int(code[k]), code[k] > 0), Made(size, size > 0)
+            operators = (
+                Extra(Part.ENCODE, int(order.producer[k]), k, float(extra[k]), 0, True, (k,), (form,)),
+                Extra(Part.DECODE, min(waiting), k, 0.0, 0, True, (~0,), (again,)),
+            )
+            offers.append(Offer(k, int(code[k]), operators, tuple((op, 1) for op in waiting)))
+    return offers

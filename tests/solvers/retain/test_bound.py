@@ -1,8 +1,8 @@
 """The bound on seconds holds for every order, and is met where the answer is plain."""
 
+import dataclasses
 import math
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.solvers.arrays import BoolArray, FloatArray, LongArray
-from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
-from roamc.solvers.retain import RetainProblem, make_problem, solve
-from roamc.solvers.retain.bound import Bounds, Codes
+from roamc.solvers.retain import Bounds, RetainProblem, encoded, make_problem, solve
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, legal_sequence, problems
+from tests.solvers.retain.cases import chain, layered, legal_sequence, offers_of, problems
 
 
 def bound(problem: RetainProblem, budget: int, operators: int = 100) -> float:
@@ -65,12 +63,18 @@ def test_bound_is_met_where_one_large_buffer_is_to_go() -> None:
     assert solution.status is Status.OPTIMAL or solution.bound_seconds >= 0.3 * solution.seconds
 
 
+def offered(problem: RetainProblem, code: LongArray, extra: FloatArray, late: BoolArray | None = None) -> RetainProblem:
+    """The problem with a smaller form of each buffer, for all readers or those that are `late`, by operator."""
+    everyone = np.ones(problem.num_ops, dtype=np.bool_)
+    offers = offers_of(problem, code.tolist(), extra.tolist(), (everyone if late is None else late).tolist())
+    return dataclasses.replace(problem, offers=tuple(offers))
+
+
 def with_codes(
     problem: RetainProblem, code: LongArray, extra: FloatArray, budget: int, late: BoolArray | None = None
 ) -> tuple[float, float]:
     """The bound and the price of a byte where buffers can be kept in fewer bytes, for all operators or those `late`."""
-    everyone = np.ones(problem.num_ops, dtype=np.bool_)
-    bounds = Bounds(problem, Codes(code, extra, problem.order.size, everyone if late is None else late))
+    bounds = Bounds(offered(problem, code, extra, late))
     bounds.look_at(100)
     return bounds.seconds(budget), bounds.price(budget)
 
@@ -107,56 +111,20 @@ def test_no_choice_of_smaller_forms_is_below_the_bound_in_training(seed: int) ->
 
 
 def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) -> None:
-    """Forms are written as operators: one behind the last early reader, one in front of each late reader."""
+    """Any set of the offers, with the reruns that the solver finds for it."""
     size = problem.order.size
-    half = problem.num_ops // 2  # operators behind this step are late
     late = np.zeros(problem.num_ops, dtype=np.bool_)
-    late[problem.sequence[half:]] = True
+    late[problem.sequence[problem.num_ops // 2 :]] = True
     code = np.array([dice.choice([0, int(nbytes) // 8, int(nbytes)]) for nbytes in size], dtype=np.int64)
     extra = np.array([dice.choice([0.0, 0.0, 0.1]) for _ in size])
     budget = int(peak_bytes(problem.order, problem.sequence) * share)
+    whole = offered(problem, code, extra, late)
     least = with_codes(problem, code, extra, budget, late)[0]
     for some in (0.3, 1.0):
-        chosen = [k for k in range(len(size)) if not problem.order.kept[k] and dice.random() < some]
-        found = solve(written(problem, chosen, code, late), budget, work_limit=100_000)
+        taken = [place for place in range(len(whole.offers)) if dice.random() < some]
+        found = solve(encoded(whole, taken).problem, budget, work_limit=100_000)
         if found.status is not Status.INFEASIBLE:
-            assert found.seconds + math.fsum(extra[chosen]) >= least
-
-
-def written(problem: RetainProblem, coded: list[int], code: LongArray, late: BoolArray) -> RetainProblem:
-    """The problem with these buffers read by late operators in smaller forms; writing and reading takes no time."""
-    order = problem.order
-    when = {op: float(step) for step, op in enumerate(problem.sequence.tolist())}
-    workspace, seconds, again = order.workspace.tolist(), problem.seconds.tolist(), problem.repeatable.tolist()
-    droppable = problem.droppable.tolist()
-    buffers = []
-    for k, made in enumerate(order.producer.tolist()):
-        readers = order.consumer[order.consumer_start[k] : order.consumer_start[k + 1]].tolist()
-        waiting = [op for op in readers if late[op]] if k in coded else []
-        early = [op for op in readers if op not in waiting]
-        if waiting:
-            write, *read = range(len(when), len(when) + 1 + len(waiting))
-            when |= {write: max(when[op] for op in (made, *early)) + 0.25}
-            when |= {decode: when[op] - 0.25 for decode, op in zip(read, waiting, strict=True)}
-            early.append(write)
-            buffers.append((int(code[k]), write, read, False))
-            buffers += [(int(order.size[k]), decode, [op], False) for decode, op in zip(read, waiting, strict=True)]
-        buffers.insert(k, (int(order.size[k]), made, early, bool(order.kept[k])))
-    new = len(when) - problem.num_ops
-    sequence = sorted(when, key=when.__getitem__)
-    step = {op: number for number, op in enumerate(sequence)}
-
-    def moved(row: list[Any], more: Any) -> list[Any]:
-        return [(row + [more] * new)[op] for op in sequence]
-
-    coded_order = make_order(
-        [0] * len(sequence),
-        [(step[before], step[after]) for before, after in order.edges.tolist()],
-        [(nbytes, step[made], [step[op] for op in readers], kept) for nbytes, made, readers, kept in buffers],
-        moved(workspace, 0),
-    )
-    droppable += [True] * (len(buffers) - len(droppable))
-    return make_problem(coded_order, range(len(sequence)), moved(seconds, 0.0), moved(again, True), droppable)
+            assert found.seconds + math.fsum(whole.offers[place].seconds for place in taken) >= least * (1 - 1e-9)
 
 
 def test_bound_is_the_price_of_the_form_where_that_is_cheaper() -> None:

@@ -14,6 +14,7 @@ from roamc.solvers.order import make_problem as make_order
 from roamc.solvers.order import peak_bytes
 from roamc.solvers.retain import (
     EFFORT,
+    Choice,
     Frontier,
     Ground,
     RetainProblem,
@@ -29,7 +30,7 @@ from roamc.solvers.retain.search import Search
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
 from tests.solvers.recorded import recorded, unread
-from tests.solvers.retain.cases import chain, layered, problems
+from tests.solvers.retain.cases import chain, layered, offers_of, problems
 
 
 def full_peak(problem: RetainProblem) -> int:
@@ -202,4 +203,10 @@ def test_every_field_of_effort_is_read() -> None:
     for budget in (0, full_peak(many) // 2, int(1.02 * solve(many, 0, work_limit=10**6).peak_bytes)):
         solve(many, budget, effort=effort)
     reference_order(many.order, many.sequence, effort)
+    half, size = [step >= many.num_ops // 2 for step in range(many.num_ops)], many.order.size.tolist()
+    offers = tuple(offers_of(many, [nbytes // 4 for nbytes in size], [0.0] * len(size), half))
+    choice = Choice(replace(many, offers=offers), effort)
+    choice.lowest()
+    for _ in range(2):
+        assert choice.solve(int(0.8 * full_peak(many))).taken
     assert unread(EFFORT, read) == []

@@ -1,0 +1,223 @@
+"""Choose reruns and offers together: sets of offers, each a problem of reruns, until an answer is close to the bound.
+
+    none                            reruns alone; tried first where offers do not lower the bound
+    those worth the price           an offer whose seconds per saved byte are below what the bound pays for a byte
+    twice that price, all of them   larger sets, for budgets that the set before does not keep
+    of each, those needed           a set again, without offers of buffers that have room to stay whole
+
+A price per byte takes or leaves all offers of one rate together; where the budget needs only some of them, the last
+kind of set finds which. The bound is that of `Bounds` over all reruns and offers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from roamc.solvers.order.problem import Bytes
+from roamc.solvers.retain.bound import Bounds
+from roamc.solvers.retain.effort import CLOSE, EFFORT, Effort
+from roamc.solvers.retain.encoded import Encoded, encoded
+from roamc.solvers.retain.offers import Seconds, cheapest
+from roamc.solvers.retain.portfolio import Frontier, Ground
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution, rank_of
+from roamc.solvers.retain.validate import schedule
+from roamc.solvers.status import Status
+
+Taken = tuple[int, ...]
+"""Offers by their places in the problem, sorted."""
+
+Known = dict[Taken, Frontier]
+"""Maps a set of offers to the solutions found for the schedule in which these are taken."""
+
+
+class Choice:
+    """Chooses reruns and offers of one problem, for one budget after another.
+
+    Calls share schedules, bounds and earlier solutions; which offers won last is remembered until `forget`.
+
+    problem, effort: as given to the constructor.
+    """
+
+    def __init__(self, problem: RetainProblem, effort: Effort = EFFORT) -> None:
+        self.problem, self.effort = problem, effort
+        self._alone = math.fsum(problem.seconds.tolist())
+        self._encoded: dict[Taken, Encoded] = {}
+        self._grounds: dict[Taken, Ground] = {}
+        self._known: Known = {}
+        self._won: tuple[Bytes, Taken]
+        self.forget()
+
+    def solve(self, budget: Bytes, *, together: bool = False, simulations: int | None = None) -> RetainSolution:
+        """Return reruns and offers that bring the peak of live bytes within `budget` and add few seconds.
+
+        budget: bytes. Where nothing within it is found, the answer has the status INFEASIBLE and the lowest peak found.
+        together: begin with solutions of earlier calls with `together`. The answer then depends on these calls; without
+            it, it depends on earlier calls only by the offers that won last.
+        simulations: work limit for each set of offers, in simulations of its schedule; None for `effort.simulations`.
+        """
+        return self._solve(budget, self._known if together else {}, simulations)
+
+    def forget(self) -> None:
+        """Forget which offers won last, so that the next call tries all sets even if its budget is nearly the same.
+
+        Solutions that were found with `together` stay.
+        """
+        self._won = 0, ()
+
+    def lowest(self, *, together: bool = False) -> tuple[RetainSolution, ...]:
+        """Search for the lowest peak of live bytes, then for fewer seconds at that peak.
+
+        The first budget is a little above the bytes that the largest operator needs alone; each further one is below
+        the lowest peak so far. together: as for `solve`.
+
+        Returns (cheap, low), or (cheap,) if both are the same. low: the lowest peak that the search reached. cheap: the
+        answer for that peak as budget; mostly with fewer seconds.
+        """
+        known, effort = self._known if together else {}, self.effort
+        least = int(self.bounds.alone * (1 + effort.little_share))
+        self.forget()
+        low = self._solve(least, known)
+        for number in range(effort.descents):
+            if low.peak_bytes <= least:
+                break
+            lower = self._solve(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))), known)
+            little = low.peak_bytes - lower.peak_bytes <= effort.little_share * low.peak_bytes
+            if lower.peak_bytes < low.peak_bytes:
+                low = lower
+            if little:
+                break
+        as_low = [taken for taken, frontier in known.items() if frontier.lowest <= low.peak_bytes]
+        again = self._solve(low.peak_bytes, known, sets=as_low)
+        same = (again.reruns, again.taken) == (low.reruns, low.taken)
+        return tuple(self._least(one) for one in ((again,) if same else (again, low)))
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """The lower bound on the seconds of reruns and offers together; made on first access."""
+        bounds = Bounds(self.problem, effort=self.effort)
+        bounds.look_at()
+        return bounds
+
+    def encoded(self, taken: Taken) -> Encoded:
+        """Return the schedule with these offers; made once for all equal sets."""
+        if taken not in self._encoded:
+            self._encoded[taken] = encoded(self.problem, taken)
+        return self._encoded[taken]
+
+    def _solve(
+        self, budget: Bytes, known: Known, simulations: int | None = None, sets: Sequence[Taken] = ()
+    ) -> RetainSolution:
+        """As `solve`, to begin with what is `known`; what is found goes there too. Only `sets` are tried, if given."""
+        offers = self.problem.offers
+        bound = self.bounds.seconds(budget) if offers else 0.0
+        found: list[RetainSolution] = []
+        for taken in sets or self._sets(budget, bound, known):
+            answer = self._ask(taken, budget, known, simulations)
+            found.append(answer)
+            fewer = self._fewer(answer, budget)
+            least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
+            if fewer and least < min(one.seconds for one in found if one.peak_bytes <= budget):
+                found.append(self._ask(fewer, budget, known, simulations))
+            if self._good(min(found, key=lambda one: _rank(one, budget)), budget, bound):
+                break
+        if not offers:
+            return found[0]
+        best = min(found, key=lambda one: _rank(one, budget))
+        self._won = budget, best.taken
+        return _bounded(best, budget, bound)
+
+    def _least(self, solution: RetainSolution) -> RetainSolution:
+        """The solution with status and bound as if its own peak had been asked for."""
+        if solution.status is Status.INFEASIBLE:  # for less than this
+            solution = replace(solution, status=Status.GAP)
+        return _bounded(solution, solution.peak_bytes, self.bounds.seconds(solution.peak_bytes))
+
+    def _sets(self, budget: Bytes, bound: Seconds, known: Known) -> list[Taken]:
+        """The sets of offers to try, each once, the most likely first; () stands for no offers."""
+        asked, won = self._won
+        if won and abs(asked - budget) <= self.effort.near_share * budget:
+            return [won, ()]
+        price = self.bounds.price(budget) if self.problem.offers else 0.0
+        rates = (price, self.effort.generous_factor * price, math.inf) if bound < math.inf else (math.inf,)
+        sizes = self.problem.order.size.tolist()
+        first, *others = [cheapest(self.problem.offers, sizes, rate) for rate in rates]
+        helps = self._frontier((), known).bound(budget) > bound * (1 + CLOSE)
+        return list(dict.fromkeys([first, (), *others] if helps else [(), first, *others]))
+
+    def _good(self, solution: RetainSolution, budget: Bytes, bound: Seconds) -> bool:
+        """Whether the best choice would not be worth looking for."""
+        step = self._alone + solution.seconds
+        return solution.peak_bytes <= budget and solution.seconds <= bound + self.effort.enough_share * step
+
+    def _fewer(self, solution: RetainSolution, budget: Bytes) -> Taken:
+        """Those of its offers that the solution needs; () if it needs all of them or misses the budget."""
+        if not solution.taken or solution.peak_bytes > budget:
+            return ()
+        needless = self._needless(solution, budget)
+        return tuple(place for place in solution.taken if place not in needless) if needless else ()
+
+    def _needless(self, solution: RetainSolution, budget: Bytes) -> set[int]:
+        """The offers whose buffers can stay whole without a run above the budget, those that take most time first.
+
+        One that stays whole adds its bytes to the runs during which its smaller form waits, before the next is tried.
+        """
+        form, offers, order = self.encoded(solution.taken), self.problem.offers, self.problem.order
+        runs = schedule(form.problem, replace(solution, taken=()))
+        live = np.array([nbytes for _, nbytes in runs], dtype=np.int64)
+        rows = sorted(range(len(solution.taken)), key=lambda row: -offers[solution.taken[row]].seconds)
+        needless = set()
+        for row in rows:
+            offer = offers[solution.taken[row]]
+            begin, end = _wait([op for op, _ in runs], form.encodes[row], form.decodes[row])
+            more = int(order.size[offer.buffer]) - offer.nbytes
+            if live[begin:end].max(initial=0) + more <= budget:
+                live[begin:end] += more
+                needless.add(solution.taken[row])
+        return needless
+
+    def _ask(self, taken: Taken, budget: Bytes, known: Known, simulations: int | None) -> RetainSolution:
+        """The solver's reruns for the schedule with these offers, with the seconds of the offers added."""
+        frontier = self._frontier(taken, known)
+        limit = None if simulations is None else simulations * self.encoded(taken).problem.num_ops
+        found = frontier.solve(budget, work_limit=limit)
+        return replace(found, taken=taken, seconds=found.seconds + self._seconds(taken)) if taken else found
+
+    def _frontier(self, taken: Taken, known: Known) -> Frontier:
+        if taken not in known:
+            if taken not in self._grounds:
+                self._grounds[taken] = Ground(self.encoded(taken).problem, self.effort)
+            known[taken] = Frontier(self._grounds[taken])
+        return known[taken]
+
+    def _seconds(self, taken: Taken) -> Seconds:
+        return math.fsum(self.problem.offers[place].seconds for place in taken)
+
+
+def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
+    return rank_of(solution.peak_bytes, solution.seconds, budget)
+
+
+def _bounded(solution: RetainSolution, budget: Bytes, bound: Seconds) -> RetainSolution:
+    """The solution with the bound over all offers, and the status that follows; its search knew one set of offers."""
+    if solution.peak_bytes > budget:
+        return replace(solution, bound_seconds=0.0)
+    if solution.seconds <= bound * (1 + CLOSE):  # nothing adds less
+        return replace(solution, bound_seconds=solution.seconds, status=Status.OPTIMAL)
+    status = Status.GAP if solution.status is Status.OPTIMAL else solution.status
+    return replace(solution, bound_seconds=bound, status=status)
+
+
+def _wait(runs: Sequence[int], encodes: Sequence[int], decodes: Sequence[int]) -> tuple[int, int]:
+    """The runs in which a smaller form waits: behind the last that writes it, up to the first that reads it."""
+    begin, end = 0, len(runs)
+    for at, op in enumerate(runs):
+        if op in encodes:
+            begin, end = at, len(runs)
+        elif op in decodes:
+            end = min(end, at)
+    return (begin, end) if begin < end else (0, len(runs))
