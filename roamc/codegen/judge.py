@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.codegen.calls import outs_of
+from roamc.codegen.group_judge import check_groups
 from roamc.codegen.source import Entry, Program
-from roamc.compat import OpOverload
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, maker_of, placeholders, storage_name, tensors_of
 from roamc.graph.layout import Layout
@@ -34,14 +35,14 @@ from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
 from roamc.operators import ops
-from roamc.operators.kernels import kernel_of
 from roamc.units import Bytes
 
 
 def check_program(graph: TrainGraph, program: Program, code: CodeType | None = None) -> None:
     """Check that ``program`` calls the operators of ``graph`` in order, on the values and bytes that the layout says.
 
-    The program runs once on stand-ins; no operator computes anything.
+    The program runs once on stand-ins; no operator computes anything. The groups that it calls are checked as well, see
+    :mod:`roamc.codegen.group_judge`.
 
     Args:
         graph: the planned graph, whose layout pass has run.
@@ -54,6 +55,7 @@ def check_program(graph: TrainGraph, program: Program, code: CodeType | None = N
     """
     if graph.layout is None:
         raise VerifyError("after pass 'layout': the graph has no layout")
+    check_groups(graph)
     judge = _Judge(graph, graph.layout, program)
     try:
         judge.run(code or compile(program.source, "<judged>", "exec"))
@@ -317,7 +319,9 @@ class _Judge:
             raise _Fault(f"does not copy a result of {self._uncopied[0][1]} to its place")
         if self._makes(node) or not ops.is_view(node.target):  # other views touch no bytes, and stand anywhere
             self._check_memory(self._position[node.name])
-        outs = _outs(node, target)
+        outs = outs_of(node.target, target)
+        if outs is None:
+            raise _Fault(f"calls {target} and not {node.target}")
         written = [keywords.get(name) for name in outs]
         if outs == ("out",) and isinstance(written[0], tuple):
             written = list(written[0])
@@ -463,26 +467,3 @@ class _Judge:
         if not isinstance(made, list | tuple):
             return value is self._others.get((node, 0), self)
         return all(self._lies(value[position], tensor) for position, tensor in tensors_of(node))
-
-
-def _outs(node: fx.Node, target: Any) -> tuple[str, ...]:
-    """Return the keywords under which a call of ``target`` is given places for the results of ``node``, in their order.
-
-    There are none if ``target`` is the operator of ``node`` itself.
-
-    Raises:
-        _Fault: ``target`` is neither that operator, nor its kernel or overload that is given places for its results.
-    """
-    if target is node.target:
-        return ()
-    kernel = kernel_of(node.target)
-    if kernel is not None and target is kernel.function:
-        return ("out",)
-    if isinstance(target, OpOverload) and isinstance(node.target, OpOverload):
-        declared = target._schema.arguments
-        outs = tuple(a.name for a in declared if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
-        rest = [(a.name, str(a.type)) for a in declared if a.name not in outs]
-        same = rest == [(a.name, str(a.type)) for a in node.target._schema.arguments]
-        if outs and same and target.overloadpacket is node.target.overloadpacket:
-            return outs
-    raise _Fault(f"calls {target} and not {node.target}")

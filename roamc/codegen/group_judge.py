@@ -1,0 +1,177 @@
+"""The judge of groups: what runs for several operators reads and writes the elements that the operators do.
+
+It runs wherever a program is checked, and shares no code with what decides how groups run and prints them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.codegen.block_judge import judge_blocks
+from roamc.codegen.group_needs import members_of, result_of, tensor_of
+from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.errors import VerifyError, way_out
+from roamc.graph import TrainGraph, placeholders, storage_name, tensors_of
+from roamc.graph.memory import SharedStorages
+from roamc.operators.block_source import Text
+from roamc.operators.fused import Fused
+from roamc.units import Bytes
+
+PARTS = 3
+"""Into so many blocks a group is divided for a second look, since other numbers of threads have other blocks."""
+
+
+def check_groups(graph: TrainGraph) -> None:
+    """Check the program of every group of ``graph``, on the memory that the layout gives to operands and results.
+
+    Groups that differ in names alone, as those of the layers of a model, are judged once.
+
+    Args:
+        graph: the planned graph.
+
+    Raises:
+        VerifyError: a group runs in another way than its operators; names the group, the operator and the fault.
+    """
+    groups = [node for node in graph.graph.nodes if isinstance(node.target, Fused)]
+    if not groups:
+        return
+    memory = _Memory(graph)
+    good: set[Key] = set()
+    for node in groups:
+        group, places, out = node.target, memory.places(node), memory.place(tensor_of(node))
+        key = key_of(group, graph.threads, places, out)
+        if key not in good:
+            check_group(group, graph.threads, places, out)
+            good.add(key)
+
+
+def check_group(group: Fused, threads: int, places: Sequence[Place] | None = None, out: Place | None = None) -> None:
+    """Check the program of one group.
+
+    Args:
+        group: the group.
+        threads: torch's number of threads.
+        places: where the arguments lie; None if each has memory of its own.
+        out: where the result lies; None if it has memory of its own.
+
+    Raises:
+        VerifyError: the group runs in another way than its operators; names the group, the operator and the fault.
+    """
+    given = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
+    try:
+        _judge(group, threads, given, out or Place("result"))
+    except GroupFault as fault:
+        raise VerifyError(f"group {group.name}, {fault}; {way_out('fuse')}") from fault
+
+
+def _judge(group: Fused, threads: int, places: Sequence[Place], out: Place) -> None:
+    rows = result_of(members_of(group.body)[-1]).rows
+    planned = group.block_rows(threads)
+    if planned < 1 or (rows > 1 and 1 in (planned, rows % planned)):
+        raise GroupFault(Verdict.LONE_ROW, f"{rows} rows are in blocks of {planned}")
+    for length in dict.fromkeys((planned, max(2, -(-rows // PARTS)))):
+        judge_blocks(group.body, group.text, length, places, out)
+
+
+# -- where operands and results lie -------------------------------------------------------------------------------
+
+
+class _Memory:
+    """The memory of a graph's tensors, as its layout and in-place reuse have it."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self._shared = SharedStorages(graph)
+        self._offset: dict[int, Bytes] = {}
+        placed = graph.layout.offset if graph.layout is not None else {}
+        named: set[int] = set()
+        for node in graph.graph.nodes:
+            for position, tensor in tensors_of(node):
+                storage, name = self._shared.of(tensor), storage_name(node, position)
+                if storage not in named and name in placed:
+                    self._offset[storage] = placed[name]
+                named.add(storage)
+
+    def place(self, tensor: torch.Tensor) -> Place:
+        """Return where ``tensor`` lies: in the arena, or in a storage of its own."""
+        storage = self._shared.of(tensor)
+        inside = int(tensor.storage_offset()) * tensor.itemsize
+        if storage in self._offset:
+            return Place("arena", self._offset[storage] + inside)
+        return Place(storage, inside)
+
+    def places(self, node: fx.Node) -> list[Place]:
+        """Return where the arguments of a group lie; one that is copied first has memory of its own."""
+        group: Any = node.target
+        found = []
+        for argument, expected in zip(node.all_input_nodes, placeholders(group.body), strict=True):
+            tensor = tensor_of(argument)
+            same = _geometry(tensor) == _geometry(tensor_of(expected))
+            found.append(self.place(tensor) if same else Place(("copy of", argument)))
+        return found
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Shape and strides, but for those of dimensions of one element."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return shape, tuple(step for size, step in zip(shape, strides, strict=True) if size > 1)
+
+
+# -- groups that differ in names alone ------------------------------------------------------------------------------
+
+
+Key = tuple[Hashable, ...]
+"""All that the judgement of a group depends on, without the names of its nodes."""
+
+
+def key_of(group: Fused, threads: int, places: Sequence[Place], out: Place) -> Key:
+    """Return what the judgement of a group depends on.
+
+    Args:
+        group: the group.
+        threads: torch's number of threads.
+        places: where the arguments lie.
+        out: where the result lies.
+    """
+    number = {node: f"%{at}" for at, node in enumerate(group.body.nodes)}
+    nodes = tuple(
+        (
+            "input" if node.op == "placeholder" else node.target,
+            repr(fx.map_arg((node.args, node.kwargs), number.__getitem__)),
+            *((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) for _, tensor in tensors_of(node)),
+        )
+        for node in group.body.nodes
+    )
+    text: Any = group.text
+    constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
+    counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps)
+    related = tuple(_related(place, out) for place in places)
+    return nodes, related, _without_names(text.source, text.constants), constants, counted, group.block_rows(threads)
+
+
+def _related(place: Place, out: Place) -> Bytes | None:
+    """How far an argument lies from the result in the same memory; None in other memory."""
+    return place.start - out.start if place.memory == out.memory else None
+
+
+NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!=[^=])")
+"""A name in a source, but for those of attributes and of keyword arguments."""
+
+KNOWN = frozenset({*dir(builtins), *keyword.kwlist, "torch", "tl", "triton"})
+
+
+def _without_names(source: str, constants: Collection[str]) -> str:
+    """Return a source without comments, and with numbers for the names that it chooses itself."""
+    numbers: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        name = found[0]
+        return name if name in KNOWN or name in constants else numbers.setdefault(name, f"${len(numbers)}")
+
+    return NAME.sub(number, re.sub(r"  # .*", "", source))

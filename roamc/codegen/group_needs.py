@@ -1,0 +1,187 @@
+"""Which elements of which values a member of a group reads and writes, by the rules of broadcasting alone.
+
+A member goes through the elements of one shape, such as [16, 128, 384], row by row. The element of an operand that it
+reads there has a number: how many elements it lies behind the first one of its value in memory.
+
+    mul(x, weight)  over [16, 128, 384]     x: strides (49152, 384, 1)     weight: strides (0, 0, 1)
+
+What the judges of groups compare programs with; nothing here knows how groups are emitted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from roamc.codegen.calls import by_name
+from roamc.codegen.group_verdicts import GroupFault, Verdict
+from roamc.compat import OpOverload
+from roamc.operators import ops
+from roamc.operators.schemas import name_of
+
+Int64s = npt.NDArray[np.int64]
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Need:
+    """The elements of one value, one for each element that a member goes through.
+
+    Attributes:
+        value: an input of the group, or the member that makes the value; never a view.
+        sizes: of the shape that the member goes through; the last one is the length of a row.
+        strides: elements of the value from one index to the next, for each dimension; 0 where elements are shared.
+        offset: number of the element that is read first.
+        whole: the member takes the whole operand as it is, whichever elements it goes through.
+    """
+
+    value: fx.Node
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+    whole: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Elements of one row."""
+        return self.sizes[-1] if self.sizes else 1
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(self.sizes[:-1])
+
+    @property
+    def step(self) -> int:
+        """Elements of the value from one column to the next."""
+        return self.strides[-1] if self.sizes else 0
+
+    @cached_property
+    def starts(self) -> Int64s:
+        """The number of the first element of each row."""
+        found = np.full(1, self.offset, dtype=np.int64)
+        for size, stride in zip(self.sizes[:-1], self.strides[:-1], strict=True):
+            found = np.add.outer(found, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+        return found
+
+    def at(self, elements: Int64s) -> Int64s:
+        """Return the numbers of the elements of the value at ``elements``, which are counted row by row, from 0."""
+        found, inside = np.full(elements.shape, self.offset, dtype=np.int64), 1
+        for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
+            if stride:
+                found += elements // inside % size * stride
+            inside *= size
+        return found
+
+
+def needs_of(node: fx.Node) -> dict[str, Need]:
+    """Return what a member reads, by the name of the argument in the operator's schema.
+
+    Args:
+        node: a call of an operator whose row of the table has ``rowwise``; all of its nodes have fake values.
+
+    Raises:
+        GroupFault: an operand cannot be broadcast, or is a view of another dtype.
+    """
+    rowwise = ops.rule(node.target).rowwise
+    if rowwise is None or not isinstance(node.target, OpOverload):
+        raise GroupFault(Verdict.UNKNOWN, "nothing says that it treats rows apart", node.name)
+    names = [argument.name for argument in node.target._schema.arguments]
+    per_row, whole = ({names[at] for at in positions} for positions in (rowwise.per_row, rowwise.whole))
+    sizes, found = shape_of(node), {}
+    for name, argument in by_name(node.target, node.args, node.kwargs).items():
+        if not isinstance(argument, fx.Node):
+            continue
+        tensor = tensor_of(argument)
+        shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        value, offset = _made_by(argument)
+        if name in whole and shape:
+            found[name] = Need(value, shape, strides, offset, whole=True)
+            continue
+        if name in per_row:
+            shape, strides = (*shape, 1), (*strides, 0)
+        found[name] = Need(value, sizes, _broadcast(argument, shape, strides, sizes), offset)
+    return found
+
+
+def result_of(node: fx.Node) -> Need:
+    """Return where a member writes its result: one element for each that it goes through, or for each row of them."""
+    tensor, sizes = tensor_of(node), shape_of(node)
+    strides = tuple(map(int, tensor.stride()))
+    rowwise = ops.rule(node.target).rowwise
+    if rowwise is None or rowwise.keepdim is None:
+        return Need(node, sizes, strides)
+    kept = strides if tensor.dim() == len(sizes) else (*strides, 0)
+    return Need(node, (*sizes[:-1], 1), (*kept[:-1], 0))
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape that a member goes through: that of its result, or of what it reduces along the last dimension.
+
+    Raises:
+        GroupFault: it reduces along other dimensions.
+    """
+    rowwise = ops.rule(node.target).rowwise
+    made = tuple(map(int, tensor_of(node).shape))
+    if rowwise is None or rowwise.dim is None:
+        return made
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        raise GroupFault(Verdict.DIMENSION, "works along a dimension of no tensor", node.name)
+    shape = tuple(map(int, tensor_of(source).shape))
+    if not goes_along_last(node.args[rowwise.dim] if rowwise.dim < len(node.args) else None, len(shape)):
+        raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
+    wanted = made if rowwise.keepdim is None else shape
+    return wanted
+
+
+def goes_along_last(dims: Any, rank: int) -> bool:
+    """Whether ``dims``, a number or a list of numbers, names the last of ``rank`` dimensions and no other."""
+    listed = dims if isinstance(dims, list | tuple) else [dims]
+    return len(listed) == 1 and isinstance(listed[0], int) and rank > 0 and listed[0] % rank == rank - 1
+
+
+def members_of(body: fx.Graph) -> list[fx.Node]:
+    """Return the operators of a group, views left out, in order."""
+    return [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that ``node`` stands for.
+
+    Raises:
+        GroupFault: it stands for something else.
+    """
+    made = node.meta.get("val")
+    if not isinstance(made, torch.Tensor):
+        raise GroupFault(Verdict.UNKNOWN, f"{name_of(node.target)} gives no tensor", node.name)
+    return made
+
+
+def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
+    """The input or member that ``node`` is, or is a view of; how many elements behind its first one the view begins."""
+    value = node
+    while value.op == "call_function" and ops.is_view(value.target):
+        if len(value.all_input_nodes) != 1 or tensor_of(value).dtype is not tensor_of(value.all_input_nodes[0]).dtype:
+            raise GroupFault(Verdict.UNKNOWN, "is a view of several tensors, or of another dtype", value.name)
+        value = value.all_input_nodes[0]
+    return value, int(tensor_of(node).storage_offset()) - int(tensor_of(value).storage_offset())
+
+
+def _broadcast(
+    node: fx.Node, shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    lacking = len(sizes) - len(shape)
+    if lacking < 0:
+        raise GroupFault(Verdict.SHAPE, "has more dimensions than its reader goes through", node.name)
+    full = (1,) * lacking + shape
+    if any(size not in (1, wanted) for size, wanted in zip(full, sizes, strict=True)):
+        raise GroupFault(Verdict.SHAPE, f"shape {shape} does not broadcast to {sizes}", node.name)
+    return tuple(0 if size == 1 else stride for size, stride in zip(full, (0,) * lacking + strides, strict=True))

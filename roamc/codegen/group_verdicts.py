@@ -1,0 +1,56 @@
+"""What the judges of groups say, and what they are told of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+from roamc.units import Bytes
+
+
+class Verdict(Enum):
+    """What is wrong with the program of a group; the value begins the message."""
+
+    UNKNOWN = "the source is none that the judge knows"
+    CALL = "another operator is called"
+    ARGUMENT = "another argument is given"
+    DIMENSION = "another dimension is gone along"
+    VALUE = "another value is read"
+    ELEMENTS = "other elements are read"
+    OUTSIDE = "elements outside of a tensor are touched"
+    DTYPE = "the dtype is another one"
+    SHAPE = "shapes do not fit"
+    PLACE = "the result is written elsewhere"
+    TWICE = "elements of the result are written twice"
+    MISSING = "elements of the result are not written"
+    OVERWRITTEN = "what is still read is overwritten"
+    BYTES = "memory of values inside is miscounted"
+    LONE_ROW = "a block has one row"
+    NUMBERS = "other numbers are computed"
+
+
+class GroupFault(Exception):
+    """The program of a group is wrong.
+
+    Attributes:
+        verdict: what is wrong.
+        member: name of the operator at which it was found; "" if it is none.
+    """
+
+    def __init__(self, verdict: Verdict, said: str, member: str = "") -> None:
+        super().__init__(f"{member}: {verdict.value}: {said}" if member else f"{verdict.value}: {said}")
+        self.verdict, self.member = verdict, member
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a group lies.
+
+    Attributes:
+        memory: equal for tensors that may share bytes, such as all in the arena.
+        start: byte of that memory at which its first element lies.
+    """
+
+    memory: Hashable
+    start: Bytes = 0
