@@ -59,10 +59,17 @@ MAY_IMPORT = {
     "roamc.cli": ("roamc",),
     "roamc": ("roamc",),
 }
+GROUP_JUDGES = ("group_judge", "group_needs", "group_verdicts", "block_judge", "kernel_judge")
+GROUP_EMITTERS = (
+    *("roamc.operators.blocks", "roamc.operators.block_source.text_of", "roamc.operators.out_variants"),
+    *(f"roamc.operators.gpu.{name}" for name in ("frame", "lines", "printed", "kernel.kernel_text", "fused_kernel")),
+)
+
 # package or module → what it must not import
 MUST_NOT_IMPORT = {
     "roamc.solvers": ("torch", "functorch", "triton"),
     "roamc.codegen.judge": ("roamc.operators.out_variants",),  # judges share nothing with what they judge
+    **dict.fromkeys((f"roamc.codegen.{name}" for name in GROUP_JUDGES), GROUP_EMITTERS),
     "roamc.planning.layout_judge": ("roamc.passes", "roamc.solvers", "roamc.rewriting", "roamc.planning.other_orders"),
     "roamc": ("passes", "solvers"),  # names of folders; in Python they are roamc.passes and roamc.solvers
 }

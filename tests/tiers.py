@@ -28,6 +28,7 @@ FIRST: dict[str, int] = {
     "tests/cli/test_cli.py::test_several_budgets_are_compared_in_one_table": 0,
     "tests/cli/test_zoo.py::test_forward_and_backward_alone_are_planned_and_know_their_lines": 2,
     "tests/cli/test_zoo.py::test_model_is_planned_without_weights": 3,
+    "tests/codegen/test_group_judge.py::test_groups_that_fit_pass_and_forced_ones_pass_only_with_right_numbers": 3,
     "tests/cost/test_cost.py::test_every_operator_of_the_models_has_a_price": 2,
     "tests/end_to_end/test_budget.py::test_budget_leaves_every_bit": 1,
     "tests/end_to_end/test_changes.py::test_nothing_has_changed": 6,
