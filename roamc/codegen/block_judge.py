@@ -25,9 +25,18 @@ import torch
 from torch import fx
 
 from roamc.codegen.calls import by_name, outs_of, same_literal
-from roamc.codegen.group_needs import Int64s, Need, goes_along_last, members_of, needs_of, result_of, tensor_of
+from roamc.codegen.group_needs import (
+    Int64s,
+    Need,
+    extent_of,
+    goes_along_last,
+    members_of,
+    needs_of,
+    result_of,
+    rows_of,
+    tensor_of,
+)
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
-from roamc.compat import OpOverload
 from roamc.graph import placeholders
 from roamc.interruptions import interruption
 from roamc.operators import ops
@@ -226,7 +235,7 @@ class _Run:
         self.results = {node: result_of(node) for node in self.members}
         self.last = self.members[-1]
         self.total = self.results[self.last].rows
-        self.out = _Memory("the result", _extent(tensor_of(self.last)), place=self.out_place)
+        self.out = _Memory("the result", extent_of(tensor_of(self.last)), place=self.out_place)
         self.done = np.zeros(self.total, dtype=bool)
         self.inside: list[_Memory] = []
         self.row_bytes = 0
@@ -308,7 +317,7 @@ class _Run:
 
     def _check_literals(self, node: fx.Node, given: Mapping[str, Any]) -> None:
         """Check all arguments but tensors: equal, but for the dimension, which is the last one of the block."""
-        rowwise, names = _rowwise(node)
+        rowwise, names = rows_of(node)
         wanted = by_name(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         for name, value in wanted.items():
             if isinstance(value, fx.Node):
@@ -352,7 +361,7 @@ class _Run:
 
     def _numbers(self, node: fx.Node, name: str, piece: _Piece, columns: int) -> tuple[Int64s, int]:
         """The number of the element of its value at which each row of a piece begins, and the step between columns."""
-        rowwise, names = _rowwise(node)
+        rowwise, names = rows_of(node)
         if name in {names[at] for at in rowwise.per_row}:
             row, column = piece.strides[0], 0
         else:
@@ -376,7 +385,7 @@ class _Run:
 
     def _check_result(self, node: fx.Node, pieces: Mapping[str, _Piece], out: _Piece) -> None:
         """Check that the place of a result has the shape that the operator gives for such pieces, and its dtype."""
-        rowwise, names = _rowwise(node)
+        rowwise, names = rows_of(node)
         flat = {names[at] for at in (*rowwise.per_row, *rowwise.whole)}
         length = self.rows.shape[1]
         if rowwise.per_row and any(pieces[names[at]].shape != (length,) for at in rowwise.per_row):
@@ -419,7 +428,7 @@ class _Run:
 
     def _check_overlap(self, node: fx.Node, name: str, need: Need, piece: _Piece, out: _Piece) -> None:
         """Check that nothing is read that an earlier block, or another thread of the same call, has written over."""
-        _, names = _rowwise(node)
+        _, names = rows_of(node)
         allowed = name in {names[at] for at in ops.rule(node.target).overwrites}
         if piece.memory is out.memory and not (allowed and piece.same_elements(out)):
             self._fault(Verdict.OVERWRITTEN, f"writes its result over {name}, which it reads elsewhere")
@@ -468,16 +477,4 @@ def _row_bytes(need: Need, tensor: torch.Tensor, place: Place) -> tuple[Int64s, 
 
 
 def _memory_of(node: fx.Node, place: Place) -> _Memory:
-    return _Memory(node.name, _extent(tensor_of(node)), node, place)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first of a tensor to the end of its last."""
-    return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _rowwise(node: fx.Node) -> tuple[Any, list[str]]:
-    """The row of the operator table on how a member treats rows, and the names of the operator's arguments."""
-    target = node.target
-    assert isinstance(target, OpOverload), f"{node.name} is no operator"
-    return ops.rule(target).rowwise, [argument.name for argument in target._schema.arguments]
+    return _Memory(node.name, extent_of(tensor_of(node)), node, place)

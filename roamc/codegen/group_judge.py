@@ -17,11 +17,13 @@ from torch import fx
 from roamc.codegen.block_judge import judge_blocks
 from roamc.codegen.group_needs import members_of, result_of, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.codegen.kernel_judge import judge_kernel
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages
 from roamc.operators.block_source import Text
 from roamc.operators.fused import Fused
+from roamc.operators.gpu.kernel import KernelText
 from roamc.units import Bytes
 
 PARTS = 3
@@ -72,6 +74,10 @@ def check_group(group: Fused, threads: int, places: Sequence[Place] | None = Non
 
 
 def _judge(group: Fused, threads: int, places: Sequence[Place], out: Place) -> None:
+    text: object = group.text
+    if isinstance(text, KernelText):
+        judge_kernel(group.body, text, places, out)
+        return
     rows = result_of(members_of(group.body)[-1]).rows
     planned = group.block_rows(threads)
     if planned < 1 or (rows > 1 and 1 in (planned, rows % planned)):

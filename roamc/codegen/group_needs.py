@@ -25,6 +25,7 @@ from roamc.codegen.group_verdicts import GroupFault, Verdict
 from roamc.compat import OpOverload
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
+from roamc.operators.table import Rowwise
 
 Int64s = npt.NDArray[np.int64]
 Ints = tuple[int, ...]
@@ -73,12 +74,24 @@ class Need:
 
     def at(self, elements: Int64s) -> Int64s:
         """Return the numbers of the elements of the value at ``elements``, which are counted row by row, from 0."""
+        if self._in_order:
+            return self.offset + elements
         found, inside = np.full(elements.shape, self.offset, dtype=np.int64), 1
         for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
             if stride:
                 found += elements // inside % size * stride
             inside *= size
         return found
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the elements of the value follow each other as those that the member goes through."""
+        inside = 1
+        for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
+            if size > 1 and stride != inside:
+                return False
+            inside *= size
+        return True
 
 
 def needs_of(node: fx.Node) -> dict[str, Need]:
@@ -90,13 +103,11 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
     Raises:
         GroupFault: an operand cannot be broadcast, or is a view of another dtype.
     """
-    rowwise = ops.rule(node.target).rowwise
-    if rowwise is None or not isinstance(node.target, OpOverload):
-        raise GroupFault(Verdict.UNKNOWN, "nothing says that it treats rows apart", node.name)
-    names = [argument.name for argument in node.target._schema.arguments]
+    rowwise, names = rows_of(node)
     per_row, whole = ({names[at] for at in positions} for positions in (rowwise.per_row, rowwise.whole))
     sizes, found = shape_of(node), {}
-    for name, argument in by_name(node.target, node.args, node.kwargs).items():
+    operator: Any = node.target
+    for name, argument in by_name(operator, node.args, node.kwargs).items():
         if not isinstance(argument, fx.Node):
             continue
         tensor = tensor_of(argument)
@@ -115,8 +126,8 @@ def result_of(node: fx.Node) -> Need:
     """Return where a member writes its result: one element for each that it goes through, or for each row of them."""
     tensor, sizes = tensor_of(node), shape_of(node)
     strides = tuple(map(int, tensor.stride()))
-    rowwise = ops.rule(node.target).rowwise
-    if rowwise is None or rowwise.keepdim is None:
+    rowwise, _ = rows_of(node)
+    if rowwise.keepdim is None:
         return Need(node, sizes, strides)
     kept = strides if tensor.dim() == len(sizes) else (*strides, 0)
     return Need(node, (*sizes[:-1], 1), (*kept[:-1], 0))
@@ -128,9 +139,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     Raises:
         GroupFault: it reduces along other dimensions.
     """
-    rowwise = ops.rule(node.target).rowwise
+    rowwise, _ = rows_of(node)
     made = tuple(map(int, tensor_of(node).shape))
-    if rowwise is None or rowwise.dim is None:
+    if rowwise.dim is None:
         return made
     source = node.args[0]
     if not isinstance(source, fx.Node):
@@ -140,6 +151,23 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
         raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
     wanted = made if rowwise.keepdim is None else shape
     return wanted
+
+
+def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
+    """Return how a member treats rows, by the operator table, and the names of its operator's arguments.
+
+    What torch tags as pointwise treats each element apart.
+
+    Raises:
+        GroupFault: nothing says that it treats rows apart.
+    """
+    target = node.target
+    rowwise = ops.rule(target).rowwise
+    if isinstance(target, OpOverload) and rowwise is None and torch.Tag.pointwise in target.tags:
+        rowwise = Rowwise()
+    if rowwise is None or not isinstance(target, OpOverload):
+        raise GroupFault(Verdict.UNKNOWN, "nothing says that it treats rows apart", node.name)
+    return rowwise, [argument.name for argument in target._schema.arguments]
 
 
 def goes_along_last(dims: Any, rank: int) -> bool:
@@ -163,6 +191,11 @@ def tensor_of(node: fx.Node) -> torch.Tensor:
     if not isinstance(made, torch.Tensor):
         raise GroupFault(Verdict.UNKNOWN, f"{name_of(node.target)} gives no tensor", node.name)
     return made
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Return the elements of memory from the first of a tensor to the end of its last."""
+    return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _made_by(node: fx.Node) -> tuple[fx.Node, int]:

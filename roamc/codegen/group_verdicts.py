@@ -19,6 +19,7 @@ class Verdict(Enum):
     VALUE = "another value is read"
     ELEMENTS = "other elements are read"
     OUTSIDE = "elements outside of a tensor are touched"
+    MASK = "a mask lets in other elements"
     DTYPE = "the dtype is another one"
     SHAPE = "shapes do not fit"
     PLACE = "the result is written elsewhere"

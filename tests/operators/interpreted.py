@@ -1,4 +1,4 @@
-"""Kernels of random groups under Triton's interpreter, beside the operators themselves. Run as a program.
+"""Kernels of random groups under Triton's interpreter, beside the operators themselves, and judged. Run as a program.
 
 The interpreter has to be chosen before Triton is imported, so a test runs this in a process of its own.
 """
@@ -22,6 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from roamc.codegen.group_verdicts import GroupFault, Place
+from roamc.codegen.kernel_judge import judge_kernel
 from roamc.operators import blocks, ops
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
@@ -175,6 +177,10 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     if frame is None or root not in members or any(unfit(node, frame, set(members)) for node in members):
         return "", None
     text = kernel_text("kernel", body, frame)
+    try:
+        judge_kernel(body, text, [Place(at) for at, _ in enumerate(given)], Place("result"))
+    except GroupFault as fault:
+        return f"the judge of kernels refuses: {fault}\n{text.source}", text
     with torch.backends.mkldnn.flags(enabled=False):  # oneDNN fails for some strides of gelu's backward
         want = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
     made = blocks.only_tensor(root)

@@ -1,0 +1,418 @@
+"""The judge of a group that runs as one Triton kernel: its source runs on the CPU, for some programs of the launch.
+
+    x_value = tl.load(x + row * 768 + column, inside, 0)
+                                        are these the elements of x that broadcasting says, and none behind its end?
+                                        does the mask let in every element of the matrix?
+    tl.store(out + row * 768 + column, mul_3, inside)
+                                        is every element of these rows stored once, in its place, and nothing else?
+                                        is it, up to rounding, what the operators give for the same numbers?
+
+Memory holds numbers that follow from the place alone, so that nothing is allocated and a wrong place gives other
+numbers. Floats of all dtypes are computed in 64 bits on both sides: rounding is no matter of this judge. Places are
+integers of 32 bits where the source has them so, and wrap around as on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from roamc.codegen.calls import by_name
+from roamc.codegen.group_needs import Need, extent_of, members_of, needs_of, result_of, rows_of, shape_of, tensor_of
+from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
+from roamc.compat import without_modes
+from roamc.graph import placeholders
+from roamc.interruptions import interruption
+from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.schemas import stem
+
+LANES = 1 << 13
+"""About so many elements are computed: by all programs, or some up to the last, spread evenly."""
+
+ERROR = 1e-7
+"""Difference that constants in 32 bits make, as a share of the largest element."""
+
+
+def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], out: Place) -> None:
+    """Check the source of a kernel.
+
+    Args:
+        body: the operators of the group, with fake values.
+        text: the kernel.
+        places: where the arguments lie.
+        out: where the result lies.
+
+    Raises:
+        GroupFault: the kernel does something else than the operators.
+    """
+    try:
+        with without_modes(), torch.no_grad():  # plans are made under fake modes, too
+            _judge(body, text, places, out)
+    except GroupFault:
+        raise
+    except Exception as error:  # whatever the source does when it runs, such as a name that is gone
+        if interruption(error) is not None:
+            raise
+        raise GroupFault(Verdict.UNKNOWN, f"{type(error).__name__}: {error}") from error
+
+
+def _judge(body: fx.Graph, text: KernelText, places: Sequence[Place], out: Place) -> None:
+    run = _Run(body, text, places, out, least=-0.5)
+    wanted = run.wanted()
+    if wanted.is_floating_point() and not wanted.isfinite().all():  # some functions have no numbers below zero
+        run = _Run(body, text, places, out, least=0.25)
+        wanted = run.wanted()
+    run.run()
+    run.compare(wanted)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Runs some programs of a kernel at once: programs are the first dimension of every block.
+
+    Attributes:
+        body: the operators of the group.
+        text: the kernel.
+        places: where the arguments lie.
+        out_place: where the result lies.
+        least: smallest number in memory.
+        start: first column of the piece of a row that is gone through; None outside of such a loop.
+        values: the kernel's variables when it ends.
+    """
+
+    body: fx.Graph
+    text: KernelText
+    places: Sequence[Place]
+    out_place: Place
+    least: float
+    start: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find the matrix of the group, and which programs run."""
+        self.inputs = placeholders(self.body)
+        self.members = members_of(self.body)
+        self.last = self.members[-1]
+        self.needs = {node: needs_of(node) for node in self.members}
+        self.result = result_of(self.last)
+        sizes = shape_of(self.last)
+        self.columns = sizes[-1] if sizes else 1
+        self.numel = math.prod(sizes)
+        self.ends_in_row = tensor_of(self.last).numel() != self.numel
+        given = self.text.constants
+        self.flat = "BLOCK" in given
+        self.per_program = given["BLOCK"] if self.flat else given["ROWS"]
+        self.wide = 1 if self.flat else given["COLUMNS"]
+        self.pieces = not self.flat and self.wide < self.columns
+        self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
+        self._choose_programs()
+        self.seen = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
+        if not self.flat and not self.ends_in_row:
+            self.seen = self.seen.expand(*self.seen.shape[:-1], self.columns).clone()
+        self.stored = torch.zeros(self.seen.shape, dtype=WIDE, device="cpu")
+
+    def _labels(self, node: fx.Node) -> list[tuple[Need, int]]:
+        """What a member reads as labels, and the label that it ignores."""
+        operator: Any = node.target
+        label = by_name(operator, node.args, node.kwargs).get("ignore_index")
+        return [(self.needs[node]["target"], label)] if isinstance(label, int) and "target" in self.needs[node] else []
+
+    def _choose_programs(self) -> None:
+        """Choose the programs that run, and check their number."""
+        units = self.numel if self.flat else self.numel // self.columns
+        wanted = -(-units // self.per_program)
+        if self.text.programs != wanted:
+            raise GroupFault(Verdict.MISSING, f"{self.text.programs} programs are launched, and not {wanted}")
+        lanes = self.per_program * (1 if self.flat else max(self.wide, self.columns))
+        count = max(1, min(wanted, LANES // lanes))
+        chosen = np.unique(np.linspace(wanted - 1, 0, count).astype(np.int64))
+        shape = (-1, 1) if self.flat else (-1, 1, 1)
+        self.programs = torch.from_numpy(chosen).reshape(shape)
+
+    # -- which lane is which element ---------------------------------------------------------------
+
+    def _rows(self) -> Tensor:
+        """The row of each lane; in a kernel without rows, the element."""
+        inside = torch.arange(self.per_program, dtype=torch.int64, device="cpu")
+        return self.programs * self.per_program + (inside if self.flat else inside[:, None])
+
+    def _columns(self) -> Tensor:
+        """The columns of the lanes that are gone through now."""
+        if self.pieces and self.start is None:
+            return torch.tensor([0, self.columns - 1], device="cpu")
+        return (self.start or 0) + torch.arange(self.wide, dtype=torch.int64, device="cpu")
+
+    def _lanes(self) -> tuple[Tensor, Tensor]:
+        """The element of the matrix at each lane, row by row, and whether there is one."""
+        rows = self._rows()
+        if self.flat:
+            return rows, rows < self.numel
+        columns = self._columns()
+        return rows * self.columns + columns, (rows * self.columns < self.numel) & (columns < self.columns)
+
+    # -- what the kernel calls -----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run the kernel, and check that the programs store all of their elements."""
+        names: dict[str, Any] = {"triton": Jit, "tl": Language(self), "range": self._range, "tell_judge": self._tell}
+        exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
+        first = torch.zeros((), dtype=torch.int32, device="cpu")
+        pointers = [Pointer(node, first) for node in (*self.inputs, None)]
+        names[self.text.function](*pointers, **self.text.constants)
+        missing = (self.seen == 0) & self._valid_results()
+        if missing.any():
+            raise GroupFault(Verdict.MISSING, f"{int(missing.sum())} elements of {len(self.programs)} programs")
+
+    def _range(self, first: int, end: int, step: int) -> Iterator[int]:
+        for start in range(first, end, step):
+            self.start = start
+            yield start
+        self.start = None
+
+    def _tell(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+    def program_id(self, axis: int) -> Tensor:
+        """Return the numbers of the programs that run, in 32 bits."""
+        if axis != 0:
+            raise GroupFault(Verdict.TWICE, f"programs are counted along axis {axis}, where there is one")
+        return self.programs.to(torch.int32)
+
+    def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+        """Check which elements are read, and return the numbers that are there."""
+        node, places = pointer.node, pointer.places
+        if node is None:
+            raise GroupFault(Verdict.VALUE, "the result is read")
+        elements, valid = self._lanes()
+        active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
+        active, where = torch.broadcast_tensors(active, places)
+        used = where[active]
+        if used.numel() and not (used.min() >= 0 and used.max() < extent_of(tensor_of(node))):
+            raise GroupFault(
+                Verdict.OUTSIDE, f"elements {int(used.min())} to {int(used.max())} of {node.name} are read"
+            )
+        if not self._picks(node):
+            self._check_load(node, places, active, elements, valid)
+        value = self._content(node, where)
+        return torch.where(active, value, torch.zeros((), dtype=value.dtype, device="cpu") + other)
+
+    def _picks(self, node: fx.Node) -> bool:
+        """Whether a member finds the place in an operand itself, such as the weight of a class."""
+        return any(need.value is node and need.whole for needs in self.needs.values() for need in needs.values())
+
+    def _check_load(self, node: fx.Node, places: Tensor, active: Tensor, elements: Tensor, valid: Tensor) -> None:
+        """Check that every lane with an element reads that of the operand which some member needs there."""
+        if (~torch.broadcast_tensors(active, valid)[0] & valid).any():
+            raise GroupFault(Verdict.MASK, f"some elements of {node.name} are not read")
+        wanted = [need for needs in self.needs.values() for need in needs.values() if need.value is node]
+        for need in wanted:
+            if not ((places != self._numbers(need, elements)) & valid).any():
+                break
+        else:
+            self._fault_of_load(node, places, wanted, elements, valid)
+        self._check_overlap(node, places, valid)
+
+    def _fault_of_load(
+        self, node: fx.Node, places: Tensor, wanted: Sequence[Need], elements: Tensor, valid: Tensor
+    ) -> None:
+        if not wanted:
+            raise GroupFault(Verdict.VALUE, f"{node.name} is read, which nobody needs")
+        have, want, there = torch.broadcast_tensors(places, self._numbers(wanted[0], elements), valid)
+        at = int((have != want)[there].nonzero()[0])
+        said = f"element {int(have[there][at])} of {node.name} is read, and not {int(want[there][at])}"
+        raise GroupFault(Verdict.ELEMENTS, said)
+
+    def _numbers(self, need: Need, elements: Tensor) -> Tensor:
+        """The numbers of the elements that a member needs at elements of the matrix; it may have one for each row."""
+        counted = elements if math.prod(need.sizes) == self.numel else elements // self.columns
+        return torch.from_numpy(need.at(counted.numpy()))
+
+    def _check_overlap(self, node: fx.Node, places: Tensor, valid: Tensor) -> None:
+        """Check that an operand under the result is read lane by lane where the result is stored, and before that."""
+        made, tensor = tensor_of(self.last), tensor_of(node)
+        place = self.places[self.inputs.index(node)]
+        far = place.start - self.out_place.start
+        apart = far >= extent_of(made) * made.itemsize or -far >= extent_of(tensor) * tensor.itemsize
+        if place.memory != self.out_place.memory or apart:
+            return
+        elements, _ = self._lanes()
+        stored = self._numbers(self.result, elements) * made.itemsize
+        read = far + places.to(torch.int64) * tensor.itemsize
+        if self.ends_in_row or tensor.itemsize != made.itemsize or ((read != stored) & valid).any():
+            raise GroupFault(Verdict.OVERWRITTEN, f"other programs store where {node.name} is read")
+        if self._seen_now().any():
+            raise GroupFault(Verdict.OVERWRITTEN, f"{node.name} is read behind the store of the result")
+
+    def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+        """Check where elements of the result are stored, and keep them."""
+        if pointer.node is not None:
+            raise GroupFault(Verdict.PLACE, f"the result is stored over {pointer.node.name}")
+        elements, valid = self._lanes()
+        if self.ends_in_row and not self.flat:
+            elements, valid = self._rows() * self.columns, self._rows() * self.columns < self.numel
+        active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
+        active, places, lanes = torch.broadcast_tensors(active, pointer.places, valid)
+        if active.shape != valid.shape:
+            raise GroupFault(Verdict.TWICE, f"blocks of {tuple(active.shape[1:])} are stored")
+        if (active & ~lanes).any():
+            raise GroupFault(Verdict.MASK, "elements behind the last one are stored")
+        if (places != self._numbers(self.result, elements))[active].any():
+            raise GroupFault(Verdict.PLACE, "elements of the result are stored in other places")
+        self._keep(value, active)
+
+    def _seen_now(self) -> Tensor:
+        """How often the elements at the lanes that are gone through now are stored."""
+        if self.flat or self.ends_in_row:
+            return self.seen
+        columns = self._columns()
+        return self.seen[..., columns[columns < self.columns]]
+
+    def _keep(self, value: Tensor, active: Tensor) -> None:
+        """Note which elements are stored; ``active`` has the shape of the lanes."""
+        value = value.to(WIDE).expand(active.shape)
+        if self.flat or self.ends_in_row:
+            self.seen += active
+            self.stored = torch.where(active, value, self.stored)
+        else:
+            columns = self._columns()
+            inside = columns < self.columns
+            self.seen[..., columns[inside]] += active[..., inside].to(torch.int32)
+            self.stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
+        if (self.seen > 1).any():
+            raise GroupFault(Verdict.TWICE, "some programs store an element twice")
+
+    def _valid_results(self) -> Tensor:
+        """Which of the results of the programs that run there are."""
+        rows = self._rows()
+        valid = rows < self.numel if self.flat else rows * self.columns < self.numel
+        return valid.expand(self.seen.shape)
+
+    # -- what is in memory -------------------------------------------------------------------------
+
+    def _content(self, node: fx.Node, places: Tensor) -> Tensor:
+        """The numbers of an operand at ``places``: they follow from the place, and look like random ones."""
+        mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.inputs.index(node)) * 2654435761
+        mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+        mixed = (mixed ^ (mixed >> 32)) & ((1 << 30) - 1)
+        dtype = tensor_of(node).dtype
+        if dtype is torch.bool:
+            return mixed % 2 == 1
+        if not dtype.is_floating_point:
+            small = mixed % min(100, self.columns)
+            ignored = self._ignored.get(node)
+            return (small if ignored is None else torch.where(mixed % 5 == 0, ignored, small)).to(dtype)
+        return mixed.to(WIDE) * ((1.75 - self.least) / (1 << 30)) + self.least
+
+    # -- what the operators give ----------------------------------------------------------------------
+
+    def wanted(self) -> Tensor:
+        """Return what the operators give for the elements of the programs that run: in rows, or in one dimension."""
+        if self.flat:
+            elements, valid = self._lanes()
+            self.elements = elements[valid]
+        else:
+            rows = self._rows()
+            rows = rows[rows * self.columns < self.numel]
+            self.elements = rows[:, None] * self.columns + torch.arange(self.columns, dtype=torch.int64, device="cpu")
+        self.made: dict[fx.Node, Tensor] = {}
+        for node in self.members:
+            self.made[node] = self._compute(node)
+        return self.made[self.last]
+
+    def _compute(self, node: fx.Node) -> Tensor:
+        """The result of a member, with an element for each of the matrix or each row."""
+        operator: Any = node.target
+        rowwise, names = rows_of(node)
+        given = {name: _wide(node, name, value) for name, value in by_name(operator, node.args, node.kwargs).items()}
+        for name, need in self.needs[node].items():
+            given[name] = self._operand(node, need)
+            if name in {names[at] for at in rowwise.per_row}:
+                given[name] = given[name][:, 0]
+        if rowwise.dim is not None:
+            many = isinstance(given[names[rowwise.dim]], list | tuple)
+            given[names[rowwise.dim]] = [-1] if many else -1
+        if rowwise.keepdim is not None:
+            given[names[rowwise.keepdim]] = True
+        alone = {argument.name for argument in operator._schema.arguments if argument.kwarg_only}
+        positional = [value for name, value in given.items() if name not in alone]
+        made: Tensor = operator(*positional, **{name: given[name] for name in given if name in alone})
+        return made
+
+    def _operand(self, node: fx.Node, need: Need) -> Tensor:
+        """What a member reads at the elements; a whole operand as it is."""
+        if need.whole or (need.value not in self.made and not tensor_of(need.value).dim()):
+            strides = torch.arange(1 if not need.whole else need.sizes[0], device="cpu") * (need.strides or (0,))[0]
+            found = self._content(need.value, need.offset + strides)
+            return found if need.whole else found[0]
+        per_row = math.prod(need.sizes) != self.numel
+        elements = self.elements[..., :1] if per_row and not self.flat else self.elements
+        numbers = self._numbers(need, elements)
+        if need.value not in self.made:
+            return self._content(need.value, numbers)
+        value, result = self.made[need.value], result_of(need.value)
+        lies = self._numbers(result, elements)
+        if (numbers != lies).any():
+            raise GroupFault(
+                Verdict.ELEMENTS, f"needs other elements of {need.value.name} than those of its row", node.name
+            )
+        return value.expand(elements.shape)
+
+    def compare(self, wanted: Tensor) -> None:
+        """Check that the kernel has stored what the operators give; names the first operator that differs."""
+        have = self.stored[self._valid_results()]
+        want = wanted.to(WIDE).expand_as(self.elements if not self.ends_in_row else wanted).reshape(-1)
+        if not _close(have, want):
+            at = int((~_each_close(have, want)).nonzero()[0])
+            said = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"
+            raise GroupFault(Verdict.NUMBERS, said, self._first_wrong())
+
+    def _first_wrong(self) -> str:
+        """The name of the first member whose variable has other numbers; of the last one if none is found."""
+        for node in self.members if not self.pieces else ():
+            value = self.values.get(node.name)
+            if isinstance(value, Tensor) and value.dtype in (WIDE, torch.bool):
+                _, valid = self._lanes()
+                full = torch.broadcast_to(value.to(WIDE), valid.shape)[valid]
+                if not _close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
+                    return node.name
+        return self.last.name
+
+
+ROUNDED = frozenset({"masked_fill", "where", "threshold_backward", "eq", "ne", "lt", "le", "gt", "ge"})
+"""Operators that round a number to the dtype of their tensors before they take it."""
+
+
+def _wide(node: fx.Node, name: str, value: Any) -> Any:
+    """An argument for a call on floats of 64 bits."""
+    if name == "half_to_float":
+        return False
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return WIDE
+    if stem(node.target) == "div" and name == "other" and isinstance(value, int | float) and value:
+        with np.errstate(all="ignore"):  # ATen multiplies by the reciprocal of a number
+            return float(1 / np.float64(1 / np.float32(value)))
+    if isinstance(value, float) and stem(node.target).partition(".")[0] in ROUNDED:
+        kind = next(
+            tensor_of(argument).dtype
+            for argument in node.all_input_nodes
+            if argument.meta["val"].dtype is not torch.bool
+        )
+        return torch.tensor(value, dtype=kind, device="cpu").item() if kind.is_floating_point else value
+    return value
+
+
+def _each_close(have: Tensor, want: Tensor) -> Tensor:
+    scale = torch.where(want.isfinite(), want, 0).abs().amax().clamp_min(1e-30)
+    same = (have == want) | (have.isnan() & want.isnan())
+    return same | ((have - want).abs() <= ERROR * (scale + want.abs()))
+
+
+def _close(have: Tensor, want: Tensor) -> bool:
+    return have.shape == want.shape and bool(_each_close(have, want).all())

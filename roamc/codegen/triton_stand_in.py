@@ -1,0 +1,135 @@
+"""What the source of a kernel has in the place of Triton where a judge runs it: torch on the CPU.
+
+Several programs run at once; they are the first dimension of every block. Floats of all dtypes have 64 bits, and
+integers those that Triton gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from roamc.codegen.group_verdicts import GroupFault, Verdict
+
+WIDE = torch.float64
+"""The dtype in which floats are computed."""
+
+
+class Runs(Protocol):
+    """Who runs a kernel, and is asked for what it reads and told what it stores."""
+
+    def program_id(self, axis: int) -> Tensor:
+        """Return the numbers of the programs that run."""
+
+    def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+        """Return the elements at ``pointer`` where ``mask`` is True, else ``other``."""
+
+    def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+        """Take the elements of ``value`` for the places at ``pointer`` where ``mask`` is True."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pointer:
+    """What the kernel has in the place of an operand or the result.
+
+    Attributes:
+        node: the operand; None for the result.
+        places: offset in elements for every lane.
+    """
+
+    node: fx.Node | None
+    places: Tensor
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.node, self.places + other)
+
+
+class Language:
+    """What the kernel has in the place of ``triton.language``."""
+
+    constexpr = int
+    float16 = bfloat16 = float32 = float64 = WIDE
+    int64, int32, int16, int8, uint8, int1 = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
+    exp, exp2, log, log2, rsqrt, sqrt_rn = torch.exp, torch.exp2, torch.log, torch.log2, torch.rsqrt, torch.sqrt
+    sin, cos, erf, abs = torch.sin, torch.cos, torch.erf, torch.abs
+
+    class PropagateNan:
+        """As in Triton; NaNs always propagate here."""
+
+        ALL = "all"
+
+    def __init__(self, run: Runs) -> None:
+        self.program_id, self.load, self.store = run.program_id, run.load, run.store
+
+    @staticmethod
+    def arange(start: int, end: int) -> Tensor:
+        """Return numbers of 32 bits."""
+        return torch.arange(start, end, dtype=torch.int32, device="cpu")
+
+    @staticmethod
+    def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+        """Return a block of equal numbers."""
+        return torch.full(shape, value, dtype=dtype, device="cpu")
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a block of zeros."""
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+    @staticmethod
+    def where(chosen: Tensor, one: Any, other: Any) -> Tensor:
+        """Return elements of one or the other."""
+        kind = next((value.dtype for value in (one, other) if isinstance(value, Tensor)), WIDE)
+        one, other = (torch.as_tensor(value, dtype=kind, device="cpu") for value in (one, other))
+        return torch.where(chosen != 0, one, other)
+
+    @staticmethod
+    def maximum(one: Any, other: Any, propagate_nan: str = "") -> Tensor:
+        """Return the larger of two elements."""
+        return torch.maximum(*_pair(one, other))
+
+    @staticmethod
+    def minimum(one: Any, other: Any, propagate_nan: str = "") -> Tensor:
+        """Return the smaller of two elements."""
+        return torch.minimum(*_pair(one, other))
+
+    @staticmethod
+    def div_rn(one: Any, other: Any) -> Tensor:
+        """Return the quotient."""
+        return torch.true_divide(*_pair(one, other))
+
+    @staticmethod
+    def sum(value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
+        """Return the sum along columns, which are axis 1."""
+        _check_axis(axis)
+        return value.sum(-1, keepdim=keep_dims)
+
+    @staticmethod
+    def max(value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
+        """Return the largest element along columns, which are axis 1."""
+        _check_axis(axis)
+        return value.amax(-1, keepdim=keep_dims)
+
+
+def _check_axis(axis: int) -> None:
+    if axis != 1:
+        raise GroupFault(Verdict.DIMENSION, f"axis {axis} of a block is reduced")
+
+
+def _pair(one: Any, other: Any) -> tuple[Tensor, Tensor]:
+    kind = one.dtype if isinstance(one, Tensor) else other.dtype
+    first, second = (torch.as_tensor(value, dtype=kind, device="cpu") for value in (one, other))
+    return first, second
+
+
+class Jit:
+    """What the kernel has in the place of ``triton``."""
+
+    @staticmethod
+    def jit(function: Callable[..., None]) -> Callable[..., None]:
+        """Return the function as it is."""
+        return function
