@@ -47,11 +47,33 @@ def check_groups(graph: TrainGraph) -> None:
     memory = _Memory(graph)
     good: set[Key] = set()
     for node in groups:
-        group, places, out = node.target, memory.places(node), memory.place(tensor_of(node))
+        group: Any = node.target
+        arguments = [argument for argument in node.args if isinstance(argument, fx.Node)]
+        wrong = _misfit([*arguments, node], group)
+        if wrong:
+            raise VerifyError(f"group {group.name}: {wrong}; {way_out('fuse')}")
+        places, out = memory.places(arguments, group), memory.place(tensor_of(node))
         key = key_of(group, graph.threads, places, out)
         if key not in good:
             check_group(group, graph.threads, places, out)
             good.add(key)
+
+
+def _misfit(nodes: Sequence[fx.Node], group: Fused) -> str:
+    """Say which argument of a call of ``group``, or its result, has another shape or dtype; "" if none has."""
+    expected = [*placeholders(group.body), members_of(group.body)[-1]]
+    if len(nodes) != len(expected):
+        return f"{Verdict.ARGUMENT.value}: {len(nodes) - 1} for {len(expected) - 1}"
+    for node, inner in zip(nodes, expected, strict=True):
+        given, wanted = node.meta.get("val"), inner.meta.get("val")
+        if not isinstance(given, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+            return f"{Verdict.UNKNOWN.value}: {node.name} is no tensor"
+        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+            said = f"{given.dtype} of {tuple(given.shape)}, and not {wanted.dtype} of {tuple(wanted.shape)}"
+            return f"{Verdict.SHAPE.value}: {node.name} is {said}"
+    if _geometry(tensor_of(nodes[-1])) != _geometry(tensor_of(expected[-1])):
+        return f"{Verdict.PLACE.value}: in memory {nodes[-1].name} has other strides than in the group"
+    return ""
 
 
 def check_group(group: Fused, threads: int, places: Sequence[Place] | None = None, out: Place | None = None) -> None:
@@ -112,11 +134,10 @@ class _Memory:
             return Place("arena", self._offset[storage] + inside)
         return Place(storage, inside)
 
-    def places(self, node: fx.Node) -> list[Place]:
+    def places(self, arguments: Sequence[fx.Node], group: Fused) -> list[Place]:
         """Return where the arguments of a group lie; one that is copied first has memory of its own."""
-        group: Any = node.target
         found = []
-        for argument, expected in zip(node.all_input_nodes, placeholders(group.body), strict=True):
+        for argument, expected in zip(arguments, placeholders(group.body), strict=True):
             tensor = tensor_of(argument)
             same = _geometry(tensor) == _geometry(tensor_of(expected))
             found.append(self.place(tensor) if same else Place(("copy of", argument)))

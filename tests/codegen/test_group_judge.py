@@ -230,6 +230,28 @@ def test_a_block_of_one_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Verdict.LONE_ROW.value in verdict_of(group_of(run, *given))
 
 
+@pytest.mark.parametrize(
+    "change", [lambda x: x.double(), lambda x: x[:, :4], lambda x: x.t()], ids=["dtype", "part", "t"]
+)
+def test_operands_of_a_call_are_those_of_the_group(change: Callable[[Tensor], Tensor]) -> None:
+    graph = traced(lambda x, y: (x * y).sin(), torch.randn(16, 8), torch.randn(16, 8))
+    graph = fuse_pass.apply(graph, fuse_pass.decide(graph, Options()))
+    check_groups(graph)
+    argument = placeholders(graph.graph)[1]
+    argument.meta["val"] = change(argument.meta["val"])
+    with pytest.raises(VerifyError, match="shapes do not fit: y_1 is"):
+        check_groups(graph)
+
+
+def test_a_result_with_other_strides_than_in_the_group_is_refused() -> None:
+    graph = traced(lambda x, y: (x * y).sin(), torch.randn(16, 16), torch.randn(16, 16))
+    graph = fuse_pass.apply(graph, fuse_pass.decide(graph, Options()))
+    (node,) = [node for node in graph.graph.nodes if isinstance(node.target, Fused)]
+    node.meta["val"] = node.meta["val"].t()
+    with pytest.raises(VerifyError, match="the result is written elsewhere: in memory sin has other strides"):
+        check_groups(graph)
+
+
 # -- the faults that got past all other judges ------------------------------------------------------------------------
 
 SQUARES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
