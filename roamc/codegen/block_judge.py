@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from roamc.graph import placeholders
 from roamc.interruptions import interruption
 from roamc.operators import ops
 from roamc.operators.block_source import Text
+from roamc.operators.table import Rowwise
 
 
 def judge_blocks(body: fx.Graph, text: Text, rows: int, places: Sequence[Place], out: Place) -> None:
@@ -252,9 +253,7 @@ class _Run:
         names[self.text.function](*args, out=self._whole(self.out, self.last), rows=self.length)
         self._end()
         if not self.done.all():
-            raise GroupFault(
-                Verdict.MISSING, f"row {int(self.done.argmin())} of the result is not written", self.member
-            )
+            self._fault(Verdict.MISSING, f"row {int(self.done.argmin())} of the result is not written")
         if self.row_bytes != self.text.bytes_per_row:
             said = f"values inside take {self.row_bytes} bytes for each row, and not {self.text.bytes_per_row}"
             raise GroupFault(Verdict.BYTES, said)
@@ -304,8 +303,8 @@ class _Run:
         names = outs_of(operator, target)
         if names is None or len(names) != 1 or not isinstance(keywords.get(names[0]), _Piece):
             self._fault(Verdict.CALL, f"calls {target} and not a form of {operator} that is given a place")
-        out: _Piece = keywords[names[0]]  # type: ignore[index]
-        rest = {name: value for name, value in keywords.items() if name != names[0]}  # type: ignore[index]
+        out: _Piece = keywords[names[0]]
+        rest = {name: value for name, value in keywords.items() if name != names[0]}
         given = by_name(operator, args, rest)
         self._check_literals(node, given)
         pieces = {name: given[name] for name in self.needs[node]}
@@ -396,7 +395,7 @@ class _Run:
             shape = np.broadcast_shapes(*shapes)
         except ValueError:
             self._fault(Verdict.SHAPE, f"operands of {shapes} do not broadcast")
-        if rowwise != type(rowwise)() and any(len(one) > 1 and one != shape for one in shapes):
+        if rowwise != Rowwise() and any(len(one) > 1 and one != shape for one in shapes):
             self._fault(Verdict.SHAPE, f"operands of {shapes} are not of one shape")
         wanted = (*shape[:-1], 1) if rowwise.keepdim is not None else shape
         if out.shape != wanted or wanted != (length, columns):
@@ -466,7 +465,7 @@ class _Run:
             return low.min(keepdims=True), high.max(keepdims=True)
         return low[self.rows].min(axis=1), high[self.rows].max(axis=1)
 
-    def _fault(self, verdict: Verdict, said: str) -> None:
+    def _fault(self, verdict: Verdict, said: str) -> NoReturn:
         raise GroupFault(verdict, said, self.member)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from roamc.graph import placeholders
 from roamc.interruptions import interruption
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.schemas import stem
+from roamc.units import Bytes
 
 LANES = 1 << 13
 """About so many elements are computed: by all programs, or some up to the last, spread evenly."""
@@ -200,6 +201,8 @@ class _Run:
             )
         if not self._picks(node):
             self._check_load(node, places, active, elements, valid)
+        elif self._far(node) is not None:
+            raise GroupFault(Verdict.OVERWRITTEN, f"the result is stored over {node.name}, which all programs read")
         value = self._content(node, where)
         return torch.where(active, value, torch.zeros((), dtype=value.dtype, device="cpu") + other)
 
@@ -221,7 +224,7 @@ class _Run:
 
     def _fault_of_load(
         self, node: fx.Node, places: Tensor, wanted: Sequence[Need], elements: Tensor, valid: Tensor
-    ) -> None:
+    ) -> NoReturn:
         if not wanted:
             raise GroupFault(Verdict.VALUE, f"{node.name} is read, which nobody needs")
         have, want, there = torch.broadcast_tensors(places, self._numbers(wanted[0], elements), valid)
@@ -236,12 +239,10 @@ class _Run:
 
     def _check_overlap(self, node: fx.Node, places: Tensor, valid: Tensor) -> None:
         """Check that an operand under the result is read lane by lane where the result is stored, and before that."""
-        made, tensor = tensor_of(self.last), tensor_of(node)
-        place = self.places[self.inputs.index(node)]
-        far = place.start - self.out_place.start
-        apart = far >= extent_of(made) * made.itemsize or -far >= extent_of(tensor) * tensor.itemsize
-        if place.memory != self.out_place.memory or apart:
+        far = self._far(node)
+        if far is None:
             return
+        made, tensor = tensor_of(self.last), tensor_of(node)
         elements, _ = self._lanes()
         stored = self._numbers(self.result, elements) * made.itemsize
         read = far + places.to(torch.int64) * tensor.itemsize
@@ -249,6 +250,14 @@ class _Run:
             raise GroupFault(Verdict.OVERWRITTEN, f"other programs store where {node.name} is read")
         if self._seen_now().any():
             raise GroupFault(Verdict.OVERWRITTEN, f"{node.name} is read behind the store of the result")
+
+    def _far(self, node: fx.Node) -> Bytes | None:
+        """How far behind the result's first byte an operand begins; None if they share no byte."""
+        made, tensor = tensor_of(self.last), tensor_of(node)
+        place = self.places[self.inputs.index(node)]
+        far = place.start - self.out_place.start
+        apart = far >= extent_of(made) * made.itemsize or -far >= extent_of(tensor) * tensor.itemsize
+        return None if place.memory != self.out_place.memory or apart else far
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
         """Check where elements of the result are stored, and keep them."""

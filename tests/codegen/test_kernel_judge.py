@@ -255,6 +255,10 @@ def test_a_result_over_what_other_programs_read_is_refused() -> None:
     group = group_of(lambda x, column: (x * column).sum(-1), on_gpu((64, 64)), on_gpu((64,)))
     assert group.rule.overwrites == ()
     assert Verdict.OVERWRITTEN.value in verdict_of(group, over=1)
+    run, given = GROUPS["losses"]
+    group = group_of(run, *given)
+    weight = [node.name for node in group.body.nodes].index("weight_1")
+    assert Verdict.OVERWRITTEN.value in verdict_of(group, over=weight)
 
 
 def test_an_operand_that_is_read_behind_the_store_is_refused() -> None:
