@@ -340,8 +340,6 @@ class _Run:
         if value is not need.value:
             held = f"which holds {value.name}" if value is not None else "to which nothing was written"
             self._fault(Verdict.VALUE, f"{name} is {memory.name}, {held}, and not {need.value.name}")
-        if piece.dtype is not tensor_of(need.value).dtype:
-            self._fault(Verdict.DTYPE, f"{name} is read as {piece.dtype}")
         if need.whole:
             if (piece.shape, piece.strides, piece.starts.tolist()) != (need.sizes, need.strides, [need.offset]):
                 self._fault(Verdict.ELEMENTS, f"{name} is not the whole {need.value.name}")

@@ -114,6 +114,10 @@ GROUPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "gate": (gate, (torch.randn(2, 10, 8), torch.randn(2, 10, 8), torch.randn(2, 10, 8))),
     "mean": (lambda x, y: (x.double() * y).mean(-1), (torch.randn(20, 8), torch.randn(20, 8).double())),
+    "labels": (
+        lambda x, y, one, all: aten.nll_loss_backward(one, x * 2, y, None, 1, -100, all) * 3,
+        (torch.randn(20, 8), torch.zeros(20, dtype=torch.int64), torch.tensor(1.0), torch.tensor(2.0)),
+    ),
     "less": (lambda x, y: torch.where(x > y, x, y * 2), (torch.randn(20, 8), torch.randn(20, 8))),
 }
 
@@ -209,6 +213,32 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "the result is written every second row": ("mean", r"(    out = .*\), \()1, 0", r"\g<1>2, 0", V.OUTSIDE),
     "all rows of the result in one place": ("mean", r"(    out = .*\), \()1, 0", r"\g<1>0, 0", V.PLACE),
     "the result is transposed": ("norm", r"(    out = .*\), \()16, 1", r"\g<1>1, 16", V.PLACE),
+    # what no other line of this table reaches
+    "labels in two dimensions": ("losses", r"view\(-1\)", "view(1, -1)", V.UNKNOWN),
+    "the end of a block": ("gate", r"block_0\[:len\(out\)\]", "block_0[len(out):]", V.UNKNOWN),
+    "another function of torch": ("gate", r"torch\.empty", "torch.zeros", V.UNKNOWN),
+    "rows behind the last one": (
+        "mean",
+        r"out\.as_strided\(\(20, 1\), \(1, 0\)\)",
+        "out.as_strided((40, 1), (0, 0))",
+        V.OUTSIDE,
+    ),
+    "the last member is missing": ("gate", r"        silu.*\n", "", V.CALL),
+    "a number in the place of an operand": ("gate", r"grad_1, up_1, out", "grad_1, 2.0, out", V.ARGUMENT),
+    "the weights of half of the classes": (
+        "losses",
+        r"weight_1, 1,",
+        "weight_1.as_strided((3,), (2,)), 1,",
+        V.ELEMENTS,
+    ),
+    "a block is transposed": (
+        *("norm", r"mul_out\(block_0, x_1,", "mul_out(block_0.as_strided((len(out), 16), (1, 16)), x_1,", V.ELEMENTS),
+    ),
+    "three rows for all": ("gate", r"grad_1, up_1, out", "grad_1, up_1[:3], out", V.SHAPE),
+    "one row for a member along rows": ("losses", r"block_0, logs_1,", "block_0, logs_1[:1],", V.SHAPE),
+    "a value inside is spread over more rows": ("norm", r"expand\(len\(out\), 16", "expand(len(out) + 1, 16", V.SHAPE),
+    "the result in the place of a value inside": ("gate", r"grad_input=out", "grad_input=block_0", V.PLACE),
+    "a gradient over what it reads": ("labels", r"grad_input=block_1", "grad_input=block_0", V.OVERWRITTEN),
     "an earlier name": ("gate", r"x_1 = x_1", "y_1 = x_1", V.UNKNOWN),
 }
 """What is wrong: the group, what is printed, what stands in its place, and what the judge says."""
@@ -296,6 +326,15 @@ def test_a_result_over_what_later_blocks_read_is_seen(monkeypatch: pytest.Monkey
     graph = traced(step, torch.randn(512, 512), torch.randn(512))
     with pytest.raises(VerifyError, match="what is still read is overwritten"):
         check_groups(search.run(graph, Options()).graph)
+
+
+@pytest.mark.parametrize(("far", "passes"), [(0, True), (4, False), (-4, False), (640, True), (-640, True)])
+def test_a_result_may_lie_over_an_operand_element_by_element_alone(far: int, passes: bool) -> None:
+    """All of it in one block, where earlier blocks do not come in; 640 bytes are the whole operand."""
+    run, given = GROUPS["gate"]
+    places = [Place("grad"), Place("up"), Place("shared", 1000)]
+    said = verdict_of(group_of(run, *given), places, Place("shared", 1000 + far))
+    assert said == "" if passes else "writes the result over self, which it reads elsewhere" in said
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

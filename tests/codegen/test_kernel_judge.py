@@ -179,6 +179,8 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "rows of the result lie nearer": ("rows", r"out \+ row \* 50", "out + row * 49", V.PLACE),
     "stored over an operand": ("flat", r"tl\.store\(out", "tl.store(x_1", V.PLACE),
     "stored twice": ("flat", r"(    tl\.store.*\n)", r"\1\1", V.TWICE),
+    "the result is read": ("flat", r"tl\.load\(x_1", "tl.load(out", V.VALUE),
+    "a sum is stored for every column": ("sums", r"out \+ row,", "out + row + column * 0,", V.TWICE),
     "another value is stored": ("flat", r"div, inside\)", "mul, inside)", V.NUMBERS),
     "never stored": ("flat", r"    tl\.store.*\n", "", V.MISSING),
     "the same rows in all programs": ("rows", r"tl\.program_id\(0\) \* ROWS", "0", V.ELEMENTS),
