@@ -44,7 +44,7 @@ def test_arguments_that_an_operator_does_not_take_are_refused(args: tuple[int, .
         (aten.sum.default, aten.sum.IntList_out, None),
         (aten.mul.Tensor, kernels.copy, None),
     ],
-    ids=str,
+    ids=["itself", "out", "another keyword", "kernel", "another operator", "a dimension", "all", "another kernel"],
 )
 def test_what_stands_for_an_operator(operator: Any, target: Any, outs: tuple[str, ...] | None) -> None:
     assert outs_of(operator, target) == outs
