@@ -128,13 +128,13 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
 
 
 def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A group has the number and the result of its last member, where the members run one after the other."""
+    """A group has the number of its last member and the results of its members, which run one after the other."""
     places = [place for argument in call.args for place in walk.numbers.places(argument)]
     taken = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
     if [place.geometry for place in places] != [place.geometry for place in taken]:
         return None
-    number, result = walk.run(call.target.body, [walk.content(place) for place in places])
-    return number, {0: result}
+    number, results = walk.run(call.target.body, [walk.content(place) for place in places])
+    return number, dict(enumerate(results))
 
 
 ATEN: dict[object, Any] = {

@@ -401,18 +401,18 @@ class Walk:
         self.makers.setdefault(number, by)
         return number
 
-    def run(self, body: fx.Graph, given: Sequence[Number]) -> tuple[Number, Number]:
+    def run(self, body: fx.Graph, given: Sequence[Number]) -> tuple[Number, list[Number]]:
         """Run a graph of its own, such as the members of a group, on values of this one.
 
         Args:
-            body: its placeholders are tensors, its output node has one tensor.
+            body: its placeholders are tensors, its output node has one tensor or several.
             given: for each placeholder the content of the storage of what stands for it.
 
         Returns:
-            (number of the last operator, content of the storage of the result).
+            (number of the last operator, content of the storage of each result).
         """
         walk, contents = Walk(self.numbers), iter(given)
-        number = content = -1
+        number, contents_made = -1, list[Number]()
         for node in body.nodes:
             if node.op == "placeholder":
                 (place,) = self.numbers.places(node)
@@ -421,14 +421,15 @@ class Walk:
                 walk.call(node)
                 number = walk.operators.get(node.name, number)
             elif node.op == "output":
-                ((place,),) = map(self.numbers.places, node.all_input_nodes)
-                content = walk._content[walk._memory(place)]
-        return number, content
+                places = (place for result in node.all_input_nodes for place in self.numbers.places(result))
+                contents_made = [walk._content[walk._memory(place)] for place in places]
+        return number, contents_made
 
     def _coded(self, encoding: Encoding, value: Number) -> Number:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
         _, code = self.run(encoding.encode, [value])
-        return self.run(encoding.decode, [code])[1]
+        _, (decoded,) = self.run(encoding.decode, code)
+        return decoded
 
     # -- arguments ------------------------------------------------------------------------------
 

@@ -239,10 +239,14 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the nodes whose results are the group's, in the order in which they run."""
+    return tuple(output_node(body).all_input_nodes)
+
+
 def last_member(body: fx.Graph) -> fx.Node:
-    """Return the node whose result is the group's."""
-    last: fx.Node = output_node(body).all_input_nodes[0]
-    return last
+    """Return the member that runs last, whose result is one of the group's."""
+    return results_of(body)[-1]
 
 
 def same_form(node: fx.Node, base: fx.Node) -> bool:

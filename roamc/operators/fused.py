@@ -51,12 +51,12 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Fused(Composite):
-    """A group of operators with one result: the target of a node whose arguments are what the group reads.
+    """A group of operators: the target of a node whose arguments are what the group reads.
 
     Attributes:
-        name: name of the member whose result is the group's.
+        name: name of the member that runs last.
         body: an FX graph. Placeholders in the order of the arguments; ``call_function`` nodes with fake results, views
-            included; an output node with the result.
+            included; an output node with the result, or with a tuple of several.
         matrix: the rows and columns that its operands are seen as.
     """
 
@@ -66,6 +66,9 @@ class Fused(Composite):
 
     in_blocks: ClassVar[bool] = True
     """Whether values inside lie in memory, for one block; else in registers."""
+
+    several: ClassVar[bool] = False
+    """Whether a group may have several results."""
 
     def __post_init__(self) -> None:
         """Give the object the name that FX prints."""
@@ -81,6 +84,11 @@ class Fused(Composite):
         """The nodes of the members in ``body``."""
         called = (node for node in self.body.nodes if node.op == "call_function")
         return tuple(node for node in called if not ops.is_view(node.target))
+
+    @functools.cached_property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes of ``body`` whose results are the group's, in the order in which they run."""
+        return blocks.results_of(self.body)
 
     # -- which operators fit ----------------------------------------------------------------------------
 
@@ -104,6 +112,11 @@ class Fused(Composite):
             elif not blocks.fits(node, matrix):
                 return f"{node.name} does not treat {matrix.rows} rows of {matrix.columns} apart"
         return _misfit_of_operands(members, matrix, threads)
+
+    @staticmethod
+    def unwritable(node: fx.Node, matrix: Matrix) -> str:
+        """Say why the result of the member ``node`` cannot be one of the group's; "" if it can."""
+        return ""
 
     @functools.cached_property
     def exact(self) -> bool:  # type: ignore[override]
@@ -219,15 +232,19 @@ class Fused(Composite):
     def _expected(self) -> tuple[torch.Tensor, ...]:
         return tuple(blocks.only_tensor(node) for node in placeholders(self.body))
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        """Return the result for the arguments ``args``; on fake tensors, what the body gives for them."""
+    def __call__(self, *args: torch.Tensor) -> Any:
+        """Return the result, or a tuple of several, for ``args``; on fake tensors, what the body gives for them."""
         if any(fake_mode_of(tensor) is not None for tensor in args):
-            result: torch.Tensor = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
-            return result
-        made = blocks.only_tensor(self.nodes[-1])
-        out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device)
+            return fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+        out = self.allocated()
         self.write(*args, out=out)
         return out
+
+    def allocated(self) -> Any:
+        """Return memory for the result, or a tuple for several."""
+        made = [blocks.only_tensor(node) for node in self.results]
+        outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made)
+        return outs if len(outs) > 1 else outs[0]
 
 
 def same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
@@ -278,13 +295,16 @@ def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int
     return ""
 
 
-def fuse(root: fx.Node, members: Sequence[fx.Node], kind: type[Fused] = Fused) -> tuple[Fused, list[fx.Node]]:
+def fuse(
+    root: fx.Node, members: Sequence[fx.Node], kind: type[Fused] = Fused, results: Sequence[fx.Node] = ()
+) -> tuple[Fused, list[fx.Node]]:
     """Make a group of nodes of a graph.
 
     Args:
-        root: the member whose result is the group's; it says how operands are seen.
+        root: the member that runs last; its result is one of the group's, and it says how operands are seen.
         members: all nodes of the group in graph order, views between members included; the last is ``root``.
         kind: how the group runs.
+        results: the members whose results are the group's, in graph order; () for ``root`` alone.
 
     Returns:
         The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.
@@ -302,7 +322,8 @@ def fuse(root: fx.Node, members: Sequence[fx.Node], kind: type[Fused] = Fused) -
     for node in members:
         copies[node] = body.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
-    body.output(copies[root])
+    made = tuple(copies[node] for node in results or (root,))
+    body.output(made if len(made) > 1 else made[0])
     matrix = kind.frame(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")

@@ -36,7 +36,8 @@ def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
         if not isinstance(node.target, Fused):
             continue
         key = origin(node, graph.phase[node.name], names), node.target.title
-        inside = sum(made.numel() * made.itemsize for made in map(only_tensor, node.target.nodes[:-1]))
+        within = [only_tensor(member) for member in node.target.nodes if member not in node.target.results]
+        inside = sum(made.numel() * made.itemsize for made in within)
         before = found.get(key, Grouped(*key, 0, 0))
         found[key] = replace(before, count=before.count + 1, nbytes=before.nbytes + inside)
     return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))

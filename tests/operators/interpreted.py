@@ -28,6 +28,7 @@ from roamc.operators import blocks, ops
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
 from roamc.operators.gpu.launch import jit_function
+from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
 
 aten = torch.ops.aten
@@ -135,14 +136,16 @@ def inputs(rng: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> list
     return made
 
 
-def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., Tensor]:
-    """A function of ``count`` steps, each on earlier values, that ends with one value."""
+def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of ``count`` steps, each on earlier values, that returns the last and now and then others."""
     steps = [
         (rng.choice([*UNARY] * 2 + [*BINARY] * 2 + ([*ROWS] * 3 if along_rows else [])), rng.random(), rng.random())
         for _ in range(count)
     ]
 
-    def run(*given: Tensor) -> Tensor:
+    more = [at for at in range(count - 1) if rng.random() < 0.15]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
         value, others = given[0], list(given)
         for name, one, _ in steps:
             if name in BINARY:
@@ -150,7 +153,7 @@ def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., 
             else:
                 value = (UNARY.get(name) or ROWS[name])(value)
             others.append(value)
-        return value
+        return *(others[len(given) + at] for at in more), value
 
     return run
 
@@ -171,30 +174,43 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     """Say how the kernel of ``function`` differs from it; "" if it does not. None for a group that does not fit."""
     body = make_fx(function, tracing_mode="fake")(*given).graph
     body.eliminate_dead_code()
-    root = blocks.last_member(body)
-    frame = frame_of(root)
     members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
-    if frame is None or root not in members or any(unfit(node, frame, set(members)) for node in members):
+    results = [node for node in members if node in blocks.results_of(body)]
+    body.output_node().args = (tuple(results),)
+    frame = frame_of(results[-1]) if results and results[-1] is members[-1] else None
+    if frame is None or any(unfit(node, frame, set(members)) for node in members):
         return "", None
-    text = kernel_text("kernel", body, frame)
     try:
-        judge_kernel(body, text, [Place(at) for at, _ in enumerate(given)], Place("result"))
+        text = kernel_text("kernel", body, frame)
+    except DoesNotPrintError:  # an element for each row in a kernel without rows, or elements that share memory
+        return "", None
+    try:
+        judge_kernel(body, text, [Place(at) for at, _ in enumerate(given)], [Place(node) for node in results])
     except GroupFault as fault:
         return f"the judge of kernels refuses: {fault}\n{text.source}", text
     with torch.backends.mkldnn.flags(enabled=False):  # oneDNN fails for some strides of gelu's backward
-        want = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
-    made = blocks.only_tensor(root)
-    out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype)
-    out.fill_(float("nan") if out.is_floating_point() else 1)
+        wanted = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
+    made = [blocks.only_tensor(node) for node in results]
+    outs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in made]
+    for out in outs:
+        out.fill_(float("nan") if out.is_floating_point() else 1)
     used = [node for node in body.nodes if node.op == "placeholder"]
-    jit_function(text)[(text.programs,)](*given[: len(used)], out, **text.constants)
-    if all(map(same_on_cpu, members)) and not same(out, want).all():
-        return f"an exact kernel has other bits:\n{text.source}", text
+    jit_function(text)[(text.programs,)](*given[: len(used)], *outs, **text.constants)
     narrowest = max((ERROR.get(blocks.only_tensor(node).dtype, 0.0) for node in (*members, *used)), default=0.0)
+    said = [
+        difference(out, want, narrowest * (1 + len(members) / 4), members)
+        for out, want in zip(outs, wanted, strict=True)
+    ]
+    return "".join(f"{one}:\n{text.source}" for one in said if one), text
+
+
+def difference(out: Tensor, want: Tensor, most: float, members: Sequence[fx.Node]) -> str:
+    """Say how a result differs from what the operators give; "" if by no more than ``most``, or in no bit if exact."""
+    if all(map(same_on_cpu, members)) and not same(out, want).all():
+        return "an exact kernel has other bits"
     errors = (out.double() - want.double()).abs() / (1 + want.double().abs())
     error = torch.where(same(out, want), 0, errors.nan_to_num(torch.inf)).max().item()
-    said = "" if error <= narrowest * (1 + len(members) / 4) else f"errs by {error:.2g}:\n{text.source}"
-    return said, text
+    return "" if error <= most else f"errs by {error:.2g}"
 
 
 def loss(scale: Tensor, scores: Tensor, labels: Tensor, total: Tensor, *weight: Tensor) -> Tensor:

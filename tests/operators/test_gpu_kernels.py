@@ -11,23 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError, VerifyError
-from roamc.graph import TrainGraph, copied, operators, value_flow
+from roamc.graph import TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks, ops
 from roamc.operators.fused import fuse as group_of
 from roamc.operators.gpu import fused_kernel, launch
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import kernel_text, unfit
+from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
 from roamc.options import Options
 from roamc.passes import fuse
 from roamc.passes.fuse import Decision
-from tests.graphs import traced
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from tests.graphs import assert_same, clones, graph_and_inputs, traced
+from tests.planning.test_pipeline import run_program
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -81,7 +85,7 @@ def graph() -> TrainGraph:
 
 
 def test_exact_groups_hold_operators_that_have_the_same_bits_everywhere(graph: TrainGraph) -> None:
-    assert fuse.decide(graph, Options()).groups == (("mul", "_to_copy_1", "mul_1"),)
+    assert fuse.decide(graph, Options()).groups == (("_to_copy", "pow_1"), ("mul", "_to_copy_1", "mul_1"))
 
 
 def test_fast_groups_hold_sums_along_rows(graph: TrainGraph) -> None:
@@ -138,6 +142,124 @@ def test_elements_in_another_order_stay_outside() -> None:
     with torch.no_grad():
         graph = traced(lambda x: (x * 2).transpose(0, 1) * 3, *on_gpu((64, 64)))
     assert fuse.decide(graph, Options()).groups == ()
+
+
+# -- several results --------------------------------------------------------------------------------------------------
+
+
+def residual_and_norm(x: Tensor, more: Tensor, weight: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+    """RMS norm of a sum that is read as well, by way of a view, as are the statistics of the norm."""
+    total = x + more
+    wide = total.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    normed = (wide * scale).to(x.dtype) * weight
+    return normed.view(-1, 64) @ matrix, total.view(-1, 64) @ matrix, scale
+
+
+def residual_graph() -> TrainGraph:
+    with torch.no_grad():
+        return traced(residual_and_norm, *on_gpu((8, 16, 64), (8, 16, 64), (64,), (64, 64)))
+
+
+def test_what_is_read_outside_is_a_result_of_the_group_as_well() -> None:
+    graph = residual_graph()
+    before = value_flow.read(graph, Numbers(), "capture")
+    kept = verify.constraints(graph)
+    decision = fuse.decide(graph, Options(numerics="fast"))
+    graph = fuse.apply(graph, decision)
+    verify.check_graph(graph, "fuse", kept, deep=True)
+    value_flow.check(graph, before, "fuse", fast=True)
+    names = [node.name for node in operators(graph.graph)]
+    assert names[:4] == ["mul_1_group", "add", "rsqrt", "mul_1"]
+    group = next(node.target for node in operators(graph.graph) if isinstance(node.target, FusedKernel))
+    assert group.rule.overwrites == ()
+    assert group.text.source.count("tl.load(") == 3
+    assert group.text.source.count("tl.store(") == 3
+    assert "tl.store(rsqrt_out + row, rsqrt, row < 128)" in group.text.source
+
+
+def test_what_leaves_a_group_must_not_come_back() -> None:
+    with torch.no_grad():
+        graph = traced(lambda x, m: (y := x * 2) + (y @ m), *on_gpu((64, 64), (64, 64)))
+    assert fuse.decide(graph, Options()).groups == ()
+    with pytest.raises(PlanError, match="mm reads mul before all that the group reads exists"):
+        fuse.apply(graph, Decision((("mul", "add"),)))
+
+
+def test_groups_that_read_one_another_run_one_behind_the_other() -> None:
+    """Each chosen group moves results, and what the next may read from there moves with them."""
+    with torch.no_grad():
+        graph = traced(chained, *on_gpu((64, 64), (64, 64)))
+    before = value_flow.read(graph, Numbers(), "capture")
+    kept = verify.constraints(graph)
+    graph = fuse.apply(graph, fuse.decide(graph, Options()))
+    verify.check_graph(graph, "fuse", kept, deep=True)
+    value_flow.check(graph, before, "fuse")
+    groups = [node.target for node in operators(graph.graph) if isinstance(node.target, FusedKernel)]
+    assert len(groups) > 1
+    assert any(len(group.results) > 1 for group in groups)
+
+
+def chained(x: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+    first = x * 2
+    second = (first + 1).neg()
+    product = second @ matrix
+    third = (product + first) * second
+    return third.relu() @ matrix, third, (first @ matrix) * 3 + second
+
+
+def test_an_element_for_each_row_beside_all_needs_a_kernel_with_rows() -> None:
+    body = make_fx(lambda x, y: (y * 2, x * (y * 2)), tracing_mode="fake")(torch.ones(8, 4), torch.ones(8, 1)).graph
+    body.eliminate_dead_code()
+    frame = FusedKernel.frame(blocks.last_member(body))
+    assert frame is not None
+    with pytest.raises(DoesNotPrintError, match="one element for each row, and the kernel no rows"):
+        kernel_text("kernel", body, frame)
+
+
+class Gated(nn.Module):
+    """Two layers as in LLaMA, without attention: RMS norms written out, gates, sums that go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(32, 64, bias=False) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, down in enumerate(self.downs):
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+            x = x + down(torch.nn.functional.silu(self.gates[2 * layer](normed)) * self.gates[2 * layer + 1](normed))
+        return x
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_programs_with_several_results_of_a_group_have_the_bits_of_the_operators(
+    monkeypatch: pytest.MonkeyPatch, route: str, numerics: Any
+) -> None:
+    """The groups of a GPU in a program for a CPU, where their operators run one by one."""
+    torch.manual_seed(0)
+    made = Gated(), (torch.randn(4, 16, 32),), lambda model, x: model(x).square().mean()
+    plain, _ = graph_and_inputs(*made, route)
+    free = search.run(plain, Options(disable=("fuse", "products")))
+    monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
+    monkeypatch.setattr(fuse, "kind_of_groups", lambda graph: FusedKernel)
+    monkeypatch.setattr(fuse, "_least_bytes", lambda graph, options: 1)
+    graph, inputs = graph_and_inputs(*made, route)
+    options = Options(numerics=numerics, disable=("products",))
+    planned = search.run(graph, options, deep=True)
+    groups = [node.target for node in operators(planned.graph.graph) if isinstance(node.target, FusedKernel)]
+    assert any(len(group.results) > 1 for group in groups)
+    results: list[Any] = []
+    for one in (free, planned):
+        used = clones(inputs)
+        torch.manual_seed(2)
+        results.append([*run_program(one, used), *used])
+    assert_same(*results, route)
+    again = search.run(graph_and_inputs(*made, route)[0], options, Plan.from_json(planned.plan.to_json()))
+    assert again.plan.decisions == planned.plan.decisions
 
 
 def print_alone(function: Any, *given: Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,8 +15,9 @@ from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused, same_geometry
 from roamc.operators.gpu.frame import Access, access_of, frame_of
-from roamc.operators.gpu.kernel import KernelText, kernel_text, shape_of_operands, unfit
+from roamc.operators.gpu.kernel import KernelText, kernel_text, shape_of_operands, unfit, written_as
 from roamc.operators.gpu.launch import launcher
+from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
 from roamc.operators.kernels import Kernel
 from roamc.units import Bytes
@@ -33,6 +35,7 @@ class FusedKernel(Fused):
     """A group on a GPU. Values inside live in registers; long rows are read once for each sum along them."""
 
     in_blocks = False
+    several = True
 
     # -- which operators fit ----------------------------------------------------------------------------
 
@@ -50,13 +53,18 @@ class FusedKernel(Fused):
     def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
         """Say why these nodes, views between members included, cannot run as one; "" if they can."""
         called = {node for node in members if not ops.is_view(node.target)}
-        made = members[-1].meta["val"]
-        if made.device.type not in DEVICES:
+        if members[-1].meta["val"].device.type not in DEVICES:
             return f"{members[-1].name} lies on no GPU"
-        written = access_of(made, made.shape, matrix.columns)
-        if written is None or any(not stride for _, stride in written.dims):
-            return f"elements of {members[-1].name} share memory"
         return next((said for node in members if node in called and (said := unfit(node, matrix, called))), "")
+
+    @staticmethod
+    def unwritable(node: fx.Node, matrix: Matrix) -> str:
+        """Say why the result of the member ``node`` cannot be one of the group's; "" if it can."""
+        try:
+            written_as(node, matrix)
+        except DoesNotPrintError as reason:
+            return str(reason)
+        return ""
 
     @property
     def launches(self) -> int:
@@ -64,7 +72,12 @@ class FusedKernel(Fused):
         return 1
 
     def _overwrites(self) -> tuple[int, ...]:
-        """The arguments over which the result may be written: every program reads what it writes, and before."""
+        """The arguments over which the result may be written: every program reads what it writes, and before.
+
+        None if there are several results.
+        """
+        if len(self.results) > 1:
+            return ()
         made = blocks.only_tensor(self.nodes[-1])
         columns = self.matrix.columns
         written = access_of(made, made.shape, columns)
@@ -106,11 +119,13 @@ class FusedKernel(Fused):
     def _run(self) -> Callable[..., None]:
         return launcher(self.text) or self._one_by_one
 
-    def _one_by_one(self, *args: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(fx.Interpreter(fx.GraphModule({}, self.body)).run(*args))
+    def _one_by_one(self, *args: torch.Tensor, out: Any) -> None:
+        made = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+        for place, result in zip(_each(out), _each(made), strict=True):
+            place.copy_(result)
 
-    def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
+    def write(self, *args: torch.Tensor, out: Any) -> None:
+        """Write the results for the arguments ``args`` to ``out``, a tensor or a tuple with the results' geometry.
 
         An argument that lies otherwise in memory than in the body is copied first. The first result is compared with
         that of the operators, unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not
@@ -123,10 +138,10 @@ class FusedKernel(Fused):
             self.__dict__["_begun"] = True
             self._first(lie, out)
 
-    def _first(self, args: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def _first(self, args: Sequence[torch.Tensor], out: Any) -> None:
         """Run for the first time; ``out`` may lie over an argument, so what is compared is computed before."""
         compared = sum(made.numel() * made.itemsize for made in map(blocks.only_tensor, self.nodes)) <= COMPARED_BYTES
-        want = torch.empty_like(out) if compared else None
+        want = self.allocated() if compared else None
         if want is not None:
             self._one_by_one(*args, out=want)
         try:
@@ -135,9 +150,11 @@ class FusedKernel(Fused):
             self._give_up(f"{type(error).__name__}: {error}")
             self._run(*args, out=out)
         else:
-            if want is not None and not self._agrees(out, want):
+            pairs = list(zip(_each(out), _each(want), strict=True)) if want is not None else []
+            if not all(self._agrees(made, right) for made, right in pairs):
                 self._give_up("its first result is not that of the operators")
-                out.copy_(want)
+                for made, right in pairs:
+                    made.copy_(right)
 
     def _agrees(self, out: torch.Tensor, want: torch.Tensor) -> bool:
         if self.exact or not want.is_floating_point():
@@ -152,3 +169,8 @@ class FusedKernel(Fused):
             stacklevel=4,
         )
         self.__dict__["_run"] = self._one_by_one
+
+
+def _each(out: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of one result or several."""
+    return (out,) if isinstance(out, torch.Tensor) else tuple(out)

@@ -52,7 +52,7 @@ class KernelText:
 
     Attributes:
         source: defines the function, with the decorator ``triton.jit``; needs the names ``triton`` and ``tl``.
-        function: its name. It takes the operands in order, then ``out``, then the constants.
+        function: its name. It takes the operands in order, then the results, then the constants.
         constants: names and values of the compile-time constants.
         programs: how many programs the launch has.
         warps: of 32 threads, for each program.
@@ -113,7 +113,7 @@ def kernel_text(name: str, body: fx.Graph, frame: Matrix) -> KernelText:
 
     Args:
         name: of the function.
-        body: placeholders, members and views with fake values; the output node has the last member's result.
+        body: placeholders, members and views with fake values; the output node has the results, the last member's last.
         frame: the matrix of the group.
 
     Raises:
@@ -219,6 +219,23 @@ def shape_of_operands(node: fx.Node) -> torch.Size:
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A result of the group.
+
+    Attributes:
+        name: of the pointer that it is written to.
+        value: what is written.
+        written: where its elements lie.
+        per_row: whether it has one element for each row.
+    """
+
+    name: str
+    value: Value
+    written: Access
+    per_row: bool
+
+
 class _Kernel:
     """Prints one kernel: first its values in order, then the lines that compute them, once or in several passes."""
 
@@ -230,23 +247,19 @@ class _Kernel:
         self.made: dict[fx.Node, Value] = {}
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name)
-        self.last = blocks.last_member(body)
-        self.ends_in_row = self.last.meta["val"].numel() != frame.numel  # one element for each row
+        results = blocks.results_of(body)
+        outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
+        self.outs = dict(zip(results, outs, strict=True))
 
     def text(self) -> KernelText:
         inside = set(self.members)
         for node in self.members:
             self._member(node, inside)
-        result = self.made[self.last]
-        made = self.last.meta["val"]
-        written = access_of(made, made.shape, self.frame.columns)
-        if written is None or any(not stride for _, stride in written.dims):
-            raise DoesNotPrintError(f"{self.last.name} has elements that share memory")
-        if self.rows and self.ends_in_row:
-            written = along_columns(written)
-        body = self._in_rows(result, written) if self.rows else self._flat(result, written)
+        self.stored = [self._result(node, name) for node, name in self.outs.items()]
+        body = self._in_rows() if self.rows else self._flat()
         constants, programs, warps = self._launch()
-        names = [*self.lines.pointers.values(), "out", *(f"{name}: tl.constexpr" for name in constants)]
+        outs = self.outs.values()
+        names = [*self.lines.pointers.values(), *outs, *(f"{name}: tl.constexpr" for name in constants)]
         source = f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
         return KernelText(source, self.name, constants, programs, warps, self._passes() if self._pieces else 1)
 
@@ -256,6 +269,12 @@ class _Kernel:
         self.lines.comment = source_line(node)
         values = [self._value(operand) for operand in _operands(node, self.frame, inside)]
         self.made[node] = _write(self.lines, node, values)
+
+    def _result(self, node: fx.Node, name: str) -> _Stored:
+        written, per_row = written_as(node, self.frame), node.meta["val"].numel() != self.frame.numel
+        if per_row and not self.rows:
+            raise DoesNotPrintError(f"{node.name} has one element for each row, and the kernel no rows")
+        return _Stored(name, self.made[node], along_columns(written) if per_row else written, per_row)
 
     def _value(self, operand: _Operand) -> Value:
         given = operand.value
@@ -269,35 +288,38 @@ class _Kernel:
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
-    def _flat(self, result: Value, written: Access) -> list[str]:
+    def _flat(self) -> list[str]:
         numel = self.frame.numel
         lines = [
-            f"index = tl.program_id(0){self._wide(written)} * BLOCK + tl.arange(0, BLOCK)",
+            f"index = tl.program_id(0){self._wide} * BLOCK + tl.arange(0, BLOCK)",
             f"inside = index < {numel}",
         ]
         lines += [_assigned(value, "" if value.reach is Reach.ONE else "inside") for value in self.lines.values]
-        return [*lines, f"tl.store(out + {_with(written.offset(rows=False), 'index')}, {result.name}, inside)"]
+        for one in self.stored:
+            place = _with(one.written.offset(rows=False), "index")
+            lines.append(f"tl.store({one.name} + {place}, {one.value.name}, inside)")
+        return lines
 
-    def _in_rows(self, result: Value, written: Access) -> list[str]:
+    def _in_rows(self) -> list[str]:
         rows, columns = self.frame.rows, self.frame.columns
-        lines = [f"row = tl.program_id(0){self._wide(written)} * ROWS + tl.arange(0, ROWS)[:, None]"]
+        lines = [f"row = tl.program_id(0){self._wide} * ROWS + tl.arange(0, ROWS)[:, None]"]
         if not self._pieces:
             lines += [
-                f"column = tl.arange(0, COLUMNS)[None, :]{self._wide(written)}",
+                f"column = tl.arange(0, COLUMNS)[None, :]{self._wide}",
                 f"inside = (row < {rows}) & (column < {columns})",
             ]
             for value in self.lines.values:
                 lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
-            return [*lines, self._store(result, written)]
+            return [*lines, *map(self._store, self.stored)]
         for level in range(self._passes()):
-            lines += self._pass(level, result, written)
-        return lines
+            lines += self._pass(level)
+        return [*lines, *(self._store(one) for one in self.stored if one.per_row)]
 
-    def _pass(self, level: int, result: Value, written: Access) -> list[str]:
-        """The lines of one pass over rows in pieces: the sums that depend on as many others, or at last the result."""
+    def _pass(self, level: int) -> list[str]:
+        """The lines of one pass over rows in pieces: the sums and results that depend on as many sums before them."""
         sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
-        last = level == self._passes() - 1
-        wanted = [value.reads[0] for value in sums] + ([result] if last and not self.ends_in_row else [])
+        done = [one for one in self.stored if not one.per_row and one.value.level == level]
+        wanted = [value.reads[0] for value in sums] + [one.value for one in done]
         needed = _closure(wanted)
         here = [value for value in self.lines.values if not value.reduced and value.level <= level]
         once = [value for value in here if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
@@ -305,15 +327,13 @@ class _Kernel:
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
         if wanted:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
-            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide(written)}"]
+            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
             inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             inner += [self._accumulated(value) for value in sums]
-            inner += [self._store(result, written)] if last and not self.ends_in_row else []
+            inner += map(self._store, done)
             lines += [f"    {line}" for line in inner]
         lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
-        if last and self.ends_in_row:
-            lines.append(self._store(result, written))
         return lines
 
     def _reduction(self, value: Value) -> str:
@@ -327,10 +347,10 @@ class _Kernel:
         of = f"tl.where(inside, {value.reads[0].name}, {how.start})"
         return f"{name} = {how.join.format(name, of)}"
 
-    def _store(self, result: Value, written: Access) -> str:
-        mask = f"row < {self.frame.rows}" if self.ends_in_row else "inside"
-        place = _with(written.offset(rows=True), "row", *([] if self.ends_in_row else ["column"]))
-        return f"tl.store(out + {place}, {result.name}, {mask})"
+    def _store(self, one: _Stored) -> str:
+        mask = f"row < {self.frame.rows}" if one.per_row else "inside"
+        place = _with(one.written.offset(rows=True), "row", *([] if one.per_row else ["column"]))
+        return f"tl.store({one.name} + {place}, {one.value.name}, {mask})"
 
     def _mask(self, value: Value) -> str:
         rows, columns = f"row < {self.frame.rows}", f"column < {self.frame.columns}"
@@ -345,9 +365,11 @@ class _Kernel:
     def _passes(self) -> int:
         return max(value.level for value in self.lines.values) + 1
 
-    def _wide(self, written: Access) -> str:
+    @property
+    def _wide(self) -> str:
         """Text that makes numbers of elements 64 bits wide where 32 would not do."""
-        largest = max([written.last, self.frame.numel, *(access.last for _, access in self.lines.loaded)])
+        accesses = [*(one.written for one in self.stored), *(access for _, access in self.lines.loaded)]
+        largest = max([self.frame.numel, *(access.last for access in accesses)])
         return ".to(tl.int64)" if largest + 2 * PIECE >= 1 << 31 else ""
 
     def _launch(self) -> tuple[dict[str, int], int, int]:
@@ -357,6 +379,15 @@ class _Kernel:
         rows = max(1, BLOCK // columns)
         warps = min(16, max(4, rows * columns // 512))
         return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
+
+
+def written_as(node: fx.Node, frame: Matrix) -> Access:
+    """Return where the elements of a result lie; raises DoesNotPrintError if some share memory."""
+    made = node.meta["val"]
+    written = access_of(made, made.shape, frame.columns)
+    if written is None or any(not stride for _, stride in written.dims):
+        raise DoesNotPrintError(f"elements of {node.name} share memory")
+    return written
 
 
 def _needs_rows(node: fx.Node) -> bool:

@@ -33,6 +33,8 @@ def jit_function(text: KernelText) -> Any:
 def launcher(text: KernelText) -> Callable[..., None] | None:
     """Return a function that takes the operands and ``out``, and launches the kernel on the stream of the caller.
 
+    ``out`` is a tensor, or a tuple of them for several results.
+
     None, and a warning, if Triton is not installed.
     """
     try:
@@ -41,9 +43,10 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
         warnings.warn(MISSING, RuntimeWarning, stacklevel=2)
         return None
 
-    def launch(*args: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(*args: torch.Tensor, out: Any) -> None:
+        outs = (out,) if isinstance(out, torch.Tensor) else out
         # No contraction: an operator has the same bits wherever it stands.
-        with torch.cuda.device_of(out):
-            function[(text.programs,)](*args, out, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
+        with torch.cuda.device_of(outs[0]):
+            function[(text.programs,)](*args, *outs, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
 
     return launch
