@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from roamc.codegen.block_judge import judge_blocks
-from roamc.codegen.group_needs import members_of, result_of, tensor_of
+from roamc.codegen.group_needs import members_of, result_of, results_of, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.errors import VerifyError, way_out
@@ -49,57 +49,66 @@ def check_groups(graph: TrainGraph) -> None:
     for node in groups:
         group: Any = node.target
         arguments = [argument for argument in node.args if isinstance(argument, fx.Node)]
-        wrong = _misfit([*arguments, node], group)
+        made = [tensor for _, tensor in tensors_of(node)]
+        wrong = _misfit(arguments, made, group)
         if wrong:
             raise VerifyError(f"group {group.name}: {wrong}; {way_out('fuse')}")
-        places, out = memory.places(arguments, group), memory.place(tensor_of(node))
-        key = key_of(group, graph.threads, places, out)
+        places = memory.places(arguments, group)
+        outs = [memory.place(tensor) for _, tensor in tensors_of(node)]
+        key = key_of(group, graph.threads, places, outs)
         if key not in good:
-            check_group(group, graph.threads, places, out)
+            check_group(group, graph.threads, places, outs)
             good.add(key)
 
 
-def _misfit(nodes: Sequence[fx.Node], group: Fused) -> str:
-    """Say which argument of a call of ``group``, or its result, has another shape or dtype; "" if none has."""
-    expected = [*placeholders(group.body), members_of(group.body)[-1]]
-    if len(nodes) != len(expected):
-        return f"{Verdict.ARGUMENT.value}: {len(nodes) - 1} for {len(expected) - 1}"
-    for node, inner in zip(nodes, expected, strict=True):
-        given, wanted = node.meta.get("val"), inner.meta.get("val")
-        if not isinstance(given, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: Fused) -> str:
+    """Say which argument of a call of ``group``, or result, has another shape or dtype; "" if none has."""
+    inputs, results = placeholders(group.body), results_of(group.body)
+    if (len(arguments), len(made)) != (len(inputs), len(results)):
+        return (
+            f"{Verdict.ARGUMENT.value}: {len(arguments)} for {len(inputs)}, and {len(made)} of {len(results)} results"
+        )
+    given = [argument.meta.get("val") for argument in arguments]
+    for node, tensor, inner in zip((*arguments, *results), (*given, *made), (*inputs, *results), strict=True):
+        wanted = inner.meta.get("val")
+        if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
             return f"{Verdict.UNKNOWN.value}: {node.name} is no tensor"
-        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
-            said = f"{given.dtype} of {tuple(given.shape)}, and not {wanted.dtype} of {tuple(wanted.shape)}"
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            said = f"{tensor.dtype} of {tuple(tensor.shape)}, and not {wanted.dtype} of {tuple(wanted.shape)}"
             return f"{Verdict.SHAPE.value}: {node.name} is {said}"
-    if _geometry(tensor_of(nodes[-1])) != _geometry(tensor_of(expected[-1])):
-        return f"{Verdict.PLACE.value}: in memory {nodes[-1].name} has other strides than in the group"
+    for tensor, node in zip(made, results, strict=True):
+        if _geometry(tensor) != _geometry(tensor_of(node)):
+            return f"{Verdict.PLACE.value}: in memory {node.name} has other strides than in the group"
     return ""
 
 
-def check_group(group: Fused, threads: int, places: Sequence[Place] | None = None, out: Place | None = None) -> None:
+def check_group(
+    group: Fused, threads: int, places: Sequence[Place] | None = None, outs: Sequence[Place] | None = None
+) -> None:
     """Check the program of one group.
 
     Args:
         group: the group.
         threads: torch's number of threads.
         places: where the arguments lie; None if each has memory of its own.
-        out: where the result lies; None if it has memory of its own.
+        outs: where the results lie; None if each has memory of its own.
 
     Raises:
         VerifyError: the group runs in another way than its operators; names the group, the operator and the fault.
     """
     given = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
     try:
-        _judge(group, threads, given, out or Place("result"))
+        _judge(group, threads, given, outs or [Place(node) for node in results_of(group.body)])
     except GroupFault as fault:
         raise VerifyError(f"group {group.name}, {fault}; {way_out('fuse')}") from fault
 
 
-def _judge(group: Fused, threads: int, places: Sequence[Place], out: Place) -> None:
+def _judge(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[Place]) -> None:
     text: object = group.text
     if isinstance(text, KernelText):
-        judge_kernel(group.body, text, places, out)
+        judge_kernel(group.body, text, places, outs)
         return
+    (out,) = outs
     rows = result_of(members_of(group.body)[-1]).rows
     planned = group.block_rows(threads)
     if planned < 1 or (rows > 1 and 1 in (planned, rows % planned)):
@@ -157,14 +166,14 @@ Key = tuple[Hashable, ...]
 """All that the judgement of a group depends on, without the names of its nodes."""
 
 
-def key_of(group: Fused, threads: int, places: Sequence[Place], out: Place) -> Key:
+def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[Place]) -> Key:
     """Return what the judgement of a group depends on.
 
     Args:
         group: the group.
         threads: torch's number of threads.
         places: where the arguments lie.
-        out: where the result lies.
+        outs: where the results lie.
     """
     number = {node: f"%{at}" for at, node in enumerate(group.body.nodes)}
     nodes = tuple(
@@ -178,12 +187,12 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], out: Place) -> K
     text: Any = group.text
     constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
     counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps)
-    related = tuple(_related(place, out) for place in places)
+    related = tuple(_related(place, out) for place in places for out in outs)
     return nodes, related, _without_names(text.source, text.constants), constants, counted, group.block_rows(threads)
 
 
 def _related(place: Place, out: Place) -> Bytes | None:
-    """How far an argument lies from the result in the same memory; None in other memory."""
+    """How far an argument lies from a result in the same memory; None in other memory."""
     return place.start - out.start if place.memory == out.memory else None
 
 

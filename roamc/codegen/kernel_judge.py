@@ -24,7 +24,17 @@ import torch
 from torch import Tensor, fx
 
 from roamc.codegen.calls import by_name
-from roamc.codegen.group_needs import Need, extent_of, members_of, needs_of, result_of, rows_of, shape_of, tensor_of
+from roamc.codegen.group_needs import (
+    Need,
+    extent_of,
+    members_of,
+    needs_of,
+    result_of,
+    results_of,
+    rows_of,
+    shape_of,
+    tensor_of,
+)
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
 from roamc.compat import without_modes
@@ -41,21 +51,21 @@ ERROR = 1e-7
 """Difference that constants in 32 bits make, as a share of the largest element."""
 
 
-def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], out: Place) -> None:
+def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place]) -> None:
     """Check the source of a kernel.
 
     Args:
         body: the operators of the group, with fake values.
         text: the kernel.
         places: where the arguments lie.
-        out: where the result lies.
+        outs: where the results lie.
 
     Raises:
         GroupFault: the kernel does something else than the operators.
     """
     try:
         with without_modes(), torch.no_grad():  # plans are made under fake modes, too
-            _judge(body, text, places, out)
+            _judge(body, text, places, outs)
     except GroupFault:
         raise
     except Exception as error:  # whatever the source does when it runs, such as a name that is gone
@@ -64,14 +74,37 @@ def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], out:
         raise GroupFault(Verdict.UNKNOWN, f"{type(error).__name__}: {error}") from error
 
 
-def _judge(body: fx.Graph, text: KernelText, places: Sequence[Place], out: Place) -> None:
-    run = _Run(body, text, places, out, least=-0.5)
-    wanted = run.wanted()
-    if wanted.is_floating_point() and not wanted.isfinite().all():  # some functions have no numbers below zero
-        run = _Run(body, text, places, out, least=0.25)
-        wanted = run.wanted()
+def _judge(body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place]) -> None:
+    run = _Run(body, text, places, outs, least=-0.5)
+    run.compute()
+    if not run.is_finite():  # some functions have no numbers below zero
+        run = _Run(body, text, places, outs, least=0.25)
+        run.compute()
     run.run()
-    run.compare(wanted)
+    run.compare()
+
+
+@dataclass(eq=False)
+class _Output:
+    """A result of the group, as far as it is stored.
+
+    Attributes:
+        node: the member that makes it.
+        place: where it lies.
+        per_row: whether it has one element for each row.
+        seen: by lane, or by row and column, how often it is stored.
+        stored: what is stored there.
+    """
+
+    node: fx.Node
+    place: Place
+    per_row: bool
+    seen: Tensor
+    stored: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.result = result_of(self.node)
+        self.stored = torch.zeros(self.seen.shape, dtype=WIDE, device="cpu")
 
 
 @dataclass(eq=False)
@@ -82,7 +115,7 @@ class _Run:
         body: the operators of the group.
         text: the kernel.
         places: where the arguments lie.
-        out_place: where the result lies.
+        out_places: where the results lie.
         least: smallest number in memory.
         start: first column of the piece of a row that is gone through; None outside of such a loop.
         values: the kernel's variables when it ends.
@@ -91,7 +124,7 @@ class _Run:
     body: fx.Graph
     text: KernelText
     places: Sequence[Place]
-    out_place: Place
+    out_places: Sequence[Place]
     least: float
     start: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -102,11 +135,9 @@ class _Run:
         self.members = members_of(self.body)
         self.last = self.members[-1]
         self.needs = {node: needs_of(node) for node in self.members}
-        self.result = result_of(self.last)
         sizes = shape_of(self.last)
         self.columns = sizes[-1] if sizes else 1
         self.numel = math.prod(sizes)
-        self.ends_in_row = tensor_of(self.last).numel() != self.numel
         given = self.text.constants
         self.flat = "BLOCK" in given
         self.per_program = given["BLOCK"] if self.flat else given["ROWS"]
@@ -114,10 +145,15 @@ class _Run:
         self.pieces = not self.flat and self.wide < self.columns
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
-        self.seen = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
-        if not self.flat and not self.ends_in_row:
-            self.seen = self.seen.expand(*self.seen.shape[:-1], self.columns).clone()
-        self.stored = torch.zeros(self.seen.shape, dtype=WIDE, device="cpu")
+        results = results_of(self.body)
+        self.outputs = {node: self._output(node, place) for node, place in zip(results, self.out_places, strict=True)}
+
+    def _output(self, node: fx.Node, place: Place) -> _Output:
+        per_row = tensor_of(node).numel() != self.numel
+        seen = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
+        if not self.flat and not per_row:
+            seen = seen.expand(*seen.shape[:-1], self.columns).clone()
+        return _Output(node, place, per_row, seen)
 
     def _labels(self, node: fx.Node) -> list[tuple[Need, int]]:
         """What a member reads as labels, and the label that it ignores."""
@@ -165,11 +201,13 @@ class _Run:
         names: dict[str, Any] = {"triton": Jit, "tl": Language(self), "range": self._range, "tell_judge": self._tell}
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
-        pointers = [Pointer(node, first) for node in (*self.inputs, None)]
+        pointers = [Pointer(node, first) for node in (*self.inputs, *self.outputs)]
         names[self.text.function](*pointers, **self.text.constants)
-        missing = (self.seen == 0) & self._valid_results()
-        if missing.any():
-            raise GroupFault(Verdict.MISSING, f"{int(missing.sum())} elements of {len(self.programs)} programs")
+        for output in self.outputs.values():
+            missing = (output.seen == 0) & self._valid_results(output)
+            if missing.any():
+                said = f"{int(missing.sum())} elements of {len(self.programs)} programs"
+                raise GroupFault(Verdict.MISSING, said, output.node.name)
 
     def _range(self, first: int, end: int, step: int) -> Iterator[int]:
         for start in range(first, end, step):
@@ -189,8 +227,8 @@ class _Run:
     def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
         """Check which elements are read, and return the numbers that are there."""
         node, places = pointer.node, pointer.places
-        if node is None:
-            raise GroupFault(Verdict.VALUE, "the result is read")
+        if node in self.outputs:
+            raise GroupFault(Verdict.VALUE, "the result is read", node.name)
         elements, valid = self._lanes()
         active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
         active, where = torch.broadcast_tensors(active, places)
@@ -201,7 +239,7 @@ class _Run:
             )
         if not self._picks(node):
             self._check_load(node, places, active, elements, valid)
-        elif self._far(node) is not None:
+        elif any(self._far(node, output) is not None for output in self.outputs.values()):
             raise GroupFault(Verdict.OVERWRITTEN, f"the result is stored over {node.name}, which all programs read")
         value = self._content(node, where)
         return torch.where(active, value, torch.zeros((), dtype=value.dtype, device="cpu") + other)
@@ -220,7 +258,8 @@ class _Run:
                 break
         else:
             self._fault_of_load(node, places, wanted, elements, valid)
-        self._check_overlap(node, places, valid)
+        for output in self.outputs.values():
+            self._check_overlap(node, places, valid, output)
 
     def _fault_of_load(
         self, node: fx.Node, places: Tensor, wanted: Sequence[Need], elements: Tensor, valid: Tensor
@@ -237,34 +276,35 @@ class _Run:
         counted = elements if math.prod(need.sizes) == self.numel else elements // self.columns
         return torch.from_numpy(need.at(counted.numpy()))
 
-    def _check_overlap(self, node: fx.Node, places: Tensor, valid: Tensor) -> None:
-        """Check that an operand under the result is read lane by lane where the result is stored, and before that."""
-        far = self._far(node)
+    def _check_overlap(self, node: fx.Node, places: Tensor, valid: Tensor, output: _Output) -> None:
+        """Check that an operand under a result is read lane by lane where the result is stored, and before that."""
+        far = self._far(node, output)
         if far is None:
             return
-        made, tensor = tensor_of(self.last), tensor_of(node)
+        made, tensor = tensor_of(output.node), tensor_of(node)
         elements, _ = self._lanes()
-        stored = self._numbers(self.result, elements) * made.itemsize
+        stored = self._numbers(output.result, elements) * made.itemsize
         read = far + places.to(torch.int64) * tensor.itemsize
-        if self.ends_in_row or tensor.itemsize != made.itemsize or ((read != stored) & valid).any():
+        if output.per_row or tensor.itemsize != made.itemsize or ((read != stored) & valid).any():
             raise GroupFault(Verdict.OVERWRITTEN, f"other programs store where {node.name} is read")
-        if self._seen_now().any():
+        if self._seen_now(output).any():
             raise GroupFault(Verdict.OVERWRITTEN, f"{node.name} is read behind the store of the result")
 
-    def _far(self, node: fx.Node) -> Bytes | None:
-        """How far behind the result's first byte an operand begins; None if they share no byte."""
-        made, tensor = tensor_of(self.last), tensor_of(node)
+    def _far(self, node: fx.Node, output: _Output) -> Bytes | None:
+        """How far behind a result's first byte an operand begins; None if they share no byte."""
+        made, tensor = tensor_of(output.node), tensor_of(node)
         place = self.places[self.inputs.index(node)]
-        far = place.start - self.out_place.start
+        far = place.start - output.place.start
         apart = far >= extent_of(made) * made.itemsize or -far >= extent_of(tensor) * tensor.itemsize
-        return None if place.memory != self.out_place.memory or apart else far
+        return None if place.memory != output.place.memory or apart else far
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
-        """Check where elements of the result are stored, and keep them."""
-        if pointer.node is not None:
+        """Check where elements of a result are stored, and keep them."""
+        output = self.outputs.get(pointer.node)
+        if output is None:
             raise GroupFault(Verdict.PLACE, f"the result is stored over {pointer.node.name}")
         elements, valid = self._lanes()
-        if self.ends_in_row and not self.flat:
+        if output.per_row and not self.flat:
             elements, valid = self._rows() * self.columns, self._rows() * self.columns < self.numel
         active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
         active, places, lanes = torch.broadcast_tensors(active, pointer.places, valid)
@@ -272,36 +312,36 @@ class _Run:
             raise GroupFault(Verdict.TWICE, f"blocks of {tuple(active.shape[1:])} are stored")
         if (active & ~lanes).any():
             raise GroupFault(Verdict.MASK, "elements behind the last one are stored")
-        if (places != self._numbers(self.result, elements))[active].any():
+        if (places != self._numbers(output.result, elements))[active].any():
             raise GroupFault(Verdict.PLACE, "elements of the result are stored in other places")
-        self._keep(value, active)
+        self._keep(output, value, active)
 
-    def _seen_now(self) -> Tensor:
+    def _seen_now(self, output: _Output) -> Tensor:
         """How often the elements at the lanes that are gone through now are stored."""
-        if self.flat or self.ends_in_row:
-            return self.seen
+        if self.flat or output.per_row:
+            return output.seen
         columns = self._columns()
-        return self.seen[..., columns[columns < self.columns]]
+        return output.seen[..., columns[columns < self.columns]]
 
-    def _keep(self, value: Tensor, active: Tensor) -> None:
+    def _keep(self, output: _Output, value: Tensor, active: Tensor) -> None:
         """Note which elements are stored; ``active`` has the shape of the lanes."""
         value = value.to(WIDE).expand(active.shape)
-        if self.flat or self.ends_in_row:
-            self.seen += active
-            self.stored = torch.where(active, value, self.stored)
+        if self.flat or output.per_row:
+            output.seen += active
+            output.stored = torch.where(active, value, output.stored)
         else:
             columns = self._columns()
             inside = columns < self.columns
-            self.seen[..., columns[inside]] += active[..., inside].to(torch.int32)
-            self.stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
-        if (self.seen > 1).any():
+            output.seen[..., columns[inside]] += active[..., inside].to(torch.int32)
+            output.stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
+        if (output.seen > 1).any():
             raise GroupFault(Verdict.TWICE, "some programs store an element twice")
 
-    def _valid_results(self) -> Tensor:
+    def _valid_results(self, output: _Output) -> Tensor:
         """Which of the results of the programs that run there are."""
         rows = self._rows()
         valid = rows < self.numel if self.flat else rows * self.columns < self.numel
-        return valid.expand(self.seen.shape)
+        return valid.expand(output.seen.shape)
 
     # -- what is in memory -------------------------------------------------------------------------
 
@@ -321,8 +361,8 @@ class _Run:
 
     # -- what the operators give ----------------------------------------------------------------------
 
-    def wanted(self) -> Tensor:
-        """Return what the operators give for the elements of the programs that run: in rows, or in one dimension."""
+    def compute(self) -> None:
+        """Compute what the operators give for the elements of the programs that run: in rows, or in one dimension."""
         if self.flat:
             elements, valid = self._lanes()
             self.elements = elements[valid]
@@ -333,7 +373,11 @@ class _Run:
         self.made: dict[fx.Node, Tensor] = {}
         for node in self.members:
             self.made[node] = self._compute(node)
-        return self.made[self.last]
+
+    def is_finite(self) -> bool:
+        """Whether all floats of the results are finite."""
+        made = (self.made[node] for node in self.outputs)
+        return all(bool(one.isfinite().all()) for one in made if one.is_floating_point())
 
     def _compute(self, node: fx.Node) -> Tensor:
         """The result of a member, with an element for each of the matrix or each row."""
@@ -373,10 +417,14 @@ class _Run:
             )
         return value.expand(elements.shape)
 
-    def compare(self, wanted: Tensor) -> None:
+    def compare(self) -> None:
         """Check that the kernel has stored what the operators give; names the first operator that differs."""
-        have = self.stored[self._valid_results()]
-        want = wanted.to(WIDE).expand_as(self.elements if not self.ends_in_row else wanted).reshape(-1)
+        for output in self.outputs.values():
+            self._compare(output, self.made[output.node])
+
+    def _compare(self, output: _Output, wanted: Tensor) -> None:
+        have = output.stored[self._valid_results(output)]
+        want = wanted.to(WIDE).expand_as(self.elements if not output.per_row else wanted).reshape(-1)
         if not _close(have, want):
             at = int((~_each_close(have, want)).nonzero()[0])
             said = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"

@@ -34,14 +34,14 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Pointer:
-    """What the kernel has in the place of an operand or the result.
+    """What the kernel has in the place of an operand or a result.
 
     Attributes:
-        node: the operand; None for the result.
+        node: the operand, or the member whose result it is.
         places: offset in elements for every lane.
     """
 
-    node: fx.Node | None
+    node: fx.Node
     places: Tensor
 
     def __add__(self, other: Any) -> Pointer:

@@ -41,7 +41,7 @@ def group_of(function: Callable[..., Tensor], *inputs: Tensor) -> Fused:
 
 def verdict_of(group: Fused, places: Sequence[Place] | None = None, out: Place | None = None) -> str:
     try:
-        check_group(group, 1, places, out)
+        check_group(group, 1, places, [out] if out is not None else None)
     except VerifyError as error:
         return str(error)
     return ""

@@ -37,20 +37,22 @@ def on_gpu(shape: tuple[int, ...], dtype: torch.dtype = FLOAT, stride: tuple[int
         return torch.empty(shape, device="cuda", dtype=dtype)
 
 
-def group_of(function: Callable[..., Tensor], *inputs: Tensor) -> FusedKernel:
+def group_of(function: Callable[..., Any], *inputs: Tensor) -> FusedKernel:
     with torch.no_grad():
         graph = traced(function, *inputs).graph
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    made, _ = fuse(nodes[-1], nodes, FusedKernel)
+    results = [node for node in nodes if node in graph.output_node().all_input_nodes]
+    made, _ = fuse(nodes[-1], nodes, FusedKernel, results)
     assert isinstance(made, FusedKernel)
     return made
 
 
 def verdict_of(group: FusedKernel, over: int | None = None) -> str:
-    """What the judge says; "" if nothing is wrong. The result lies over argument ``over``, or alone."""
+    """What the judge says; "" if nothing is wrong. The last result lies over argument ``over``, or alone."""
     places = [Place(at) for at, node in enumerate(group.body.nodes) if node.op == "placeholder"]
     try:
-        check_group(group, 1, places, Place("alone" if over is None else over))
+        alone = [Place(node) for node in group.results[:-1]]
+        check_group(group, 1, places, [*alone, Place("alone" if over is None else over)])
     except VerifyError as error:
         return str(error)
     return ""
@@ -70,17 +72,34 @@ def sums(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1)
 
 
+def several(x: Tensor, more: Tensor) -> tuple[Tensor, ...]:
+    """A sum, its square, the scale of each row, and the scaled sum."""
+    total = x + more
+    square = total * total
+    scale = torch.rsqrt(square.mean(-1, keepdim=True) + 1e-6)
+    return total, square, scale, total * scale
+
+
+def parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Values of a long row before any sum, behind one and behind two."""
+    doubled = x * 2
+    shifted = doubled - doubled.amax(-1, keepdim=True)
+    return doubled, shifted, shifted / shifted.exp().sum(-1, keepdim=True)
+
+
 def losses(scale: Tensor, logs: Tensor, labels: Tensor, total: Tensor, weight: Tensor) -> Tensor:
     grad = aten.nll_loss_backward(scale, logs, labels, weight, 1, -100, total)
     return aten._log_softmax_backward_data(grad, logs, 1, torch.float32)
 
 
-GROUPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "flat": (flat, (on_gpu((40, 40)), on_gpu((40, 40), FLOAT, (1, 40)), on_gpu((40, 1)), on_gpu((40,)))),
     "rows": (rows, (on_gpu((2, 50, 50), HALF), on_gpu((50,), HALF), on_gpu((2, 50, 1), HALF))),
     "sums": (sums, (on_gpu((70, 64)), on_gpu((70, 64)))),
     "losses": (losses, (on_gpu(()), on_gpu((30, 10)), on_gpu((30,), INT), on_gpu(()), on_gpu((10,)))),
     "long": (lambda x: torch.softmax(x * 2, -1), (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
+    "several": (several, (on_gpu((36, 30)), on_gpu((36, 30)))),
+    "parts": (parts, (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
     "mask": (lambda x, chosen: torch.where(chosen, x, x * 2), (on_gpu((40, 40)), on_gpu((40, 40), BOOL))),
 }
 
@@ -101,6 +120,24 @@ def planted(group: FusedKernel, right: str, wrong: str) -> FusedKernel:
 
 V = Verdict
 FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
+    # several results
+    "results are exchanged": (
+        "several",
+        r"tl.store\(add_out \+ ([^,]*), add,",
+        r"tl.store(add_out + \1, mul,",
+        V.NUMBERS,
+    ),
+    "a result is stored in the place of another": ("several", r"tl.store\(add_out", "tl.store(mul_out", V.TWICE),
+    "a result is not stored": ("several", r"    tl.store\(mul_out .*\n", "", V.MISSING),
+    "a statistic is stored for each element": (
+        "several",
+        r"rsqrt_out \+ row, rsqrt, row < 36",
+        "rsqrt_out + row * 30 + column, rsqrt, inside",
+        V.TWICE,
+    ),
+    "a statistic of other rows": ("several", r"rsqrt_out \+ row, rsqrt", "rsqrt_out + row + 1, rsqrt", V.PLACE),
+    "a result is read": ("several", r"tl.load\(x_1 \+", "tl.load(mul_out +", V.VALUE),
+    "a part is not stored": ("parts", r" *tl.store\(sub_out .*\n", "", V.MISSING),
     # the elements of operands
     "rows lie further apart": ("rows", r"x_1 \+ row \* 50", "x_1 + row * 51", V.OUTSIDE),
     "rows lie nearer": ("rows", r"x_1 \+ row \* 50", "x_1 + row * 49", V.ELEMENTS),
