@@ -75,7 +75,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         state: bytes of optimizer state, taken off the free bytes: it may be allocated only after the plan was made.
 
     Raises:
-        OptionError: a share of ``baseline`` is less than a byte.
+        OptionError: a share of ``baseline`` is less than a byte, or ``"device"`` asks for a GPU that is not here.
     """
     if budget is None or isinstance(budget, int):
         return budget
@@ -92,6 +92,8 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
 
 
 def _free(device: torch.device) -> Bytes:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError('memory_budget: "device" asks a GPU for its free bytes, and none is here; give a size')
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

@@ -435,7 +435,10 @@ def whole(target: OpOverload) -> Callable[..., Any]:
 @functools.cache
 def _consult_tables(target: OpOverload) -> None:
     """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""
-    for key in (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd):
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if composite not in target.py_kernels and has_kernel(target.name(), composite.name):  # comes apart in C++
+        target.py_kernels[composite] = functools.partial(target._op_dk, composite)
+    for key in (composite, torch._C.DispatchKey.Autograd):
         if key in target.py_kernels:
             target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])
     target._dispatch_cache.clear()

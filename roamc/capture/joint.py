@@ -36,7 +36,7 @@ from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.interruptions import uninterrupted
 from roamc.operators import ops
 from roamc.operators.corrections import correct
-from roamc.operators.random import replay, save_rng_state
+from roamc.operators.random import replay, save_rng_state, state_bytes
 from roamc.operators.schemas import name_of
 
 
@@ -302,7 +302,7 @@ class _Stitcher:
         rest = args[2:] if node.target is replay else args
         with self.mode or contextlib.nullcontext():
             if node.target is save_rng_state:
-                node.meta["val"] = torch.empty(save_rng_state(args[0]).shape, dtype=torch.uint8)
+                node.meta["val"] = torch.empty(state_bytes(args[0]), dtype=torch.uint8)
             else:
                 node.meta["val"] = target(*rest, **kwargs)
 

@@ -107,6 +107,23 @@ Others = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="Any option of roamc, such as order=program; repeatable."),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        help="cuda plans for a GPU, which need not be here: nothing is measured. By default for the model's device.",
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help="Device profile that times are predicted with: a100, h100, cpu, or a file of roamc calibrate. By default "
+        "h100 with --device cuda.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -129,7 +146,8 @@ def plan(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, as_json: Json = False, debug: Debug = False,
+    option: Others = None, device: Device = "cpu", profile: Profile = None, as_json: Json = False,
+    debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak. No weight is allocated, nothing runs.
@@ -140,7 +158,7 @@ def plan(
     budgets = memory_budget or []
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()))  # fmt: skip
+                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile)  # fmt: skip
         if len(budgets) > 1:
             _several(request, budgets, save, as_json)
             return
@@ -160,7 +178,8 @@ def explain(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, as_json: Json = False, debug: Debug = False,
+    option: Others = None, device: Device = "cpu", profile: Profile = None, as_json: Json = False,
+    debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
     graph: Annotated[
         bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
@@ -186,7 +205,7 @@ def explain(
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          _only(memory_budget), tuple(option or ()))  # fmt: skip
+                          _only(memory_budget), tuple(option or ()), device, profile)  # fmt: skip
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)

@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from roamc import progress
 from roamc.budget import parse_budget
+from roamc.capture.moved import device_of
 from roamc.cli import zoo
 from roamc.codegen.source import emit
+from roamc.cost import GENERIC, load_profile
 from roamc.errors import OptionError
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
@@ -44,6 +48,9 @@ class Request:
         memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device";
             None for none.
         options: roamc's options, each as ``key=value``.
+        device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
+        profile: the device profile that times are predicted with, as the option of that name; None for that option. For
+            a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
     """
 
     target: str
@@ -55,6 +62,8 @@ class Request:
     clip_grad_norm: float | None = None
     memory_budget: str | None = None
     options: tuple[str, ...] = ()
+    device: str = "cpu"
+    profile: str | None = None
 
 
 def answer(
@@ -74,7 +83,7 @@ def answer(
         BudgetError: the plan does not fit the budget.
     """
     options = options_of(request)
-    graph, seconds = _captured(request, say)
+    graph, seconds = _captured(request, options, say)
     eager = find_peak(graph, eager=True)
     planned, traced = _planned(graph, options, seconds, say, curve)
     return explain(eager, planned, emit(planned.graph).listing if source else "", curve=traced)
@@ -97,7 +106,7 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
     """
     options = options_of(request)
     asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
-    graph, _ = _captured(request, say)
+    graph, _ = _captured(request, options, say)
     say("getting the solvers ready, for which a new installation compiles them")
     warm_up()
     say(f"planning {graph.name}, {len(asked)} budgets")
@@ -122,7 +131,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         BudgetError: the plan does not fit the budget.
     """
     options = options_of(request)
-    graph, seconds = _captured(request, say)
+    graph, seconds = _captured(request, options, say)
     lives = lives_of(graph, eager=True)
     eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
     planned, traced = _planned(graph, options, seconds, say, curve)
@@ -131,11 +140,18 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
     return draw(found, before, planned.graph, lives)
 
 
-def _captured(request: Request, say: Say) -> tuple[TrainGraph, Seconds]:
+def _captured(request: Request, options: Options, say: Say) -> tuple[TrainGraph, Seconds]:
     workload = workload_of(request)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
-    graph = capture(workload, forward_backward=request.forward_backward, clip_grad_norm=request.clip_grad_norm)
+    graph = capture(
+        workload,
+        forward_backward=request.forward_backward,
+        clip_grad_norm=request.clip_grad_norm,
+        device=device_of(request.device),
+    )
+    if request.device == "cuda":
+        graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))
     return graph, time.perf_counter() - start
 
 
@@ -156,10 +172,12 @@ def _planned(
 
 
 def options_of(request: Request) -> Options:
-    """Return roamc's options for ``request``, its memory budget among them.
+    """Return roamc's options for ``request``, its memory budget and device profile among them.
 
     Raises:
-        OptionError: an option, or the limit of clipping, is unknown or out of range.
+        OptionError: an option, the device or the limit of clipping is unknown or out of range, or the profile is not
+            one of the device.
+        ProfileError: there is no such profile.
     """
     check_clip(request.clip_grad_norm)
     if request.forward_backward and request.clip_grad_norm is not None:
@@ -167,7 +185,20 @@ def options_of(request: Request) -> Options:
     given = dict(parse_setting(text) for text in request.options)
     if request.memory_budget is not None:
         given["memory_budget"] = request.memory_budget
-    return parse_options(given)
+    if request.profile is not None:
+        given["profile"] = request.profile
+    device = device_of(request.device)
+    if device.type == "cuda":
+        given.setdefault("profile", GENERIC["cuda"])
+    options = parse_options(given)
+    _check_profile(options, device)
+    return options
+
+
+def _check_profile(options: Options, device: torch.device) -> None:
+    """Refuse the profile of another kind of device than a GPU that is planned for."""
+    if device.type == "cuda" and (found := load_profile(profile=options.profile).device) != "cuda":
+        raise OptionError(f"profile {options.profile!r} describes a {found}; give a GPU's, such as {GENERIC['cuda']}")
 
 
 def workload_of(request: Request) -> Workload:

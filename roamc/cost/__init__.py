@@ -10,10 +10,11 @@
 from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.predict import prices, seconds, step_seconds
-from roamc.cost.profile import DeviceProfile, load_profile, read_profile, shipped_names, store_profile
+from roamc.cost.profile import GENERIC, DeviceProfile, load_profile, read_profile, shipped_names, store_profile
 from roamc.cost.workspace import group_workspace, objects, workspace_bytes, workspaces
 
 __all__ = [
+    "GENERIC",
     "DeviceProfile",
     "Traffic",
     "flops",

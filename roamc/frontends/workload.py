@@ -18,6 +18,7 @@ from torch import nn
 
 from roamc.capture import joint
 from roamc.capture.batch import put_together, take_apart
+from roamc.capture.moved import CPU, moved, traced_for
 from roamc.capture.step import LossFunction, StepRequest, capture_step
 from roamc.errors import CaptureError, OptionError
 from roamc.frontends.arguments import check_call, check_forward
@@ -53,20 +54,35 @@ class Workload:
     optimizer: OptimizerFactory | None = None
 
 
-def capture(workload: Workload, *, forward_backward: bool = False, clip_grad_norm: float | None = None) -> TrainGraph:
+def capture(
+    workload: Workload,
+    *,
+    forward_backward: bool = False,
+    clip_grad_norm: float | None = None,
+    device: torch.device = CPU,
+) -> TrainGraph:
     """Capture the graph that :func:`roamc.plan` would plan: the whole step, or forward and backward alone.
 
     Args:
         workload: what to capture; without a loss function only forward and backward.
         forward_backward: leave the update out, as ``torch.compile`` does; the gradients are handed to the caller.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; for whole steps only.
+        device: where the step is to run: a CPU, or a GPU that need not be there.
 
     Raises:
-        CaptureError: the step cannot be captured; says what to do.
+        CaptureError: the step cannot be captured, or an operator of it does not run on ``device``; says what to do.
     """
     _check_inputs(workload)
-    if workload.loss_fn is None or forward_backward:
-        return _capture_module(workload)
+    with traced_for(device):
+        if workload.loss_fn is None or forward_backward:
+            graph = _capture_module(workload)
+        else:
+            graph = _capture_step(workload, clip_grad_norm)
+    return moved(graph, device)
+
+
+def _capture_step(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
+    assert workload.loss_fn is not None  # without one there is no step to capture
     make = workload.optimizer or OPTIMIZERS["adamw"]
     leaves, nest = take_apart(workload.batch)
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
 from roamc.graph import Phase, tensors_of
-from roamc.operators.random import save_rng_state
+from roamc.operators.random import save_rng_state, state_bytes
 
 
 class Writer:
@@ -64,9 +64,9 @@ def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any
     device = next(tensor.device for _, tensor in tensors_of(first))
     with graph.inserting_before(first):
         state = graph.create_node("call_function", save_rng_state, (device,), name=name)
-    shape = save_rng_state(device).shape
+    nbytes = state_bytes(device)
     with mode:
-        state.meta["val"] = torch.empty(shape, dtype=torch.uint8)
+        state.meta["val"] = torch.empty(nbytes, dtype=torch.uint8)
     return state
 
 

@@ -66,6 +66,22 @@ def correct(graph: fx.Graph) -> dict[str, str]:
     return copies
 
 
+def derived_anew(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
+    """Return the result of the real kernel of ``node`` for the fake values that its arguments have now.
+
+    Args:
+        node: calls an operator with a schema, or ``getitem``; its value stays as it is. Where an argument lies as the
+            operator does not take it, ``node`` reads a copy of the argument from now on.
+        mode: the fake mode of its tensors.
+        copies: gets an entry for each such copy: its name to that of ``node``.
+
+    Raises:
+        RuntimeError: the operator does not take such arguments.
+    """
+    _lay_out_arguments(node, mode, copies)
+    return corrected(node, _derive(node, mode, copies), mode)
+
+
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
     """Return the result of the real kernel of ``node``.
 
@@ -253,6 +269,26 @@ def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
     with mode:
         told[3:5] = [torch.empty_like(old) for old in before]
     return tuple(told)
+
+
+def _by_cudnn(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Return the results of a convolution on a GPU as cuDNN lays them out; None where ``node.meta["val"]`` is right.
+
+    Result and gradients of image and weight have their channels last if image or weight has. torch notes this only
+    where it is built with cuDNN.
+    """
+    noted = node.meta["val"]
+    image, weight = given(node)[0][node.target is aten.convolution_backward.default :][:2]
+    grouped = settings_of(node)["groups"] != 1
+    if image.device.type != "cuda" or grouped or image.dtype is torch.float64 or not torch.backends.cudnn.enabled:
+        return None
+    form = next((f for f in map(suggested_format, (image, weight)) if f is not torch.contiguous_format), None)
+    results = noted if isinstance(noted, tuple) else (noted,)
+    if form is None or all(r is None or r.dim() < image.dim() or r.is_contiguous(memory_format=form) for r in results):
+        return None
+    with mode:
+        laid = [r if r is None or r.dim() < image.dim() else torch.empty_like(r, memory_format=form) for r in results]
+    return tuple(laid) if isinstance(noted, tuple) else laid[0]
 
 
 def _functional_copy(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -486,5 +522,6 @@ FIXES: dict[OpOverload, Fix] = {  # no operator of these has a row with ``stride
     aten._prelu_kernel_backward.default: _prelu_backward,
     aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.native_group_norm_backward.default: _norm_backward,
-    aten.convolution_backward.default: _masked,
+    aten.convolution.default: _by_cudnn,
+    aten.convolution_backward.default: _in_turn(_masked, _by_cudnn),
 }

@@ -19,6 +19,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from roamc.compat import OpOverload, has_kernel, suggested_format
@@ -60,6 +61,24 @@ class Form:
     arguments: tuple[str, ...] = ()
 
 
+CPU_ALONE = frozenset(
+    {
+        *("aten::_add_relu.out", "aten::_stack.out", "aten::_upsample_lanczos2d_aa.out", "aten::narrow_copy.out"),
+        *("aten::_upsample_lanczos2d_aa_backward.grad_input", "aten::slow_conv3d_forward.output"),
+        *("aten::histogram.bin_ct_out", "aten::histogram.bins_tensor_out"),
+    }
+)
+"""Overloads with ``out=`` that a CPU has a kernel for and CUDA has none, by torch's ``native_functions.yaml``."""
+
+CUDA_ALONE = frozenset(
+    {
+        *("aten::_chunk_cat.out", "aten::split_with_sizes_copy.out", "aten::batch_norm_elemt.out"),
+        *("aten::_conv_depthwise2d.out", "aten::cudnn_convolution.out", "aten::cudnn_batch_norm.out"),
+        *("aten::mm.dtype_out", "aten::addmm.dtype_out", "aten::bmm.dtype_out", "aten::baddbmm.dtype_out"),
+    }
+)
+"""Overloads with ``out=`` arguments that have a kernel on CUDA and none on a CPU."""
+
 ALLOCATE = Form(FormKind.ALLOCATE)
 """The form of operators that cannot write into planned memory."""
 
@@ -97,9 +116,20 @@ def _form(target: OpOverload, device: str) -> Form:
         return Form(FormKind.KERNEL)
     found = out_overload(target) if device != "meta" else None  # meta: results that nobody reads, until erased
     writes = rule(target).out_form in (OutForm.WRITES, OutForm.IN_ROWS)
-    if found is not None and writes and has_kernel(found[0].name(), device.upper()):
+    if found is not None and writes and runs_on(found[0].name(), device):
         return Form(FormKind.OUT, *found)
     return ALLOCATE
+
+
+def runs_on(name: str, device: str) -> bool:
+    """Whether the overload ``name``, such as ``"aten::mm.out"``, has a kernel of its own on a type of device.
+
+    Where torch is built without CUDA, it is asked for the CPU's kernels: CUDA has the same, but for those of
+    :data:`CPU_ALONE` and :data:`CUDA_ALONE`.
+    """
+    if device != "cuda" or torch.backends.cuda.is_built():
+        return has_kernel(name, device.upper())
+    return name in CUDA_ALONE or (has_kernel(name, "CPU") and name not in CPU_ALONE)
 
 
 def out_overload(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from roamc.units import Bytes
+
 LIBRARY = torch.library.Library("roamc", "FRAGMENT")
 LIBRARY.define(
     "dropout_mask(SymInt[] size, SymInt[] stride, float keep, *, Device? device=None) -> Tensor",
@@ -35,6 +37,11 @@ def save_rng_state(device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
+
+
+def state_bytes(device: torch.device) -> Bytes:
+    """Return the size of what :func:`save_rng_state` returns; a GPU need not be there: its state is seed and offset."""
+    return 16 if device.type == "cuda" else torch.get_rng_state().numel()
 
 
 def replay(state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 6
+FORMAT = 7
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
@@ -28,6 +28,7 @@ class Plan:
     Attributes:
         name: name of the graph.
         fingerprint: hash of the graph that the plan was made for.
+        device: type of the device that the plan was made for, "cpu" or "cuda".
         versions: "roamc" and "torch" to the version that the plan was made with.
         threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
             for each.
@@ -56,6 +57,7 @@ class Plan:
 
     name: str
     fingerprint: str
+    device: str
     versions: Mapping[str, str]
     threads: int
     budget_bytes: Bytes

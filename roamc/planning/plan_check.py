@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roamc.errors import REQUIRED, PlanError
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, main_device
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.passes import layout, reorder, retain
 from roamc.planning import pipeline
@@ -39,11 +39,18 @@ TAKEN_OVER = {
 
 
 def check_origin(plan: Plan, graph: TrainGraph, mark: str) -> None:
-    """Refuse a plan of another graph than ``graph``, whose fingerprint is ``mark``, or of other passes.
+    """Refuse a plan for another device, for another graph than ``graph``, or of other passes.
+
+    ``mark`` is the fingerprint of ``graph``.
 
     Raises:
         PlanError: says of what.
     """
+    device = main_device(graph).type
+    if plan.device != device:
+        raise PlanError(
+            f"the plan of {plan.name!r} was made for {plan.device}, and this step runs on {device}: plan again"
+        )
     if plan.fingerprint != mark:
         raise PlanError(f"the plan of {plan.name!r} was made for another graph than this {graph.name!r}: plan again")
     missing = REQUIRED.difference(plan.decisions)

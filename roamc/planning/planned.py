@@ -10,7 +10,7 @@ import torch
 
 from roamc.cost import workspaces
 from roamc.errors import BudgetError
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, main_device
 from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
@@ -77,6 +77,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         name=graph.name,
         threads=graph.threads,
         fingerprint=fingerprint,
+        device=main_device(graph).type,
         versions={"roamc": __version__, "torch": torch.__version__},
         budget_bytes=limit or 0,
         peak_bytes=peak_bytes,

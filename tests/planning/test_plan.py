@@ -118,7 +118,8 @@ def test_missing_field_is_named(name: str) -> None:
         Plan.from_json(json.dumps(data))
 
 
-TEXTS, MAPPINGS, LISTS = ("name", "fingerprint", "status"), ("versions", "fixed_bytes", "decisions"), ("notes",)
+TEXTS, MAPPINGS = ("name", "fingerprint", "device", "status"), ("versions", "fixed_bytes", "decisions")
+LISTS = ("notes",)
 TIMES = ("step_seconds", "added_seconds", "added_bound_seconds")
 KIND = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(MAPPINGS, dict), **dict.fromkeys(LISTS, list)}
 

@@ -58,16 +58,17 @@ class Bits:
         if missing:
             row = aten.constant_pad_nd.default(row, [0, missing])
         parts = aten.view.default(row, [PARTS, self.nbytes])
-        half = aten.add.Tensor(parts[:4], parts[4:], alpha=16)
-        quarter = aten.add.Tensor(half[:2], half[2:], alpha=4)
-        code: Tensor = aten.add.Tensor(quarter[0], quarter[1], alpha=2)
+        # Operators, where indices would do: those ask for the device, which a plan for a GPU need not have.
+        half = aten.add.Tensor(aten.slice.Tensor(parts, 0, 0, 4), aten.slice.Tensor(parts, 0, 4, PARTS), alpha=16)
+        quarter = aten.add.Tensor(aten.slice.Tensor(half, 0, 0, 2), aten.slice.Tensor(half, 0, 2, 4), alpha=4)
+        code: Tensor = aten.add.Tensor(aten.select.int(quarter, 0, 0), aten.select.int(quarter, 0, 1), alpha=2)
         return code
 
     def decode(self, code: Tensor) -> Tensor:
         """Return the bool tensor, with ``shape`` and ``stride``, of which :meth:`encode` made ``code``."""
         number = aten.view.default(aten.arange.default(PARTS, dtype=torch.uint8, device=code.device), [PARTS, 1])
         shifted = aten.bitwise_right_shift.Tensor(aten.view.default(code, [1, self.nbytes]), number)
-        parts = aten.bitwise_and.Tensor(shifted, number[1:2])  # number 1 is a one
+        parts = aten.bitwise_and.Tensor(shifted, aten.slice.Tensor(number, 0, 1, 2))  # number 1 is a one
         row = aten.view.dtype(parts, torch.bool)
         mask: Tensor = aten.as_strided.default(row, self.shape, self.stride)
         return mask

@@ -1,0 +1,190 @@
+"""A step that was captured on a CPU, as it is on a GPU that need not be there.
+
+Autograd over fake tensors of CUDA ends the process where torch is built without CUDA. So a step is traced on a CPU,
+with the attention of a GPU (see :mod:`roamc.capture.cuda_attention`), and every result of the finished graph is derived
+once more from inputs on the GPU, operator by operator and without autograd. Where torch has CUDA the road is the same,
+and so is the plan.
+
+Tensors made inside the step are made on the GPU. Constants of no dimension stay where they are: operators on a GPU take
+such tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from roamc.capture import cuda_attention
+from roamc.compat import OpOverload, identity, with_bits
+from roamc.compat_devices import DeviceMode
+from roamc.errors import CaptureError, OptionError
+from roamc.graph import TrainGraph, attribute, source_line
+from roamc.graph.rewrite import given
+from roamc.operators.composite import Composite
+from roamc.operators.corrections import corrected, derived_anew
+from roamc.operators.fakes import fake_kernel
+from roamc.operators.random import replay, save_rng_state, state_bytes
+from roamc.operators.schemas import name_of
+
+CPU = torch.device("cpu")
+
+KINDS = ("cpu", "cuda")
+"""Types of the devices that a step can be planned for."""
+
+NOTE = (
+    "planned for a GPU that need not be here: nothing was measured, and what cuBLAS and cuDNN take as workspace is not "
+    "known and not counted"
+)
+
+CPU_ONLY = ("mkldnn", "onednn", "for_cpu", "quantized::")
+"""Parts of the names of operators that only a CPU has."""
+
+
+def device_of(text: str) -> torch.device:
+    """Return the device to plan for: the CPU, or GPU 0.
+
+    Raises:
+        OptionError: ``text`` is neither ``"cpu"`` nor ``"cuda"``.
+    """
+    if text not in KINDS:
+        raise OptionError(f"--device must be one of {', '.join(KINDS)}, not {text!r}")
+    return CPU if text == "cpu" else torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def traced_for(device: torch.device) -> Iterator[None]:
+    """While inside, a step that this thread traces on a CPU has operators that :func:`moved` can take to ``device``.
+
+    Raises:
+        CaptureError: the step begins ``torch.autocast("cuda")``, which leaves tensors of the CPU as they are.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    begin = torch.autocast.__init__
+
+    def checked(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type != "cpu":
+            raise CaptureError(
+                f"the step runs under torch.autocast({device_type!r}), and it is traced on a CPU before it is planned "
+                "for a GPU: give the model and the batch their dtype instead, such as model.to(torch.bfloat16)"
+            )
+        begin(self, device_type, *args, **kwargs)
+
+    with cuda_attention.on_cuda(), mock.patch.object(torch.autocast, "__init__", checked):
+        yield
+
+
+def moved(graph: TrainGraph, device: torch.device) -> TrainGraph:
+    """Return ``graph`` as it is on ``device``; its FX graph is changed in place.
+
+    Inputs are tensors of ``device`` with the same geometry; those that share memory still do. Arguments that name a CPU
+    name ``device``. A tensor that lies on ``device`` as its reader does not take it is copied first, as in eager.
+
+    Args:
+        graph: as it was captured on a CPU, under :func:`traced_for`.
+        device: where it is to run. The CPU leaves the graph as it is.
+
+    Raises:
+        CaptureError: an operator does not run there; names the operator and the user's line.
+    """
+    if device.type == "cpu":
+        return graph
+    mover = _Mover(graph, device)
+    for node in list(graph.graph.nodes):
+        mover.move(node)
+    phase = dict(graph.phase)
+    phase |= {copy: phase[reader] for copy, reader in mover.copies.items()}
+    return graph.replace(phase=phase, notes=(*graph.notes, NOTE))
+
+
+class _Mover:
+    """Moves one node after the other, in the order of the graph.
+
+    Attributes:
+        copies: name of each inserted copy to the name of the operator that reads it.
+    """
+
+    def __init__(self, graph: TrainGraph, device: torch.device) -> None:
+        self.graph, self.device, self.mode = graph, device, DeviceMode(kernel_of=fake_kernel)
+        self.copies: dict[str, str] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def move(self, node: fx.Node) -> None:
+        """Give ``node`` its arguments and its value on the device."""
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = self._copy(node.meta["val"], self.device)
+        elif node.op == "get_attr":
+            self._move_constant(node)
+        elif node.op == "call_function":
+            node.args, node.kwargs = self._renamed(node.args), self._renamed(node.kwargs)
+            value = self._value(node)
+            if "val" in node.meta or value is not None:
+                node.meta["val"] = value
+
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a fake on ``device`` with the geometry of ``tensor``, in the storage that stands for its storage."""
+        key = identity(tensor)
+        with self.mode, torch.no_grad():
+            if key not in self._storages:
+                nbytes = tensor.untyped_storage().nbytes()
+                self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            made = empty.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+            return with_bits(made, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+    def _move_constant(self, node: fx.Node) -> None:
+        held = node.meta.get("val", attribute(self.graph.module, str(node.target)))
+        if isinstance(held, torch.Tensor):
+            node.meta["val"] = self._copy(held, self.device if held.dim() else CPU)
+
+    def _renamed(self, value: Any) -> Any:
+        """Return arguments with this device in the place of the CPU."""
+
+        def there(item: Any) -> Any:
+            return self.device if item == CPU and isinstance(item, torch.device) else item
+
+        return fx.node.map_aggregate(value, there)
+
+    def _value(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        if target is save_rng_state:
+            with self.mode:
+                return torch.empty(state_bytes(self.device), dtype=torch.uint8)
+        self._check(node)
+        try:
+            with torch.no_grad():
+                return self._derived(node)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            raise self._refusal(node, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+
+    def _derived(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        arguments, keywords = given(node)
+        if target is replay or isinstance(target, Composite):
+            run: Any = arguments[1] if target is replay else target
+            rest = arguments[2:] if target is replay else arguments
+            with self.mode:
+                return corrected(node, run(*rest, **keywords), self.mode)
+        return derived_anew(node, self.mode, self.copies)
+
+    def _check(self, node: fx.Node) -> None:
+        """Refuse what no GPU has: operators of the CPU alone, and targets that are no operators."""
+        target: Any = node.target
+        if target in (operator.getitem, replay) or isinstance(target, Composite):
+            return
+        if not isinstance(target, OpOverload):
+            raise self._refusal(node, "it is no operator of torch's")
+        if any(part in target.name() for part in CPU_ONLY):
+            raise self._refusal(node, "only a CPU has it")
+
+    def _refusal(self, node: fx.Node, why: str) -> CaptureError:
+        line = source_line(node)
+        at = f" ({line})" if line else ""
+        return CaptureError(f"{name_of(node.target)}{at} cannot be planned for {self.device.type}: {why}")
