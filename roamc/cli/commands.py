@@ -7,6 +7,7 @@ layout ``--capacity``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -35,6 +36,8 @@ from roamc.report import text
 from roamc.report.device import rows as profile_rows
 from roamc.report.explain import Explanation
 from roamc.report.html import write
+from roamc.report.kernels import KernelReport
+from roamc.report.kernels import kernels as kernels_of
 from roamc.report.progress import Stages
 from roamc.solvers.warm_up import warm_up
 from roamc.units import parse_bytes
@@ -194,6 +197,11 @@ def explain(
         typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost? Not by default "
                      "with --source or --graph."),
     ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="With --device cuda: also compile every kernel ahead of time for A100 and H100, "
+                     "and show its registers. Needs Triton; about a second a kernel."),
+    ] = False,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
 ) -> None:  # fmt: skip
     """Why is the peak this big: what lives at the worst step, and which line of the model made it.
@@ -204,6 +212,8 @@ def explain(
     with _reported(debug, as_json):
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
+        if kernels and (source or graph):
+            raise OptionError("--kernels adds to the report, which --source and --graph leave out")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()), device, profile)  # fmt: skip
         traced = not (source or graph) if curve is None else curve
@@ -212,11 +222,17 @@ def explain(
         found = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if graphml is not None:
             write_graphml(found.graph, graphml)
+        compiled = _kernels(found) if kernels else None
         if as_json:
-            _print_json({**found.to_dict(top), **({"graph": printed(found.graph)} if graph else {})})
+            more: dict[str, Any] = {"graph": printed(found.graph)} if graph else {}
+            if compiled is not None:
+                more["kernels"] = [dataclasses.asdict(kernel) for kernel in compiled]
+            _print_json({**found.to_dict(top), **more})
             return
         if not (source or graph) or curve or html is not None:
             text.show_explanation(text.console(), found, top)
+            if compiled is not None:
+                text.show_kernels(text.console(), compiled)
             for what, path in (("picture", html), ("graph", graphml)):
                 if path is not None:
                     typer.echo(f"\nthe {what} is in {path}")
@@ -365,6 +381,11 @@ def _only(budgets: list[str] | None) -> str | None:
 def _answer(request: Request, source: bool = False, curve: bool = False) -> Explanation:
     with Stages(f"building {request.target}") as stages:
         return answer(request, source=source, curve=curve, say=stages.now)
+
+
+def _kernels(found: Explanation) -> tuple[KernelReport, ...]:
+    with Stages("compiling kernels") as stages:
+        return kernels_of(found.graph, stages.now)
 
 
 def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:

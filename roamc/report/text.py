@@ -15,6 +15,7 @@ from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
+from roamc.report.kernels import KernelReport
 from roamc.units import Bytes, Seconds, format_bytes
 
 BAR = 20
@@ -82,6 +83,18 @@ def show_source(out: Console, source: str) -> None:
         out.print(Syntax(source, "python", word_wrap=True))
     else:
         out.print(source, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_kernels(out: Console, found: Sequence[KernelReport]) -> None:
+    """Print what each kernel of ``found`` takes of the GPUs that it was compiled for to ``out``."""
+    _heading(out, "kernels compiled ahead of time, a thread's registers and spilled bytes; nothing has run")
+    rows = []
+    for kernel in found:
+        for each in kernel.targets:
+            sizes = format_bytes(each.shared_bytes), format_bytes(each.spilled_bytes)
+            group = kernel.source, kernel.operators, str(kernel.count)
+            rows.append((*group, each.target, str(each.registers), *sizes))
+    show_rows(out, ("line", "operators", "groups", "for", "registers", "shared", "spilled"), rows, right=(2, 4, 5, 6))
 
 
 def show_points(out: Console, name: str, points: Sequence[Point]) -> None:

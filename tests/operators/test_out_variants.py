@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchgen
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 from roamc.graph import operators
 from roamc.graph.memory import build_memory
 from roamc.operators.kernels import KERNELS
-from roamc.operators.out_variants import ALLOCATE, Form, FormKind, form_of, out_overload
+from roamc.operators.out_variants import (
+    ALLOCATE,
+    CPU_ALONE,
+    CUDA_ALONE,
+    Form,
+    FormKind,
+    form_of,
+    out_overload,
+    runs_on,
+)
 from tests.graphs import joint_graph, traced
 
 aten = torch.ops.aten
@@ -162,3 +173,33 @@ def test_no_kernel_stands_for_an_operator_that_writes_or_views() -> None:
 def test_every_operator_of_a_graph_has_a_form() -> None:
     graph = joint_graph(torch.nn.LSTM(4, 4), (torch.randn(3, 2, 4),))
     assert all(isinstance(form_of(node, 1), Form) for node in operators(graph.graph))
+
+
+def test_overloads_of_one_device_alone_are_those_of_torch() -> None:
+    """torch's own list of kernels comes with it."""
+    yaml = pytest.importorskip("yaml")
+    path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    kernels: dict[str, set[str]] = {"CPU": set(), "CUDA": set()}
+    for entry in yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        name, _, arguments = entry["func"].partition("(")
+        keys = {key.strip() for keys in entry.get("dispatch") or () for key in keys.split(",")}
+        written = "!)" in arguments.partition("*")[2].partition("->")[0]  # a keyword
+        for device in keys & kernels.keys() if written else ():
+            kernels[device].add(f"aten::{name}")
+    assert kernels["CPU"] - kernels["CUDA"] == CPU_ALONE
+    assert kernels["CUDA"] - kernels["CPU"] == CUDA_ALONE
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch knows CUDA's kernels")
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("aten::mm.out", True),
+        ("aten::_stack.out", False),
+        ("aten::mm.dtype_out", True),
+        ("aten::native_dropout.out", False),
+        ("aten::gelu_backward.grad_input", True),
+    ],
+)
+def test_kernels_of_cuda_are_known_where_torch_has_none(name: str, there: bool) -> None:
+    assert runs_on(name, "cuda") is there

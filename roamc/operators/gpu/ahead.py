@@ -1,0 +1,94 @@
+"""Kernels compiled ahead of time for GPUs that need not be here, and what they take of such a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roamc.errors import OptionError
+from roamc.graph import placeholders
+from roamc.operators import blocks
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.launch import jit_function
+from roamc.units import Bytes
+
+CAPABILITIES = {"sm_80": 80, "sm_90": 90}
+"""Name of a target to its compute capability: A100 and H100."""
+
+ASSEMBLERS = ("ptxas-blackwell", "ptxas")
+"""Assemblers that come with Triton, the one that reads the newest form of its output first."""
+
+POINTERS = {
+    **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
+    **{torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8"},
+    torch.bool: "*i1",
+}
+"""Dtype of an operand to Triton's name for a pointer to it."""
+
+MISSING = "compiling kernels needs Triton: pip install 'roamc[gpu]'"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one program of a kernel takes of a GPU.
+
+    Attributes:
+        kernel: name of the kernel's function.
+        target: the GPU, a key of :data:`CAPABILITIES`.
+        registers: of one thread.
+        shared_bytes: of shared memory.
+        spilled_bytes: of one thread's values that have no register and go through memory.
+    """
+
+    kernel: str
+    target: str
+    registers: int
+    shared_bytes: Bytes
+    spilled_bytes: Bytes
+
+
+def compiled(group: FusedKernel, target: str) -> Compiled:
+    """Compile the kernel of ``group`` for ``target``, a key of :data:`CAPABILITIES`; takes about a second.
+
+    Raises:
+        OptionError: Triton is not installed.
+    """
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError:
+        raise OptionError(MISSING) from None
+    function = jit_function(group.text)
+    operands = [node.meta["val"].dtype for node in placeholders(group.body)]
+    pointers = [POINTERS[dtype] for dtype in (*operands, blocks.only_tensor(blocks.last_member(group.body)).dtype)]
+    signature = dict(zip(function.arg_names, pointers, strict=False))
+    signature |= dict.fromkeys(group.text.constants, "constexpr")
+    made: Any = triton.compile(
+        ASTSource(fn=function, signature=signature, constexprs=group.text.constants),
+        target=GPUTarget("cuda", CAPABILITIES[target], 32),
+        options={"num_warps": group.text.warps, "enable_fp_fusion": False},
+    )
+    registers, spilled = _assembled(made.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
+    return Compiled(group.text.function, target, registers, made.metadata.shared, spilled)
+
+
+def _assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
+    """Registers and spilled bytes of a thread, as the assembler in ``folder`` says."""
+    tool = next(folder / name for name in ASSEMBLERS if (folder / name).exists())
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        # Triton writes for sm_90 with the instructions that no later GPU has.
+        command = [str(tool), "-v", f"-arch={target}{'a' if target == 'sm_90' else ''}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    if registers is None or stores is None:
+        raise RuntimeError(f"{tool.name} does not say what the kernel takes: {said}")
+    return int(registers[1]), int(stores[1])

@@ -1,0 +1,66 @@
+"""The kernels of a GPU's program, compiled ahead of time: what each takes of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.operators.gpu.ahead import CAPABILITIES, Compiled, compiled
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.schemas import name_of
+from roamc.report.origin import origin, parameter_names
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The kernel of all groups that end at one line of the model and differ in names alone, such as one per layer.
+
+    Attributes:
+        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
+        count: number of groups.
+        targets: what it takes, for each target.
+    """
+
+    source: str
+    operators: str
+    count: int
+    targets: tuple[Compiled, ...]
+
+
+def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) -> tuple[KernelReport, ...]:
+    """Compile each kernel of a planned graph once for every target; takes about a second a kernel.
+
+    Args:
+        graph: behind all passes.
+        say: called with a few words on what is being done.
+
+    Raises:
+        OptionError: Triton is not installed.
+    """
+    names = parameter_names(graph)
+    alike: dict[tuple[str, str], list[FusedKernel]] = {}
+    for node in operators(graph.graph):
+        if isinstance(node.target, FusedKernel):
+            line = origin(node, graph.phase[node.name], names)
+            alike.setdefault((line, _without_names(node.target.body)), []).append(node.target)
+    made = []
+    for number, ((line, _), groups) in enumerate(alike.items()):
+        say(f"compiling kernel {number + 1} of {len(alike)}")
+        targets = tuple(compiled(groups[0], name) for name in CAPABILITIES)
+        made.append(KernelReport(line, groups[0].title, len(groups), targets))
+    return tuple(made)
+
+
+def _without_names(body: fx.Graph) -> str:
+    """All of a group that its kernel depends on, names apart."""
+    number = {node: f"%{at}" for at, node in enumerate(body.nodes)}
+    lines = []
+    for node in body.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), lambda read: number[read])
+        lies = [(tensor.dtype, tensor.shape, tensor.stride()) for _, tensor in tensors_of(node)]
+        lines.append(f"{name_of(node.target) if node.op == 'call_function' else node.op} {arguments} {lies}")
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""Plans for a GPU on the command line, where no GPU need be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roamc
+from tests.cli.test_cli import SMALL, run
+
+GPU = [*SMALL, "--device", "cuda"]
+HALF = ["--set", "dtype=bfloat16"]
+
+FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(width, 3 * width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.1)
+        return mixed.transpose(1, 2).flatten(2)
+
+def make(width=64):
+    return Attention(width).bfloat16(), torch.zeros(2, 32, width, dtype=torch.bfloat16), lambda m, x: m(x).float().sum()
+
+class OnCpu(nn.Linear):
+    def forward(self, x):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(super().forward(x), x, x)[0]
+
+def on_a_cpu(width=64):
+    return OnCpu(width, width), torch.zeros(1, 2, 8, width)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_source_is_the_program_of_a_gpu() -> None:
+    source = run("explain", "gpt", *GPU, *HALF, "--option", "numerics=fast", "--source").stdout
+    ast.parse(source)
+    assert source.count("@triton.jit") == len(re.findall(r"^def fused_\w+\(.*tl\.constexpr", source, re.MULTILINE)) > 0
+    assert "aten__scaled_dot_product_flash_attention(" in source
+    assert "aten__scaled_dot_product_flash_attention_backward(" in source
+    assert "for_cpu" not in source
+    assert "cpu" not in "".join(re.findall(r'device="(\w+)', source))
+
+
+def test_plan_says_the_profile_and_what_is_not_known(tmp_path: Path) -> None:
+    shown = run("plan", "gpt", *GPU, "--save", str(tmp_path / "plan.json")).stdout
+    assert "nothing was measured, and what cuBLAS and cuDNN take as workspace is not known and not counted" in shown
+    assert "note: times are those of the device profile h100" in shown
+    assert roamc.Plan.from_json((tmp_path / "plan.json").read_text()).device == "cuda"
+    assert roamc.Plan.from_json(run_plan("gpt", *SMALL)).device == "cpu"
+
+
+def run_plan(*arguments: str) -> str:
+    data = json.loads(run("plan", *arguments, "--json").stdout)
+    return json.dumps({key: value for key, value in data.items() if key not in ("fragmentation", "fits")})
+
+
+def test_profile_gives_the_times_and_not_the_bytes() -> None:
+    named = [json.loads(run_plan("gpt", *GPU, "--memory-budget", "80%", *more)) for more in ((), ("--profile", "a100"))]
+    assert named[0]["step_seconds"] < named[1]["step_seconds"]
+    assert named[0]["baseline_bytes"] == named[1]["baseline_bytes"]
+    assert "times are those of the device profile a100" in named[1]["notes"]
+    as_option = json.loads(run_plan("gpt", *GPU, "--memory-budget", "80%", "--option", "profile=a100"))
+    assert as_option["step_seconds"] == named[1]["step_seconds"]
+
+
+def test_profile_is_read_for_a_cpu_as_well() -> None:
+    times = [
+        json.loads(run_plan("gpt", *SMALL, "--memory-budget", "90%", "--profile", name))["step_seconds"]
+        for name in ("cpu", "h100")
+    ]
+    assert times[0] != times[1]
+
+
+@pytest.mark.parametrize("route", [[], ["--forward-backward"]], ids=["step", "joint"])
+def test_function_of_a_file_is_planned_for_a_gpu(file: str, route: list[str]) -> None:
+    arguments = [f"{file}:make", "--device", "cuda", "--set", "width=32", "--meta", *route]
+    source = run("explain", *arguments, "--source").stdout
+    assert re.search(r"_scaled_dot_product_flash_attention\(.* 0\.1, True, scale=.*# mine\.py:\d+", source)
+    assert json.loads(run_plan(*arguments, "--memory-budget", "min"))["device"] == "cuda"
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "resnet50", "t5", "vit", "mobilenetv2", "gpt2"])
+def test_built_in_models_are_planned_for_a_gpu(name: str) -> None:
+    pytest.importorskip("transformers")
+    sizes = {
+        "resnet50": ("--batch", "2", "--set", "image=64"),
+        "mobilenetv2": ("--batch", "2", "--set", "image=64"),
+        "vit": ("--batch", "2", "--layers", "1", "--set", "image=32"),
+    }.get(name, ("--batch", "2", "--seq", "32", "--layers", "1", "--vocab", "128"))
+    data = json.loads(run_plan(name, *sizes, *HALF, "--device", "cuda"))
+    assert data["device"] == "cuda"
+    assert data["peak_bytes"] <= data["baseline_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpt", *SMALL, "--device", "tpu"], "--device must be one of cpu, cuda, not 'tpu'"),
+        (["gpt", *GPU, "--profile", "cpu"], "profile 'cpu' describes a cpu; give a GPU's, such as h100"),
+        (["gpt", *GPU, "--profile", "b900"], "'b900' is neither a file nor a shipped profile"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_device_or_profile_that_cannot_be(command: str, arguments: list[str], said: str) -> None:
+    assert said in run(command, *arguments, code=1).stderr
+
+
+def test_operator_of_the_cpu_alone_is_named_with_its_line(file: str) -> None:
+    said = run("plan", f"{file}:on_a_cpu", "--device", "cuda", code=1).stderr
+    assert re.search(r"flash_attention_for_cpu\.default \(mine\.py:\d+\) cannot be planned for cuda: only a CPU", said)
+
+
+def test_kernels_belong_to_the_report() -> None:
+    for text in ("--source", "--graph"):
+        said = run("explain", "gpt", *GPU, "--kernels", text, code=1).stderr
+        assert "--kernels adds to the report, which --source and --graph leave out" in said
+
+
+def test_kernels_are_compiled_ahead_of_time() -> None:
+    """In a process of its own, where Triton compiles and does not interpret."""
+    pytest.importorskip("triton")
+    asked = ["explain", "gpt", *GPU, *HALF, "--option", "numerics=fast", "--no-curve", "--kernels", "--json"]
+    setting = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "roamc", *asked], capture_output=True, text=True, check=True, env=setting
+    )
+    found = json.loads(done.stdout)
+    groups = found["plan"]["decisions"]["fuse"]["groups"]
+    assert sum(kernel["count"] for kernel in found["kernels"]) == len(groups) > 0
+    for kernel in found["kernels"]:
+        assert [target["target"] for target in kernel["targets"]] == ["sm_80", "sm_90"]
+        for target in kernel["targets"]:
+            assert 0 < target["registers"] < 256
+            assert target["spilled_bytes"] == 0
