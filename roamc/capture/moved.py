@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from roamc.capture import cuda_attention
+from roamc.capture.device_mode import DeviceMode
 from roamc.compat import OpOverload, identity, with_bits
-from roamc.compat_devices import DeviceMode
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph, attribute, source_line
 from roamc.graph.rewrite import given

@@ -1,4 +1,4 @@
-"""torch's private interfaces: fake tensors on a GPU where torch is built without one. See roamc/compat.py."""
+"""Fake tensors on a GPU where torch is built without one."""
 
 from __future__ import annotations
 
