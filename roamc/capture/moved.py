@@ -5,8 +5,9 @@ with the attention of a GPU (see :mod:`roamc.capture.cuda_attention`), and every
 once more from inputs on the GPU, operator by operator and without autograd. Where torch has CUDA the road is the same,
 and so is the plan.
 
-Tensors made inside the step are made on the GPU. Constants of no dimension stay where they are: operators on a GPU take
-such tensors of the CPU.
+Tensors made inside the step are made on the GPU, and tensors that the step reads from outside lie there. Tensors of no
+dimension that the step writes as ``torch.tensor(2.5)`` stay on the CPU, as in eager: operators on a GPU take such
+tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from roamc.graph import TrainGraph, attribute, source_line
 from roamc.graph.rewrite import given
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected, derived_anew
+from roamc.operators.effects import with_effect
 from roamc.operators.fakes import fake_kernel
 from roamc.operators.random import replay, save_rng_state, state_bytes
 from roamc.operators.schemas import name_of
@@ -41,6 +43,9 @@ NOTE = (
     "planned for a GPU that need not be here: nothing was measured, and what cuBLAS and cuDNN take as workspace is not "
     "known and not counted"
 )
+
+LITERAL = "aten.lift_fresh"
+"""Begin of the name of what reads the constant that a trace makes of ``torch.tensor(2.5)``."""
 
 CPU_ONLY = ("mkldnn", "onednn", "for_cpu", "quantized::")
 """Parts of the names of operators that only a CPU has."""
@@ -142,7 +147,8 @@ class _Mover:
     def _move_constant(self, node: fx.Node) -> None:
         held = node.meta.get("val", attribute(self.graph.module, str(node.target)))
         if isinstance(held, torch.Tensor):
-            node.meta["val"] = self._copy(held, self.device if held.dim() else CPU)
+            literal = not held.dim() and any(name_of(user.target).startswith(LITERAL) for user in node.users)
+            node.meta["val"] = self._copy(held, CPU if literal else self.device)
 
     def _renamed(self, value: Any) -> Any:
         """Return arguments with this device in the place of the CPU."""
@@ -157,12 +163,14 @@ class _Mover:
         if target is save_rng_state:
             with self.mode:
                 return torch.empty(state_bytes(self.device), dtype=torch.uint8)
+        if target is with_effect:  # what it calls reads elements, and as a rule gives nothing
+            return tuple(self._copy(v, self.device) if isinstance(v, torch.Tensor) else v for v in node.meta["val"])
         self._check(node)
         try:
             with torch.no_grad():
                 return self._derived(node)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            raise self._refusal(node, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+            raise self._refusal(node, _why(node, error)) from None
 
     def _derived(self, node: fx.Node) -> Any:
         target: Any = node.target
@@ -188,3 +196,10 @@ class _Mover:
         line = source_line(node)
         at = f" ({line})" if line else ""
         return CaptureError(f"{name_of(node.target)}{at} cannot be planned for {self.device.type}: {why}")
+
+
+def _why(node: fx.Node, error: Exception) -> str:
+    """Say in one line why the operator of ``node`` has no result on the device."""
+    if str(error) == str(node.target):
+        return "torch has no fake kernel of it"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -119,10 +119,13 @@ def test_devices_in_arguments_are_the_gpu() -> None:
     assert all(node.kwargs["device"] == GPU for node in made)
 
 
-def test_constants_without_dimensions_stay_on_the_cpu_and_others_go() -> None:
-    graph = of(lambda x, part: x * torch.tensor(2.5) + torch.tensor([1.0] * 8))
-    constants = {node.meta["val"].dim(): node.meta["val"].device.type for node in graph.graph.find_nodes(op="get_attr")}
-    assert constants == {0: "cpu", 1: "cuda"}
+def test_numbers_that_the_step_writes_stay_on_the_cpu_and_tensors_from_outside_go() -> None:
+    held = torch.tensor(3.5)
+    graph = of(lambda x, part: x * torch.tensor(2.5) + torch.tensor([1.0] * 8) - held)
+    read = {
+        (value.dim(), value.device.type) for n in graph.graph.find_nodes(op="get_attr") for _, value in tensors_of(n)
+    }
+    assert read == {(0, "cpu"), (1, "cuda"), (0, "cuda")}
     check_graph(graph, "capture", deep=True)
 
 
@@ -162,6 +165,12 @@ def test_numbers_drawn_in_place_are_drawn_on_the_gpu() -> None:
     check_graph(graph, "capture", deep=True)
 
 
+def test_checks_of_linear_algebra_go_along() -> None:
+    graph = of(lambda x, part: torch.linalg.inv(x @ x.t() + torch.eye(4, device=x.device)), step=False)
+    assert "roamc.operators.effects.with_effect" in targets(graph)
+    assert {tensor.device for node in operators(graph.graph) for _, tensor in tensors_of(node)} == {GPU}
+
+
 def only_a_cpu_has_it(x: Tensor, part: Tensor) -> Tensor:
     heads = x.view(1, 1, 4, 8)
     return aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
@@ -169,6 +178,10 @@ def only_a_cpu_has_it(x: Tensor, part: Tensor) -> Tensor:
 
 def two_devices(x: Tensor, part: Tensor) -> Tensor:
     return torch.cat([x.sum().view(1), torch.tensor(1.0).view(1)])
+
+
+def no_fake_kernel(x: Tensor, part: Tensor) -> Tensor:
+    return torch.geqrf(x.detach())[0] + x
 
 
 def under_autocast(x: Tensor, part: Tensor) -> Tensor:
@@ -184,6 +197,10 @@ def under_autocast(x: Tensor, part: Tensor) -> Tensor:
             r"flash_attention_for_cpu.* \(test_moved.py:\d+\) cannot be planned for cuda: only a CPU has",
         ),
         (two_devices, r"aten\.cat.* \(test_moved.py:\d+\) cannot be planned for cuda: .*two devices"),
+        (
+            no_fake_kernel,
+            r"aten.geqrf.default \(test_moved.py:\d+\) cannot be planned for cuda: torch has no fake kernel",
+        ),
         (under_autocast, r"under torch.autocast\('cuda'\), and it is traced on a CPU .*: give the model"),
     ],
 )
