@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from roamc.compat import identity
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
+from roamc.graph.storage_ids import STORAGES, id_of, ids_of
 from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.options import Options
@@ -108,7 +108,7 @@ def _comes_apart(node: fx.Node) -> bool:
         return False
     x, (dropped, mask) = given.meta["val"], node.meta["val"]
     alike = x.is_contiguous() and x.stride() == dropped.stride() == mask.stride() and x.dtype == dropped.dtype
-    own = len({identity(tensor) for tensor in (x, dropped, mask)}) == 3
+    own = len({id_of(given), *ids_of(node)}) == 3
     return bool(alike and own and x.numel() and x.dtype in FLOATS and x.device.type == "cpu")
 
 
@@ -162,17 +162,18 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
     """
     x, keep = node.args[0], 1.0 - float(node.args[1])  # type: ignore[arg-type]
     dropped, mask = node.meta["val"]
+    of_dropped, of_mask = ids_of(node)
     picks: dict[fx.Node, Any] = {pick: pick.args[1] for pick in node.users}
     node.target, node.kwargs = dropout_mask, {"device": mask.device}
     node.args = (list(mask.shape), list(mask.stride()), keep)
-    node.meta = {**node.meta, "val": mask}
+    node.meta = {**node.meta, "val": mask, STORAGES: (of_mask,)}
     made = {1: node}
     if 0 in picks.values():
         scale = rounded(1.0 / keep if keep else 0.0, dropped.dtype)
         with graph.inserting_after(node):
             product = aten.native_dropout_backward.default
             made[0] = graph.create_node("call_function", product, (x, node, scale), name=f"{node.name}_by_mask")
-        made[0].meta = {**node.meta, "val": dropped}
+        made[0].meta = {**node.meta, "val": dropped, STORAGES: (of_dropped,)}
     for pick, position in picks.items():
         pick.replace_all_uses_with(made[position])
         graph.erase_node(pick)

@@ -15,6 +15,7 @@ from roamc.capture import joint
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
 from roamc.graph import Phase, Port, Role, TrainGraph, copied, operators, output_values, placeholders
 from roamc.graph.memory import started_by
+from roamc.graph.storage_ids import number
 from roamc.operators import ops
 from tests.models import make
 
@@ -107,6 +108,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor, phases: str = "", **fi
     end.args = (tuple(end.args[0]) if isinstance(end.args[0], tuple | list) else (end.args[0],),)
     module.graph.set_codegen(fx.graph.CodeGen())
     letters = dict(zip("FBU", Phase, strict=True))
+    number(module.graph)
     nodes = operators(module.graph)
     phase = {n.name: letters[p] for n, p in zip(nodes, phases or "F" * len(nodes), strict=True)}
     described = {

@@ -27,6 +27,7 @@ from roamc.graph import Encoding, Phase, TrainGraph, output_node, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.rewrite import value_of
+from roamc.graph.storage_ids import number, number_result
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
@@ -298,6 +299,7 @@ def copy_into(
             with mode:
                 values = fx.map_arg((args, kwargs), value_of)
                 made[node].meta["val"] = node.target(*values[0], **values[1])
+            number_result(made[node])
             fresh.append(made[node])
     return fresh, made[output_node(recorded).args[0]]  # type: ignore[index]
 
@@ -320,13 +322,17 @@ def recorded(
     with mode:
         given = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     way_of = coding.encode if way == "encode" else coding.decode
-    return trace(lambda tensor: way_of(tensor), [given], mode).graph
+    graph = trace(lambda tensor: way_of(tensor), [given], mode).graph
+    number(graph)
+    return graph
 
 
 @functools.lru_cache(maxsize=4096)
 def recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
     """Return the operators that make a stand-in for readers that need only the shape; shared as :func:`recorded`."""
-    return trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph
+    graph = trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph
+    number(graph)
+    return graph
 
 
 def _check_decoded(made: fx.Node, node: fx.Node) -> None:

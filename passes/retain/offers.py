@@ -18,6 +18,7 @@ from roamc.compat import FakeTensorMode
 from roamc.cost import DeviceProfile
 from roamc.graph import Phase, TrainGraph, operators
 from roamc.graph.memory import build_memory
+from roamc.graph.storage_ids import number_result
 from roamc.options import Options
 from roamc.passes.retain.codecs import Coding
 from roamc.passes.retain.compress import (
@@ -218,6 +219,7 @@ class _Small:
         self.source = self.graph.create_node("call_function", target, (shape, stride), keywords)
         with self.mode:
             self.source.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        number_result(self.source)
 
     def add(self, steps: fx.Graph, given: fx.Node | None = None) -> fx.Node:
         """Add recorded operators that read ``given``, or the storage if that is None; return the node of the result."""

@@ -32,6 +32,7 @@ from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half, reads_as_another, viewed
 from roamc.compat import identity
 from roamc.graph.memory import WROTE_OVER
+from roamc.graph.storage_ids import addresses_of
 from roamc.operators import ops
 
 aten = torch.ops.aten
@@ -149,4 +150,6 @@ def _overwrites(node: fx.Node) -> bool:
     """Whether ``node`` has the same bits where it writes over its first argument, or is what eager runs in place."""
     if writes_over(node.target) is None:
         return False
-    return 0 in ops.may_overwrite(node) or (WROTE_OVER in node.meta and not ops.reads_elsewhere(node, 0))
+    if 0 in ops.may_overwrite(node, addresses_of):
+        return True
+    return WROTE_OVER in node.meta and not ops.reads_elsewhere(node, 0, addresses_of)

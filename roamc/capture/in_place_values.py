@@ -23,8 +23,9 @@ from torch import fx
 
 from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode, OpOverload, identity
-from roamc.graph.memory import WROTE_OVER, identities
+from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import derived
+from roamc.graph.storage_ids import addresses, addresses_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
 from roamc.operators.out_variants import FormKind, form_of
@@ -87,7 +88,7 @@ class _Exchange(Sharing):
         super().__init__(graph, mode)
         self.writes: Counter[int] = Counter()
         for node in graph.nodes:
-            self.writes.update(identities(ops.mutated_arguments(node)))
+            self.writes.update(addresses(ops.mutated_arguments(node)))
 
     def run(self) -> None:
         """Replace all operators that can be, in program order."""
@@ -109,7 +110,7 @@ class _Exchange(Sharing):
         target, written = node.target, node.meta["val"]
         node.target = twin
         node.meta["val"] = value = corrected(node, derived(node, self.mode), self.mode)
-        fits = geometry(value) == geometry(written) and 0 in ops.may_overwrite(node)
+        fits = geometry(value) == geometry(written) and 0 in ops.may_overwrite(node, addresses_of)
         if not fits or form_of(node, 1).kind is FormKind.ALLOCATE:
             node.target, node.meta["val"] = target, written
             return False

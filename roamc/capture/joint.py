@@ -33,6 +33,7 @@ from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import given, mode_of, value_of
+from roamc.graph.storage_ids import number
 from roamc.interruptions import uninterrupted
 from roamc.operators import ops
 from roamc.operators.corrections import correct
@@ -120,6 +121,7 @@ def stitch(
     _check_outputs(traced)
     names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)
     left = {node.name for node in made.graph.nodes}
+    number(made.graph)
     return stitched.replace(
         phase=_phases(made.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
     )
@@ -163,6 +165,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     reinplace(copied, made.mode, made.phase)
     stands_for = join(copied.module)
     copies = correct(made.graph)
+    number(made.graph)
     return copied.replace(phase=_phases(made.phase, stands_for, copies))
 
 

@@ -26,6 +26,7 @@ from roamc.capture.sharing import Half, reads_as_another
 from roamc.compat import FakeTensorMode, OpOverload, identity
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import placed_in
+from roamc.graph.storage_ids import addresses_of
 from roamc.operators import ops
 
 aten = torch.ops.aten
@@ -185,7 +186,9 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
     part = value.args[0] if value.args else None
     if value.kwargs or scatter.kwargs or WROTE_OVER not in value.meta:
         return False
-    if list(value.users) != [scatter] or not isinstance(part, fx.Node) or 0 not in ops.may_overwrite(value):
+    if list(value.users) != [scatter] or not isinstance(part, fx.Node):
+        return False
+    if 0 not in ops.may_overwrite(value, addresses_of):
         return False
     storage, seen, made = identity(whole.meta["val"]), part.meta["val"], value.meta["val"]
     return bool(

@@ -10,8 +10,9 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, identity
 from roamc.graph import Phase, tensors_of
-from roamc.graph.memory import WROTE_OVER, identities
+from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import derived, move
+from roamc.graph.storage_ids import addresses
 from roamc.operators import ops
 
 Place = tuple[fx.Node, int]
@@ -91,7 +92,7 @@ class Half(Sharing):
     def is_written(self, node: fx.Node) -> bool:
         """Whether one of :meth:`readers` also writes to the storage of ``node``."""
         own = identity(node.meta["val"])
-        return any(own in identities(ops.mutated_arguments(reader)) for reader in self.readers(node))
+        return any(own in addresses(ops.mutated_arguments(reader)) for reader in self.readers(node))
 
     def are_forward(self, readers: Iterable[fx.Node]) -> bool:
         """Whether all ``readers`` are operators or views of forward; the output node is none."""
@@ -134,4 +135,4 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def reads_as_another(node: fx.Node, argument: fx.Node) -> bool:
     """Whether ``node`` reads the storage of its argument ``argument`` through another argument as well."""
-    return identity(argument.meta["val"]) in identities(set(node.all_input_nodes) - {argument})
+    return identity(argument.meta["val"]) in addresses(set(node.all_input_nodes) - {argument})

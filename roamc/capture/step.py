@@ -29,6 +29,7 @@ from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
 from roamc.graph.keep import keep_saved
 from roamc.graph.rewrite import Writer
+from roamc.graph.storage_ids import number
 from roamc.operators.corrections import correct
 from roamc.operators.fakes import fake_kernel, kept_whole
 from roamc.units import format_bytes
@@ -353,6 +354,7 @@ class _Assembly:
         end.args = ((loss,),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
+        number(graph)
         captured = TrainGraph(
             name=type(compat.original(self.request.model)).__name__,
             module=self.module,

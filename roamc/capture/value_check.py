@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from roamc.graph import TrainGraph, operators, value_flow
+from roamc.graph.storage_ids import number
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.operators import ops
 
@@ -14,6 +15,7 @@ def values_of(graph: TrainGraph) -> Flow | None:
     """Return the values of ``graph`` as they are; None where no operator writes and nothing is to be rewritten."""
     if not any(_writes(node.target) for node in operators(graph.graph)):
         return None
+    number(graph.graph)
     return value_flow.read(graph, Numbers())
 
 
@@ -31,7 +33,10 @@ def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value.
     """
-    return None if before is None else value_flow.check(graph, before, "capture", handed_over=handed_over)
+    if before is None:
+        return None
+    number(graph.graph)
+    return value_flow.check(graph, before, "capture", handed_over=handed_over)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from roamc.capture.in_place_values import geometry
 from roamc.capture.part_writes import filled_by, until_whole
 from roamc.capture.sharing import Sharing
 from roamc.compat import FakeTensorMode, identity
-from roamc.graph.memory import identities
 from roamc.graph.rewrite import derived
+from roamc.graph.storage_ids import addresses
 from roamc.operators import ops
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
     sharing = Sharing(graph, mode)
     places = sharing.places
     gone: list[str] = []
-    writes = [(places[node], storage) for node in graph.nodes for storage in identities(ops.mutated_arguments(node))]
+    writes = [(places[node], storage) for node in graph.nodes for storage in addresses(ops.mutated_arguments(node))]
 
     def is_written(storage: int, first: fx.Node, readers: Iterable[fx.Node]) -> bool:
         last = max(map(places.__getitem__, readers), default=-1)
@@ -63,11 +63,11 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
         storage = identity(source.meta["val"])
         if is_written(storage, node, scatters):
             continue
-        if storage not in identities(scatter.args[0] for scatter in scatters):
+        if storage not in addresses(scatter.args[0] for scatter in scatters):
             _let_expand(sharing, node, source)
         elif all(_fills_with_itself(scatter, source, mode) for scatter in scatters):
             lying = [place for scatter in scatters for place in sharing.of(scatter)]
-            own = identities(scatters)
+            own = addresses(scatters)
             if any(other.name in named for other, _ in lying) or any(written in own for _, written in writes):
                 continue
             if not is_written(storage, node, [reader for other, _ in lying for reader in other.users]):
@@ -102,7 +102,7 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
         Names of the erased scatters.
     """
     gone: list[str] = []
-    written = {storage for node in graph.nodes for storage in identities(ops.mutated_arguments(node))}
+    written = {storage for node in graph.nodes for storage in addresses(ops.mutated_arguments(node))}
     for node in list(graph.nodes):
         if ops.rule(node.target).part is None or node.kwargs or node.name in gone:
             continue
@@ -110,7 +110,7 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
         whole: Any = last.args[0]
         value: Any = node.args[1]
         of_named = any(scatter.name in named for scatter in inner)
-        if not inner or of_named or not _is_alone(whole, last) or not written.isdisjoint(identities([whole, value])):
+        if not inner or of_named or not _is_alone(whole, last) or not written.isdisjoint(addresses([whole, value])):
             continue
         filled = filled_by(node, mode)
         place = list(filled.shape), list(filled.stride()), filled.storage_offset()

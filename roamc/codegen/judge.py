@@ -32,6 +32,7 @@ from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, attribute, maker_of, placeholders, storage_name, tensors_of
 from roamc.graph.layout import Layout
 from roamc.graph.memory import SharedStorages, started_by
+from roamc.graph.storage_ids import StorageId, placed
 from roamc.graph.verify import storage_lives
 from roamc.interruptions import interruption
 from roamc.operators import ops
@@ -157,17 +158,14 @@ class _Judge:
         self.line, self.node = 0, ""
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._position = {name: at for at, name in enumerate(self._nodes)}
-        self._shared, self._names = SharedStorages(graph), dict[int, str]()
-        for node in graph.graph.nodes:
-            for position, tensor in tensors_of(node):
-                self._names.setdefault(self._shared.of(tensor), storage_name(node, position))
+        self._names, self._tensors = _tensors_by_place(graph)
         self._constants = {node: _Cell() for node in graph.graph.nodes if node.op == "get_attr"}
         last = ((dead, name) for name, (_, dead, _) in storage_lives(graph).items())
         self._deaths = sorted((dead, name) for dead, name in last if name not in layout.offset)[::-1]
         self._arena = _Cell()
         self._cells: dict[str, weakref.ref[_Cell]] = dict.fromkeys(layout.offset, weakref.ref(self._arena))
         for node, cell in self._constants.items():
-            self._cells |= {self._name(tensor): weakref.ref(cell) for _, tensor in tensors_of(node)}
+            self._cells |= {name: weakref.ref(cell) for name in self._names_of(node)}
         self._written: set[str] = set()
         self._others: dict[tuple[fx.Node, int], object] = {}
         self._views: dict[str, _Stand] = {}
@@ -203,7 +201,7 @@ class _Judge:
             kept: node to result of the function before, from which parameters are taken; emptied.
         """
         self._due = iter(self._operators(entry))
-        self._handed = {self._name(t) for node in entry.results if node is not None for _, t in tensors_of(node)}
+        self._handed = {name for node in entry.results if node is not None for name in self._names_of(node)}
         args = [kept.pop(node) if node in kept else self._fed(node) for node in entry.parameters]
         kept.clear()
         results = function(args)
@@ -234,7 +232,7 @@ class _Judge:
 
     def _makes(self, node: fx.Node) -> bool:
         """Whether ``node`` makes a storage."""
-        return any(maker_of(self._name(tensor)) == node.name for _, tensor in tensors_of(node))
+        return any(maker_of(name) == node.name for name in self._names_of(node))
 
     def _check_all_ran(self) -> None:
         """Check that each phase runs in one function, each input is fed, and the right ranges are closed at the end."""
@@ -291,7 +289,7 @@ class _Judge:
         for at, (waiting, node, position) in enumerate(self._uncopied):
             if waiting() is source:
                 self._expect(place, node, position, "the copy of the result")
-                self._written.add(self._name(dict(tensors_of(node))[position]))
+                self._written.add(self._names[node, position])
                 del self._uncopied[at]
                 return
         raise _Fault("copies what is no result of its last operator")
@@ -332,14 +330,14 @@ class _Judge:
 
     def _overwrite(self, node: fx.Node, outs: Sequence[Any]) -> None:
         """Check the places ``outs`` that the program gives to an operator for its results."""
-        tensors = list(tensors_of(node))
-        if len(outs) != len(tensors):
-            raise _Fault(f"writes {len(outs)} results of {len(tensors)}")
-        for out, (position, tensor) in zip(outs, tensors, strict=True):
+        positions = [position for position, _ in tensors_of(node)]
+        if len(outs) != len(positions):
+            raise _Fault(f"writes {len(outs)} results of {len(positions)}")
+        for out, position in zip(outs, positions, strict=True):
             if isinstance(out, _Stand) and out.cell is not self._arena and not out.cell.bound:
-                self._bind(tensor, out.cell)
+                self._bind(node, position, out.cell)
             self._expect(out, node, position, "the result")
-            self._written.add(self._name(tensor))
+            self._written.add(self._names[node, position])
 
     def _results(self, node: fx.Node) -> Any:
         """Return stand-ins for the results of an operator that is given no places for them.
@@ -357,16 +355,16 @@ class _Judge:
         """Return a stand-in for one result of ``node``; ``value`` is the fake tensor or number of the graph."""
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, position), object())
-        name = self._name(value)
+        name = self._names[node, position]
         known = self._cells.get(name)
         if name in self.layout.offset and name not in self._written:
-            made = _Stand(self, _Cell(), self._geometry(value))
+            made = _Stand(self, _Cell(), self._geometry(node, position))
             self._uncopied.append((weakref.ref(made), node, position))
             return made
-        cell = self._bind(value, _Cell()) if known is None else known()
+        cell = self._bind(node, position, _Cell()) if known is None else known()
         if cell is None:
             raise _Fault(f"is a view of what is gone: {name}")
-        return _Stand(self, cell, self._geometry(value))
+        return _Stand(self, cell, self._geometry(node, position))
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -390,10 +388,10 @@ class _Judge:
         if wanted != self._closed:
             raise _Fault(f"runs while {sorted(self._closed)} are trimmed, and not {sorted(wanted)}")
 
-    def _bind(self, tensor: torch.Tensor, cell: _Cell) -> _Cell:
-        """Note that ``cell`` is the storage of ``tensor``, unless that has a cell already; return ``cell``."""
+    def _bind(self, node: fx.Node, position: int, cell: _Cell) -> _Cell:
+        """Note that ``cell`` is the storage of a result, unless that has a cell already; return ``cell``."""
         cell.bound = True
-        self._cells.setdefault(self._name(tensor), weakref.ref(cell))
+        self._cells.setdefault(self._names[node, position], weakref.ref(cell))
         return cell
 
     def _fed(self, node: fx.Node) -> Any:
@@ -401,9 +399,9 @@ class _Judge:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, 0), object())
-        known = self._cells.get(self._name(value))
+        known = self._cells.get(self._names[node, 0])
         cell = known() if known is not None else None
-        return _Stand(self, cell or self._bind(value, _Cell()), self._geometry(value))
+        return _Stand(self, cell or self._bind(node, 0, _Cell()), self._geometry(node, 0))
 
     def _constant_of(self, value: Any) -> Any:
         """Return what the program gets in the place of one of its constants."""
@@ -413,33 +411,33 @@ class _Judge:
 
     # -- what is what -----------------------------------------------------------------------------
 
-    def _name(self, tensor: torch.Tensor) -> str:
-        """Return the name of the storage of a tensor of the graph."""
-        return self._names[self._shared.of(tensor)]
+    def _names_of(self, node: fx.Node) -> list[str]:
+        """Return the names of the storages of the tensors that ``node`` gives."""
+        return [self._names[node, position] for position, _ in tensors_of(node)]
 
     def _is_placed(self, node: fx.Node) -> bool:
         """Whether ``node`` gives tensors and all of them lie in the arena."""
-        names = [self._name(tensor) for _, tensor in tensors_of(node)]
+        names = self._names_of(node)
         return bool(names) and all(name in self.layout.offset for name in names)
 
-    def _geometry(self, tensor: torch.Tensor) -> Geometry:
-        """Return where a tensor of the graph has to lie: in the arena, or in its own storage outside."""
-        offset = self.layout.offset.get(self._name(tensor), 0) + int(tensor.storage_offset()) * tensor.itemsize
+    def _geometry(self, node: fx.Node, position: int) -> Geometry:
+        """Return where a result has to lie: in the arena, or in its own storage outside."""
+        tensor, name = self._tensors[node, position], self._names[node, position]
+        offset = self.layout.offset.get(name, 0) + int(tensor.storage_offset()) * tensor.itemsize
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         return offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
     def _expect(self, value: Any, node: fx.Node, position: int, what: str) -> None:
         """Check that a value of the program is result ``position`` of ``node``; ``what`` names it in the message."""
-        tensor = dict(tensors_of(node))[position]
-        if not self._lies(value, tensor):
+        if not self._lies(value, node, position):
             told = f"lies at {value.geometry}" if isinstance(value, _Stand) else f"is {value}"
-            raise _Fault(f"{what} {position} of {node.name} {told}, and not at {self._geometry(tensor)}")
+            raise _Fault(f"{what} {position} of {node.name} {told}, and not at {self._geometry(node, position)}")
 
-    def _lies(self, value: Any, tensor: torch.Tensor) -> bool:
-        """Whether a value of the program is a stand-in for ``tensor`` of the graph, in the right memory and place."""
-        cell = self._cells.get(self._name(tensor))
+    def _lies(self, value: Any, node: fx.Node, position: int) -> bool:
+        """Whether a value of the program is a stand-in for a result of the graph, in the right memory and place."""
+        cell = self._cells.get(self._names[node, position])
         alive = cell is not None and isinstance(value, _Stand) and value.cell is cell()
-        return alive and value.geometry == self._geometry(tensor)
+        return alive and value.geometry == self._geometry(node, position)
 
     def _is(self, value: Any, wanted: Any) -> bool:
         """Whether an argument of the program is that of the graph; literals must be equal in type and in all bits."""
@@ -461,9 +459,25 @@ class _Judge:
             return value is wanted or (isinstance(value, _Operator) and value.target is wanted)
         made = node.meta.get("val")
         if isinstance(made, torch.Tensor):
-            return self._lies(value, made)
+            return self._lies(value, node, 0)
         if node.target is operator.getitem:
             return value is self._others.get((node.args[0], node.args[1]), self)  # type: ignore[arg-type]
         if not isinstance(made, list | tuple):
             return value is self._others.get((node, 0), self)
-        return all(self._lies(value[position], tensor) for position, tensor in tensors_of(node))
+        return all(self._lies(value[position], node, position) for position, _ in tensors_of(node))
+
+
+Result = tuple[fx.Node, int]
+"""A node, and the position of a tensor among its results."""
+
+
+def _tensors_by_place(graph: TrainGraph) -> tuple[dict[Result, str], dict[Result, torch.Tensor]]:
+    """Return the name of the storage of every tensor of ``graph``, and every fake tensor."""
+    shared, first = SharedStorages(graph), dict[StorageId, str]()
+    names: dict[Result, str] = {}
+    tensors: dict[Result, torch.Tensor] = {}
+    for node in graph.graph.nodes:
+        for position, tensor, storage in placed(node):
+            names[node, position] = first.setdefault(shared.of(storage), storage_name(node, position))
+            tensors[node, position] = tensor
+    return names, tensors

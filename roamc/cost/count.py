@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import flop_counter
 
-from roamc.compat import identity
 from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
+from roamc.graph.storage_ids import StorageId, placed
 from roamc.operators import ops
 from roamc.operators.call import Call, call_of, fakes, tensors_in
 from roamc.operators.costs.kinds import FREE, VIEW
 from roamc.units import Bytes
 
 Flops = int
+
+Placed = tuple[torch.Tensor, StorageId]
+"""A fake tensor, and the id of the storage that it lies in."""
 
 
 @dataclass(frozen=True)
@@ -71,32 +75,38 @@ def traffic(node: fx.Node) -> Traffic:
     if kind in (VIEW, FREE):
         return Traffic(0, 0)
     call = call_of(node)
-    mutated = list(tensors_in(fakes(ops.mutated_arguments(node))))
-    fresh = [
-        tensor for _, tensor in tensors_of(node) if not any(identity(tensor) == identity(other) for other in mutated)
-    ]
+    mutated = _placed(ops.mutated_arguments(node))
+    written = {storage for _, storage in mutated}
+    fresh = [(tensor, storage) for _, tensor, storage in placed(node) if storage not in written]
     if ops.rule(call.target).cost.picks_from is not None or kind == "scatter":
         return _picked(call, mutated, fresh)
     return Traffic(_bytes(_read(call, bool(mutated))), _bytes([*mutated, *fresh]))
 
 
-def _read(call: Call, in_place: bool) -> list[torch.Tensor]:
+def _read(call: Call, in_place: bool) -> list[Placed]:
     """Return the argument tensors of which ``call`` reads elements; ``in_place`` says that it writes an argument."""
     cost = ops.rule(call.target).cost
     unread = cost.unread_in_place if in_place and cost.unread_in_place else cost.unread
     args = [value for at, value in enumerate(call.args) if at not in unread]
-    return list(tensors_in(fakes([*args, *(v for k, v in call.kwargs.items() if k != "out")])))
+    return _placed([*args, *(v for k, v in call.kwargs.items() if k != "out")])
 
 
-def _picked(call: Call, mutated: list[torch.Tensor], fresh: list[torch.Tensor]) -> Traffic:
+def _placed(arguments: Any) -> list[Placed]:
+    """Return all tensors that the nodes in ``arguments`` stand for, in order, also of nodes in nested lists."""
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(arguments, nodes.append)
+    return [(tensor, storage) for node in nodes for _, tensor, storage in placed(node)]
+
+
+def _picked(call: Call, mutated: list[Placed], fresh: list[Placed]) -> Traffic:
     """Count the bytes of an operator that reads or writes by index: of the indexed tensor at most the picked ones."""
     read = _read(call, False)
     if ops.rule(call.target).cost.picks_from is not None:
-        table, others = read[0], read[1:]
-        made = max((tensor.numel() for tensor in [*others, *fresh]), default=0)
+        (table, _), others = read[0], read[1:]
+        made = max((tensor.numel() for tensor, _ in [*others, *fresh]), default=0)
         return Traffic(min(own_bytes(table), made * table.itemsize) + _bytes(others), _bytes(fresh))
-    written = [tensor for tensor in read if all(tensor is not other for other in mutated)]
-    touched = min(_bytes(mutated), max((own_bytes(tensor) for tensor in written), default=0)) if mutated else 0
+    written = [one for one in read if all(one[0] is not other for other, _ in mutated)]
+    touched = min(_bytes(mutated), max((own_bytes(tensor) for tensor, _ in written), default=0)) if mutated else 0
     return Traffic(_bytes(written) + touched, touched + _bytes(fresh))
 
 
@@ -106,11 +116,11 @@ def own_bytes(tensor: torch.Tensor) -> Bytes:
     return math.prod(kept) * tensor.itemsize
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
+def _bytes(tensors: Iterable[Placed]) -> Bytes:
     """Sum :func:`own_bytes` over distinct tensors; two with equal storage, offset, shape and strides count once."""
     places = {
-        (identity(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())): own_bytes(tensor)
-        for tensor in tensors
+        (storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())): own_bytes(tensor)
+        for tensor, storage in tensors
     }
     return sum(places.values())
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import identity
 from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
 from roamc.graph.keep import is_kept
+from roamc.graph.storage_ids import StorageId, ids_of
 from roamc.operators.schemas import name_of
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -39,11 +39,9 @@ def fingerprint(graph: TrainGraph) -> str:
 
 def _shared(graph: fx.Graph) -> list[str]:
     """``"a in b"`` for every input ``a`` that shares memory with an earlier input ``b``."""
-    first: dict[int, str] = {}
+    first: dict[StorageId, str] = {}
     pairs = [
-        (node.name, first.setdefault(identity(tensor), node.name))
-        for node in placeholders(graph)
-        for _, tensor in tensors_of(node)
+        (node.name, first.setdefault(storage, node.name)) for node in placeholders(graph) for storage in ids_of(node)
     ]
     return [f"{name} in {other}" for name, other in pairs if name != other]
 

@@ -1,9 +1,9 @@
 """Storages, aliases, lifetimes and live bytes of a graph. The only place that knows them.
 
-A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one is read off the
-fake tensors of the trace and off ``TrainGraph.reuse``. An *operator* here is a node that does work: views and picks of
-one result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order: a storage
-lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
+A *storage* is what an allocator hands out: a base tensor and all views of it. Which tensors share one say their ids,
+see :mod:`roamc.graph.storage_ids`, and ``TrainGraph.reuse``. An *operator* here is a node that does work: views and
+picks of one result out of several belong to no step of their own. Lifetimes are half-open, in steps of the order: a
+storage lives in ``[born, dead)``, born at the step that makes it, dead after the last step that uses it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
-from roamc.compat import identity
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
+from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.table import Space
 from roamc.units import Bytes
@@ -164,7 +164,7 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
     ``graph`` are the same objects.
 
     Raises:
-        VerifyError: an entry of ``graph.reuse`` does not join two single tensors.
+        VerifyError: an entry of ``graph.reuse`` does not join two single tensors, or a value has no storage id.
     """
     kept = kept_memory(graph)
     if kept is not None:
@@ -202,7 +202,7 @@ def _state(graph: TrainGraph) -> list[object]:
     """Every object that :class:`_Builder` reads. To compare identities is enough: a change replaces the object."""
     state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.reuse]
     for node in graph.graph.nodes:
-        state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"))
+        state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"), node.meta.get(STORAGES))
     return state
 
 
@@ -349,7 +349,7 @@ def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int
 
 
 class _Builder:
-    """Builds a :class:`MemoryModel` in one walk over the nodes; ``seen`` maps storage identity to index."""
+    """Builds a :class:`MemoryModel` in one walk over the nodes; ``seen`` maps storage id to index."""
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
@@ -357,10 +357,10 @@ class _Builder:
         self.storages: list[Storage] = []
         self.operators: list[Operator] = []
         self.owner: dict[tuple[str, int], int] = {}
-        self.seen: dict[int, int] = {}
+        self.seen: dict[StorageId, int] = {}
         self.maker: dict[fx.Node, int] = {}
-        self.handed: set[int] = set()
-        self.gradients: set[int] = set()
+        self.handed: set[StorageId] = set()
+        self.gradients: set[StorageId] = set()
 
     def build(self) -> MemoryModel:
         self.handed = self.shared.of_all(output_values(self.graph.graph))
@@ -370,31 +370,34 @@ class _Builder:
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
         for node in self.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                for position, tensor in tensors_of(node):
-                    place = self._place(tensor, Place.TANGENT) if node in tangents else Place.INPUT
-                    self._claim(node, position, tensor, place, -1)
+                for position, tensor, storage in placed(node):
+                    key = self.shared.of(storage)
+                    place = self._place(key, Place.TANGENT) if node in tangents else Place.INPUT
+                    self._claim(node, position, tensor, key, place, -1)
             elif node.op == "call_function":
                 self._visit(node)
         return MemoryModel(tuple(self.storages), tuple(self.operators), self._edges(), self.owner)
 
-    def _claim(self, node: fx.Node, position: int, tensor: torch.Tensor, place: Place, producer: int) -> int | None:
-        """Record the storage of one tensor, and return its index if it is new, None if it was known."""
-        key = self.shared.of(tensor)
+    def _claim(
+        self, node: fx.Node, position: int, tensor: torch.Tensor, key: StorageId, place: Place, producer: int
+    ) -> int | None:
+        """Record the storage ``key`` of one tensor, and return its index if it is new, None if it was known."""
         new = key not in self.seen
         if new:
-            name, nbytes = storage_name(node, position), int(tensor.untyped_storage().nbytes())
+            name = storage_name(node, position)
             device, space = tensor.device.type, ops.rule(node.target).space if producer >= 0 else Space.DEVICE
             index = self.seen[key] = len(self.storages)
             gradient = key in self.gradients
-            self.storages.append(Storage(index, name, nbytes, place, producer, device, gradient, space))
+            self.storages.append(Storage(index, name, key.nbytes, place, producer, device, gradient, space))
         self.owner[node.name, position] = self.seen[key]
         return self.seen[key] if new else None
 
     def _visit(self, node: fx.Node) -> None:
         index = len(self.operators)
         births = []
-        for position, tensor in tensors_of(node):
-            new = self._claim(node, position, tensor, self._place(tensor, Place.TEMPORARY), index)
+        for position, tensor, storage in placed(node):
+            key = self.shared.of(storage)
+            new = self._claim(node, position, tensor, key, self._place(key, Place.TEMPORARY), index)
             if new is not None:
                 births.append(new)
         started = self._started_by(node)
@@ -416,8 +419,8 @@ class _Builder:
         start = started_by(node)
         return self.operators[self.maker[start]] if start is not None else None
 
-    def _place(self, tensor: torch.Tensor, otherwise: Place) -> Place:
-        return Place.OUTPUT if self.shared.of(tensor) in self.handed else otherwise
+    def _place(self, key: StorageId, otherwise: Place) -> Place:
+        return Place.OUTPUT if key in self.handed else otherwise
 
     def _storage(self, node: fx.Node) -> int:
         return self.owner[node.name, 0]
@@ -507,30 +510,28 @@ def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:
 
 
 class SharedStorages:
-    """Tells which tensors of a graph lie in the same memory: views of one storage, or joined by ``TrainGraph.reuse``.
+    """Tells which values of a graph lie in the same memory: views of one storage, or joined by ``TrainGraph.reuse``.
 
-    In-place reuse does not show in the fake tensors: there a result and the argument that it is written over have
-    storages of their own. ``graph.reuse`` is read once, at construction.
+    The ids of a result and of the argument that it is written over differ. ``graph.reuse`` is read once, at
+    construction.
 
     Raises:
         VerifyError: an entry of ``graph.reuse`` does not join two single tensors.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
-        self._reused: dict[int, int] = {}
+        self._reused: dict[StorageId, StorageId] = {}
         for node in graph.graph.nodes if graph.reuse else ():
             if node.name in graph.reuse:
-                argument = reused_argument(graph, node)
-                self._reused[identity(node.meta["val"])] = self.of(argument.meta["val"])
+                self._reused[id_of(node)] = self.of(id_of(reused_argument(graph, node)))
 
-    def of(self, tensor: torch.Tensor) -> int:
-        """Return a number for the memory of ``tensor``, equal for two fake tensors exactly if they share memory."""
-        own = identity(tensor)
-        return self._reused.get(own, own)
+    def of(self, storage: StorageId) -> StorageId:
+        """Return the id of the storage in whose bytes ``storage`` lies: equal for two exactly if they share memory."""
+        return self._reused.get(storage, storage)
 
-    def of_all(self, nodes: Iterable[fx.Node | None]) -> set[int]:
-        """Return the numbers that :meth:`of` gives to all tensors that ``nodes`` stand for; a None is skipped."""
-        return {self._reused.get(own, own) for own in identities(nodes)}
+    def of_all(self, nodes: Iterable[fx.Node | None]) -> set[StorageId]:
+        """Return the ids that :meth:`of` gives for all tensors that ``nodes`` stand for; a None is skipped."""
+        return {self._reused.get(own, own) for own in all_ids(nodes)}
 
 
 def started_by(node: fx.Node) -> fx.Node | None:
@@ -560,21 +561,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def identities(nodes: Iterable[fx.Node | None]) -> set[int]:
-    """Return the storages of all fake tensors that ``nodes`` stand for, as :func:`roamc.compat.identity` numbers them.
-
-    None in ``nodes`` is skipped. In-place reuse does not count, see :class:`SharedStorages`.
-    """
-    return {identity(tensor) for node in nodes if isinstance(node, fx.Node) for _, tensor in tensors_of(node)}
-
-
 def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
     """Return the names of the placeholders of ``graph`` whose storage an operator in ``nodes`` writes.
 
     A write to a view of an input counts as well.
     """
-    storages = identities(argument for node in nodes for argument in ops.mutated_arguments(node))
-    return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(identities([node]))}
+    storages = all_ids(argument for node in nodes for argument in ops.mutated_arguments(node))
+    return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(all_ids([node]))}
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
@@ -583,13 +576,12 @@ def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
     Tangents are left out. A storage that several inputs share counts once, for the first of them.
     """
     total: dict[str, Bytes] = {}
-    seen: set[int] = set()
+    seen: set[StorageId] = set()
     for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
         if port.role is Role.TANGENT:
             continue
-        for _, tensor in tensors_of(node):
-            if identity(tensor) not in seen:
-                seen.add(identity(tensor))
-                size = int(tensor.untyped_storage().nbytes())
-                total[port.role.value] = total.get(port.role.value, 0) + size
+        for storage in ids_of(node):
+            if storage not in seen:
+                seen.add(storage)
+                total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes
     return total

@@ -11,6 +11,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
 from roamc.graph import Phase, tensors_of
+from roamc.graph.storage_ids import number_result
 from roamc.operators.random import save_rng_state, state_bytes
 
 
@@ -67,6 +68,7 @@ def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any
     nbytes = state_bytes(device)
     with mode:
         state.meta["val"] = torch.empty(nbytes, dtype=torch.uint8)
+    number_result(state)
     return state
 
 

@@ -34,6 +34,7 @@ from roamc.errors import VerifyError
 from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import ATEN, Call, equal_of
+from roamc.graph.storage_ids import StorageId
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
 from roamc.operators import ops
@@ -180,11 +181,11 @@ class Walk:
         self.effects: list[tuple[Number, str]] = []
         self.makers: dict[Number, str] = {}
         self.writers: dict[Number, str] = {}
-        self._content: dict[int, Number] = {}
-        self._reused: dict[int, int] = {}
+        self._content: dict[StorageId, Number] = {}
+        self._reused: dict[StorageId, StorageId] = {}
         self._other: dict[fx.Node, Number] = {}
         self._decoded: dict[Number, tuple[Need, Number]] = {}
-        self._written: set[int] = set()
+        self._written: set[StorageId] = set()
 
     def feed(self, node: fx.Node, number: Number) -> None:
         """Let ``number`` stand for the value of ``node``, an input or a constant of the graph."""
@@ -223,7 +224,7 @@ class Walk:
         self._make(node, fresh, made)
         return None
 
-    def _memory(self, place: Place) -> int:
+    def _memory(self, place: Place) -> StorageId:
         """The storage in which a tensor really lies: that of an argument, where it is written over one."""
         return self._reused.get(place.storage, place.storage)
 

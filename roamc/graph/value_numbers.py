@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, fake_mode_of, identity
+from roamc.compat import OpOverload, fake_mode_of
 from roamc.graph.memory import fills_storage
-from roamc.graph.train_graph import tensors_of
+from roamc.graph.storage_ids import StorageId, ids_of, lie_in, placed
 from roamc.operators import ops
 from roamc.operators.schemas import relative
 
@@ -27,6 +27,9 @@ Number = int
 Key = tuple[Any, ...]
 """What a number was given for: its kind, then what it is made of."""
 
+NOWHERE = StorageId(-1, 0)
+"""The storage of no value: of a view that was made to see where it lies in its base."""
+
 
 class Numbers:
     """Gives numbers to keys, the same to equal keys. Graphs can be compared only if one object numbers them all."""
@@ -34,7 +37,7 @@ class Numbers:
     def __init__(self) -> None:
         self._known: dict[Key, Number] = {}
         self._keys: list[Key] = []
-        self._tensors: dict[int, tuple[object, tuple[Place, ...]]] = {}
+        self._tensors: dict[int, tuple[object, object, tuple[Place, ...]]] = {}
         self._targets: dict[int, Target] = {}
         self._views: dict[Key, tuple[Place, ...]] = {}
         self._born: dict[Number, Number] = {}
@@ -64,11 +67,11 @@ class Numbers:
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
         """Return the place of each tensor among the results of ``node``."""
-        value = node.meta.get("val")
-        known = self._tensors.get(id(value))
-        if known is None or known[0] is not value:
-            known = self._tensors[id(value)] = value, tuple(self._place(at, t) for at, t in tensors_of(node))
-        return known[1]
+        value, ids = node.meta.get("val"), ids_of(node)
+        known = self._tensors.get(id(ids))
+        if known is None or known[0] is not ids or known[1] is not value:
+            known = self._tensors[id(ids)] = ids, value, tuple(self._place(*one) for one in placed(node))
+        return known[2]
 
     def lies(self, key: Key, base: torch.Tensor, make: Callable[[], Any]) -> tuple[Place, ...]:
         """Return the places of the views that ``make`` gives.
@@ -79,7 +82,7 @@ class Numbers:
             make: makes the fake views, one or a list; it runs under the fake mode of ``base``.
 
         Returns:
-            The places; their ``storage`` is that of the first call and means nothing. Empty if a result does not share
+            The places, with :data:`NOWHERE` for ``storage``. Empty if a result does not share
             the storage of ``base``, so that it is no view.
         """
         known = self._views.get(key)
@@ -88,10 +91,9 @@ class Numbers:
             with fake_mode_of(base) or contextlib.nullcontext(), torch.no_grad():
                 made = make()
             many = made if isinstance(made, list | tuple) else [made]
-            known = tuple(self._place(at, tensor) for at, tensor in enumerate(many))
             # Fake views of a tensor without elements may have storages of their own.
-            if base.numel() and any(place.storage != identity(base) for place in known):
-                known = ()
+            views = not base.numel() or lie_in(base, many)
+            known = tuple(self._place(at, tensor, NOWHERE) for at, tensor in enumerate(many)) if views else ()
             self._views[key] = known
         return known
 
@@ -148,12 +150,12 @@ class Numbers:
         inside = kind == "patched part" and said[:2] == [content, geometry]
         return (said[2], said[3]) if inside else (geometry, elements)
 
-    def _place(self, position: int, tensor: torch.Tensor) -> Place:
+    def _place(self, position: int, tensor: torch.Tensor, storage: StorageId) -> Place:
         shape = tuple(map(int, tensor.shape))
         lies = (shape, tuple(map(int, tensor.stride())), int(tensor.storage_offset()))
         bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
         geometry = self.of("place", *lies, *bits)
-        return Place(position, identity(tensor), geometry, self.of("shape", shape), fills_storage(tensor))
+        return Place(position, storage, geometry, self.of("shape", shape), fills_storage(tensor))
 
 
 def _twin(target: Any, rule: ops.OpRule) -> OpOverload | None:
@@ -167,14 +169,14 @@ class Place:
 
     Attributes:
         position: among the results of its node.
-        storage: identity of its storage, see :func:`roamc.compat.identity`.
+        storage: id of its storage.
         geometry: number of its shape, strides, offset, dtype and lazy bits.
         shape: number of its shape.
         whole: whether every byte of the storage belongs to exactly one element of the tensor.
     """
 
     position: int
-    storage: int
+    storage: StorageId
     geometry: Number
     shape: Number
     whole: bool

@@ -19,6 +19,7 @@ from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages, build_memory, reused_argument, started_by
 from roamc.graph.rewrite import mode_of, value_of
+from roamc.graph.storage_ids import STORAGES, StorageId, id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected
@@ -72,6 +73,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     except (RuntimeError, AssertionError) as error:
         what = str(error).splitlines()[0]
         raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {way_out(after)}") from None
+    _check_numbered(graph, after)
     _check_ports(graph, after)
     _check_phases(graph, after)
     _check_finished(graph, after)
@@ -81,6 +83,7 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     _check_reuse(graph, after)
     if deep:
         _check_metadata(graph, after)
+    _check_storages(graph, after)
 
 
 def storage_lives(graph: TrainGraph) -> dict[str, Life]:
@@ -94,16 +97,16 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
         ``[born, dead)``: positions in ``graph.graph.nodes``, where views, inputs and the output node count as well.
     """
     shared = SharedStorages(graph)
-    owner: dict[int, str] = {}
+    owner: dict[StorageId, str] = {}
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
         start = started_by(node)
         touched = shared.of_all([*node.all_input_nodes, *_under_way(start)])
-        for position, tensor in tensors_of(node):
-            key = shared.of(tensor)
+        for position, _, storage in placed(node):
+            key = shared.of(storage)
             if key not in owner:
                 owner[key] = storage_name(node, position)
-                lives[owner[key]] = (step, step + 1, int(tensor.untyped_storage().nbytes()))
+                lives[owner[key]] = (step, step + 1, key.nbytes)
             touched.add(key)
         if node.op == "call_function" and ops.is_view(node.target) and start is None:
             continue
@@ -123,6 +126,14 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
     log.debug("after pass %r: %s\n%s", after, what, "\n".join(shown))
     hint = "" if after == "capture" else f"{way_out(after)}; "
     raise VerifyError(f'after pass {after!r}: {what}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
+
+
+def _check_numbered(graph: TrainGraph, after: str) -> None:
+    """Check that every tensor of every node has a storage id."""
+    for node in graph.graph.nodes:
+        tensors, ids = len(list(tensors_of(node))), node.meta.get(STORAGES, ())
+        if len(ids) != tensors:
+            _fail(graph, after, node, f"{node.name} has {len(ids)} storage ids for {tensors} tensors")
 
 
 def _check_ports(graph: TrainGraph, after: str) -> None:
@@ -175,7 +186,7 @@ def _check_finished(graph: TrainGraph, after: str) -> None:
 def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> None:
     """Check that until an operator ends nothing writes what it reads, nor reads or writes what it writes."""
     shared = SharedStorages(graph)
-    under_way: dict[fx.Node, tuple[set[int], set[int]]] = {}  # operator to what it reads, and what it writes
+    under_way: dict[fx.Node, tuple[set[StorageId], set[StorageId]]] = {}  # operator to what it reads and writes
     for node in operators(graph.graph):
         ended = started_by(node)
         if ended is not None and under_way.pop(ended, None) is None:
@@ -184,7 +195,7 @@ def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> Non
             continue
         read, written = shared.of_all(node.all_input_nodes), shared.of_all(ops.mutated_arguments(node))
         if node.name in graph.reuse:
-            written.add(shared.of(reused_argument(graph, node).meta["val"]))
+            written.add(shared.of(id_of(reused_argument(graph, node))))
         for start, (reads, writes) in under_way.items():
             if not (read.isdisjoint(writes) and written.isdisjoint(reads | writes)):
                 _fail(graph, after, node, f"{node.name} needs the memory of {start.name}, which has not ended")
@@ -221,6 +232,35 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
             _fail(graph, after, node, what)
 
 
+def _check_storages(graph: TrainGraph, after: str) -> None:
+    """Check that storage ids agree with the fake tensors; :func:`_check_aliases` holds these to the operator table.
+
+    Inputs share an id exactly if their fake tensors share memory. A result has the id of an argument exactly if its
+    fake tensor lies in that argument's; any other result has an id that no value before it has. The fake tensors of a
+    second run may be those of the first.
+    """
+    given: dict[int, StorageId] = {}  # address of the fake storage of an input or constant to its id
+    known: set[StorageId] = set()
+    for node in graph.graph.nodes:
+        around: dict[int, set[StorageId]] = {}  # address of the fake storage of an argument to its ids
+        for argument in node.all_input_nodes if node.op == "call_function" else ():
+            for _, tensor, storage in placed(argument):
+                around.setdefault(identity(tensor), set()).add(storage)
+        made = {} if node.op == "call_function" else given
+        for _, tensor, storage in placed(node):
+            address = identity(tensor)
+            if address in around:
+                agrees = storage in around[address]
+            elif address in made:
+                agrees = made[address] == storage
+            else:
+                made[address] = storage
+                agrees = storage not in known
+            known.add(storage)
+            if not agrees or storage.nbytes != tensor.untyped_storage().nbytes():
+                _fail(graph, after, node, f"{node.name} lies in another storage than its storage id says")
+
+
 def _check_read(graph: TrainGraph, after: str) -> None:
     """Check that arguments lie as kernels take them that read memory whatever the strides are."""
     for node in operators(graph.graph):
@@ -234,8 +274,8 @@ def _check_read(graph: TrainGraph, after: str) -> None:
 def _check_reuse(graph: TrainGraph, after: str) -> None:
     """Check in-place reuse: the operator may do that, argument and result lie alike, nothing reads the old values."""
     shared = SharedStorages(graph)
-    known: dict[int, list[fx.Node]] = {}
-    born: set[int] = set()  # storages
+    known: dict[StorageId, list[fx.Node]] = {}
+    born: set[StorageId] = set()
     stale: set[fx.Node] = set()
     for node in graph.graph.nodes:
         old = [argument for argument in node.all_input_nodes if argument in stale]
@@ -245,31 +285,31 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
             _fail(graph, after, node, f"{node.name} reads {old[0].name}, which was written over")
         if node.name in graph.reuse:
             argument = reused_argument(graph, node)
-            if identity(node.meta["val"]) in born:
+            if id_of(node) in born:
                 _fail(
                     graph, after, node, f"{node.name} is to be written over {argument}, and makes no memory of its own"
                 )
             _check_overwriting(graph, after, node, argument, shared)
-            of_storage = known[shared.of(argument.meta["val"])]
+            of_storage = known[shared.of(id_of(argument))]
             if of_storage[0].op != "call_function":
                 what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
                 _fail(graph, after, node, what)
             stale.update(of_storage)
-        for _, tensor in tensors_of(node):
-            known.setdefault(shared.of(tensor), []).append(node)
-            born.add(identity(tensor))
+        for storage in ids_of(node):
+            known.setdefault(shared.of(storage), []).append(node)
+            born.add(storage)
 
 
 def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: fx.Node, shared: SharedStorages) -> None:
-    if graph.reuse[node.name] not in ops.may_overwrite(node):
+    if graph.reuse[node.name] not in ops.may_overwrite(node, ids_of):
         _fail(graph, after, node, f"{node.name} may not write over {argument.name}, says the operator table")
     result, reused = node.meta["val"], argument.meta["val"]
-    if _lies(result) != _lies(reused) or result.untyped_storage().nbytes() != reused.untyped_storage().nbytes():
+    lies_in = shared.of(id_of(argument))
+    if _lies(result) != _lies(reused) or id_of(node).nbytes != lies_in.nbytes:
         _fail(graph, after, node, f"{node.name} is to be written over {argument.name}, which lies elsewhere")
     for other in node.all_input_nodes:
-        if any(
-            shared.of(tensor) == shared.of(reused) and _lies(tensor) != _lies(reused) for _, tensor in tensors_of(other)
-        ):
+        read = [tensor for _, tensor, storage in placed(other) if shared.of(storage) == lies_in]
+        if any(_lies(tensor) != _lies(reused) for tensor in read):
             what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
             _fail(graph, after, node, what)
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from roamc.compat import fake_mode_of
 from roamc.graph import placeholders, source_line
+from roamc.graph.storage_ids import STORAGES
 from roamc.operators import blocks, ops
 from roamc.operators.block_source import Text, text_of
 from roamc.operators.blocks import Matrix
@@ -318,7 +319,7 @@ def fuse(
     read = dict.fromkeys(a for node in members for a in node.all_input_nodes if a not in inside)
     for argument in read:
         copies[argument] = body.placeholder(argument.name)
-        copies[argument].meta["val"] = argument.meta["val"]
+        copies[argument].meta = {key: argument.meta[key] for key in ("val", STORAGES) if key in argument.meta}
     for node in members:
         copies[node] = body.node_copy(node, copies.__getitem__)
         copies[node].name = node.name

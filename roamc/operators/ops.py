@@ -8,14 +8,13 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, identity, suggested_format
+from roamc.compat import OpOverload, suggested_format
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.composite import Composite
 from roamc.operators.costs.cost import Cost
@@ -26,6 +25,9 @@ from roamc.operators.schemas import argument_of, stem
 from roamc.operators.table import ROWS, Facts, Row, Rowwise, Strides
 
 Target = object
+StoragesOf = Callable[[fx.Node], Iterable[Hashable]]
+"""Function of a node that returns what stands for the storages of its tensors: ids, or in capture addresses."""
+
 UNKNOWN_COST = Cost(UNKNOWN)
 
 
@@ -202,37 +204,33 @@ def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) 
     return rule(target).random and argument_of(target, args, kwargs, "dropout_p") != 0
 
 
-def may_overwrite(node: fx.Node) -> tuple[int, ...]:
+def may_overwrite(node: fx.Node, storages_of: StoragesOf) -> tuple[int, ...]:
     """Return the positions of the arguments that ``node`` may write its result over, if both have the same geometry.
 
     There are none for complex results: compilers multiply and divide them in another order where an argument is written
     over. An argument is left out if the operator also reads its storage through an argument that it may not write over,
     as in ``addmm(x, x, x)``. The caller has to check that what ``node`` reads of that storage has one geometry; in
-    ``mul(x, x.t())`` it has not.
+    ``mul(x, x.t())`` it has not. ``storages_of`` says of an argument's node which storages it lies in.
     """
     allowed = rule(node.target).overwrites
     result = node.meta.get("val")
     if not allowed or (isinstance(result, torch.Tensor) and result.is_complex()):
         return ()
-    return tuple(position for position in allowed if not reads_elsewhere(node, position, besides=allowed))
+    return tuple(position for position in allowed if not reads_elsewhere(node, position, storages_of, besides=allowed))
 
 
-def reads_elsewhere(node: fx.Node, position: int, besides: Collection[int] = ()) -> bool:
+def reads_elsewhere(node: fx.Node, position: int, storages_of: StoragesOf, besides: Collection[int] = ()) -> bool:
     """Whether ``node`` reads the storage of its argument at ``position`` through an argument not listed in ``besides``.
 
-    Tensors in lists and keyword arguments count.
+    Tensors in lists and keyword arguments count. ``storages_of`` says of a node which storages it lies in.
     """
     rest = [value for at, value in enumerate(node.args) if at != position and at not in besides]
     others: list[fx.Node] = []
     fx.map_arg((rest, node.kwargs), others.append)
-    return bool(others) and not _storages([node.args[position]]).isdisjoint(_storages(others))
-
-
-def _storages(arguments: Iterable[Any]) -> set[int]:
-    """The identities of the storages of those arguments that are single strided tensors."""
-    values = [argument.meta.get("val") for argument in arguments if isinstance(argument, fx.Node)]
-    dense = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
-    return {identity(value) for value in dense}
+    argument = node.args[position]
+    if not others or not isinstance(argument, fx.Node):
+        return False
+    return not set(storages_of(argument)).isdisjoint(storage for other in others for storage in storages_of(other))
 
 
 def is_view(target: Target) -> bool:

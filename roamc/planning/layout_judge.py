@@ -8,14 +8,14 @@ from __future__ import annotations
 import operator
 from collections import Counter
 
-import torch
 from torch import fx
 
 from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name
 from roamc.graph.layout import Layout
 from roamc.graph.memory import SharedStorages
+from roamc.graph.storage_ids import StorageId, placed
 from roamc.graph.verify import Life, storage_lives
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
@@ -59,15 +59,15 @@ def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> 
     handed = shared.of_all(output_values(graph.graph))
     for name in layout.offset:
         node = nodes[lives[name][0]]
-        if node.op != "call_function" or shared.of(_tensor(node, name)) in handed:
+        if node.op != "call_function" or shared.of(_storage(node, name)) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
         if ops.rule(node.target).space is not Space.DEVICE:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and belongs into another memory")
 
 
-def _tensor(node: fx.Node, name: str) -> torch.Tensor:
-    """Return the result of ``node`` that makes the storage ``name``."""
-    return next(tensor for position, tensor in tensors_of(node) if storage_name(node, position) == name)
+def _storage(node: fx.Node, name: str) -> StorageId:
+    """Return the id of the storage ``name``, which ``node`` makes."""
+    return next(storage for position, _, storage in placed(node) if storage_name(node, position) == name)
 
 
 def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
@@ -99,10 +99,10 @@ def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
 
 def _check_elements(graph: TrainGraph, layout: Layout) -> None:
     """Check that every storage in the arena begins at a multiple of the element size of each tensor in it."""
-    shared, owner = SharedStorages(graph), dict[int, str]()
+    shared, owner = SharedStorages(graph), dict[StorageId, str]()
     for node in graph.graph.nodes:
-        for position, tensor in tensors_of(node):
-            name = owner.setdefault(shared.of(tensor), storage_name(node, position))
+        for position, tensor, storage in placed(node):
+            name = owner.setdefault(shared.of(storage), storage_name(node, position))
             if layout.offset.get(name, 0) % tensor.dtype.itemsize:
                 raise VerifyError(
                     f"after pass 'layout': {name} at {layout.offset[name]} is misaligned: {node.name} has elements of "
@@ -196,7 +196,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
             continue
         if node.op == "call_function" and ops.rule(node.target).space is not Space.DEVICE:
             continue
-        end = len(nodes) if shared.of(_tensor(node, name)) in handed else dead
+        end = len(nodes) if shared.of(_storage(node, name)) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
     return found
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import identity
 from roamc.graph import tensors_of
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage
+from roamc.graph.storage_ids import id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.operators.table import Space
@@ -98,7 +98,7 @@ def reuses(memory: MemoryModel, operator: Operator) -> Iterator[Reuse]:
     if len(operator.births) != 1 or len(tensors) != 1 or form_of(node, 1).kind is FormKind.ALLOCATE:
         return
     result = memory.storages[operator.births[0]]
-    for position in ops.may_overwrite(node):
+    for position in ops.may_overwrite(node, ids_of):
         argument = node.args[position] if position < len(node.args) else None
         if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
             reused = memory.storage_of(argument)
@@ -120,8 +120,8 @@ def _may_reuse(reused: Storage, result: Storage, argument: fx.Node) -> bool:
 
 def _is_read_as(node: fx.Node, argument: fx.Node, result: torch.Tensor) -> bool:
     """Whether the argument, and all else that ``node`` reads of its storage, has the geometry of ``result``."""
-    storage = identity(argument.meta["val"])
-    same = [t for other in node.all_input_nodes for _, t in tensors_of(other) if identity(t) == storage]
+    storage = id_of(argument)
+    same = [tensor for other in node.all_input_nodes for _, tensor, lies_in in placed(other) if lies_in == storage]
     return all(_geometry(tensor) == _geometry(result) for tensor in same)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import Encoding, TrainGraph, maker_of
+from roamc.graph import Encoding, TrainGraph, maker_of, tensors_of
 from roamc.graph.rewrite import keep_state
+from roamc.graph.storage_ids import STORAGES, id_of, ids_of, renewed
 from roamc.operators import ops
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import name_of
@@ -126,18 +127,19 @@ class _Writer(Versions):
             target, args = replay, (self._state(first), first.target, *args)
         fresh = self.call(target, args, kwargs, first, at)
         fresh.meta["again"], fresh.meta["again_target"] = first.name, name_of(first.target)  # for reports
-        moved = self.moved(first, {})
-        fresh.meta["val"] = moved if isinstance(moved, torch.Tensor) else moved[:count]
-        renewed = [node for node in self.results(first) if self.memory.storage_of(node).name in again.renews]
-        missing = set(again.renews).difference(self.memory.storage_of(node).name for node in renewed)
+        if not isinstance(first.meta["val"], torch.Tensor):
+            fresh.meta["val"] = first.meta["val"][:count]
+        fresh.meta[STORAGES] = renewed(ids_of(first)[: len(list(tensors_of(fresh)))])
+        results = [node for node in self.results(first) if self.memory.storage_of(node).name in again.renews]
+        missing = set(again.renews).difference(self.memory.storage_of(node).name for node in results)
         if missing:
             raise PlanError(f"{again.operator} does not make the storage {min(missing)!r}")
-        for node in renewed:
+        for node in results:
             self.renew(node, fresh if node is first else self._picked(node, fresh, at))
 
     def _picked(self, pick: fx.Node, fresh: fx.Node, at: fx.Node) -> fx.Node:
         made = self.call(operator.getitem, (fresh, pick.args[1]), {}, pick, at)
-        made.meta["val"] = fresh.meta["val"][pick.args[1]]
+        made.meta[STORAGES] = (id_of(fresh, pick.args[1]),)  # type: ignore[arg-type]
         return made
 
     def _state(self, first: fx.Node) -> fx.Node:

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, identity
+from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.graph.rewrite import mode_of, placed_in
+from roamc.graph.storage_ids import STORAGES, ids_of
 from roamc.operators import ops
-
-PLACE = torch.uint8
-"""Dtype of the fake tensors whose storages serve for tensors of any dtype."""
 
 
 class Versions:
@@ -87,9 +85,18 @@ class Versions:
         if node.target is operator.getitem:  # only single tensors pass from forward to backward
             now.append(made)
             self.phase[made.name] = self.phase[now.name]
-        (_, old), (_, new) = next(tensors_of(base)), next(tensors_of(now))
-        made.meta["val"] = self.moved(node, {identity(old): new.untyped_storage()})
+        if now.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
+            made.meta["val"] = self._view_of(node.meta["val"], now.meta["val"])
+        (old, *_), (new, *_) = ids_of(base), ids_of(now)
+        made.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
         return made
+
+    def _view_of(self, view: Any, base: torch.Tensor) -> Any:
+        """Fake tensors like ``view``, a tensor or several, at the same offsets in the storage of ``base``."""
+        if not isinstance(view, torch.Tensor):
+            return type(view)(self._view_of(one, base) for one in view)
+        with self.mode:
+            return placed_in(view, base.untyped_storage())
 
     def renew(self, node: fx.Node, version: fx.Node) -> None:
         """Make ``version`` the newest version of ``node``: later calls of :meth:`version` and :meth:`redirect` use it.
@@ -111,36 +118,13 @@ class Versions:
         """Insert the call ``target(*args, **kwargs)`` in front of ``at``, in the phase of ``at``, and return its node.
 
         The node gets the name of ``like``, made unique by FX, and a copy of the ``meta`` of ``like``. The caller must
-        replace the fake value ``meta["val"]``, which is still that of ``like``.
+        replace the storage ids, which are still those of ``like``, and may keep the fake value.
         """
         with self.graph.graph.inserting_before(at):
             made = self.graph.graph.create_node("call_function", target, args, kwargs, name=like.name)
         made.meta = dict(like.meta)
         self.phase[made.name] = self.phase[at.name]
         return made
-
-    def moved(self, node: fx.Node, storages: dict[int, torch.UntypedStorage]) -> Any:
-        """Return fake results with the geometry of the results of ``node``, in other storages.
-
-        Args:
-            node: the node; stays as it is.
-            storages: identity of each old storage (:func:`roamc.compat.identity`) to the storage that takes its place.
-                For an old storage without an entry a new fake storage is made and added to ``storages``.
-
-        Returns:
-            A tensor, or a tuple or list like ``node.meta["val"]`` in which entries other than tensors are the same.
-        """
-        value = node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            return self._move(value, storages)
-        return type(value)(self._move(v, storages) if isinstance(v, torch.Tensor) else v for v in value)
-
-    def _move(self, old: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        with self.mode:
-            if identity(old) not in storages:
-                count = int(old.untyped_storage().nbytes())
-                storages[identity(old)] = torch.empty(count, dtype=PLACE, device=old.device).untyped_storage()
-            return placed_in(old, storages[identity(old)])
 
     def finished(self) -> TrainGraph:
         """Erase nodes without readers, and return the graph with ``phase``, ``waits`` and ``saved`` brought up to date.

@@ -19,6 +19,7 @@ from roamc.graph import Phase, Port, Role, TrainGraph, operators
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import Place, build_memory
 from roamc.graph.rewrite import Writer
+from roamc.graph.storage_ids import number
 from roamc.options import Options
 from roamc.planning import search
 from roamc.runtime.program import Whole
@@ -87,6 +88,7 @@ def test_constant_that_is_returned_is_a_constant_of_the_program() -> None:
     graph.output((double, mesh))
     like = next(iter(traced(lambda x: x, X).graph.nodes)).meta["val"]
     x.meta["val"], double.meta["val"], mesh.meta["val"] = like, like.new_empty(like.shape), None
+    number(graph)
     ports = (Port("output[0]", Role.OUTPUT), Port("output[1]", Role.OUTPUT))
     root = fx.GraphModule({"mesh": nn.Module()}, graph)
     hand = TrainGraph("hand", root, (Port("x", Role.INPUT),), ports, {double.name: Phase.FORWARD})
@@ -257,6 +259,7 @@ def hand_made(names: list[str], calls: Callable[[Writer, fx.Node], fx.Node]) -> 
         node.name = name
     phase = dict.fromkeys((node.name for node in operators(graph)), Phase.FORWARD)
     module = fx.GraphModule({}, graph)
+    number(graph)
     return TrainGraph("hand", module, (Port("x", Role.INPUT),), (Port("y", Role.OUTPUT),), phase)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from roamc import Options
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
+from roamc.graph.storage_ids import number_result
 from roamc.graph.value_flow import check, read
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.operators.random import replay, save_rng_state
@@ -166,6 +167,7 @@ def test_rerun_of_a_collective_is_refused() -> None:
     with graph.graph.inserting_before(cos):
         again = graph.graph.node_copy(first, lambda node: node)
     again.meta["val"] = first.meta["val"].clone()
+    number_result(again)
     cos.args = (again,)
     refused(graph, before, r"cos through all_reduce_2, which would run an operator again that may give other bits")
 
@@ -287,6 +289,7 @@ def test_write_that_nobody_asked_for() -> None:
     with graph.graph.inserting_before(cos):
         more = graph.graph.call_function(aten.neg_.default, (cos.args[0],))
     more.meta["val"] = cos.args[0].meta["val"]
+    number_result(more)
     refused(graph, before, r"cos would read what neg_.* has written and not x_1 as the caller gives it")
 
 
@@ -417,6 +420,7 @@ def test_code_of_another_value() -> None:
     for node in coded:
         with node.meta["val"].fake_mode:
             node.meta["val"] = node.target(*fx.map_arg(node.args, lambda argument: argument.meta["val"]))
+        number_result(node)
     refused(after, before, "where_2 would read the result of gt_decode.* and not the result of gt,")
 
 
@@ -485,6 +489,7 @@ def test_a_copy_in_other_strides_is_not_what_was_copied() -> None:
         other = graph.graph.call_function(aten.as_strided.default, (sin, [6, 6], [6, 1], 0))
     with sin.meta["val"].fake_mode:
         other.meta["val"] = aten.as_strided.default(sin.meta["val"], [6, 6], [6, 1], 0)
+    number_result(other)
     cos.replace_input_with(copy, other)
     after = graph.replace(phase={**graph.phase, other.name: graph.phase["cos"]})
     refused(after, before, "cos would read the result of sin and not what copy_ has written")

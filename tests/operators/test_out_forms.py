@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from roamc import compat
+from roamc.graph.storage_ids import addresses_of
 from roamc.operators import ops
 from roamc.operators.kernels import KERNELS
 from roamc.operators.out_variants import ALLOCATE, FormKind, form_of
@@ -148,7 +149,9 @@ class Checked:
             return
         node = node_of(target, call, tuple(expected) if len(expected) != 1 else expected[0])
         form = form_of(node, len(births))
-        positions = ops.may_overwrite(node) if form.kind is not FormKind.ALLOCATE and len(births) == 1 else ()
+        positions = (
+            ops.may_overwrite(node, addresses_of) if form.kind is not FormKind.ALLOCATE and len(births) == 1 else ()
+        )
         over = [at for at in positions if is_reusable(call, at, expected[0])]
         for position in (None, *over):
             with warnings.catch_warnings(record=True) as said:
@@ -334,9 +337,9 @@ def test_a_reduced_loss_writes_its_one_number_only(loss: Any, reduction: int) ->
 def test_complex_numbers_are_not_written_over() -> None:
     node = fx.Graph().call_function(aten.div.Tensor, ())
     node.meta["val"] = torch.empty(2)
-    assert ops.may_overwrite(node) == (0, 1)
+    assert ops.may_overwrite(node, addresses_of) == (0, 1)
     node.meta["val"] = torch.empty(2, dtype=torch.complex64)
-    assert ops.may_overwrite(node) == ()
+    assert ops.may_overwrite(node, addresses_of) == ()
 
 
 def test_what_is_read_through_another_argument_is_not_written_over() -> None:
@@ -351,7 +354,7 @@ def test_what_is_read_through_another_argument_is_not_written_over() -> None:
         return made
 
     x, y, z = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
-    assert ops.may_overwrite(node(aten.addmm.default, x, y, z)) == (0,)
-    assert ops.may_overwrite(node(aten.addmm.default, x, x, z)) == ()
-    assert ops.may_overwrite(node(aten.addmm.default, x, y, x[:])) == ()
-    assert ops.may_overwrite(node(aten.mul.Tensor, x, x)) == (0, 1)
+    assert ops.may_overwrite(node(aten.addmm.default, x, y, z), addresses_of) == (0,)
+    assert ops.may_overwrite(node(aten.addmm.default, x, x, z), addresses_of) == ()
+    assert ops.may_overwrite(node(aten.addmm.default, x, y, x[:]), addresses_of) == ()
+    assert ops.may_overwrite(node(aten.mul.Tensor, x, x), addresses_of) == (0, 1)

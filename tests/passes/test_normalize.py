@@ -16,6 +16,7 @@ from torch.testing import FileCheck
 from roamc import compat
 from roamc.errors import PlanError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, placeholders
+from roamc.graph.storage_ids import number
 from roamc.graph.verify import check_graph, constraints
 from roamc.operators import ops
 from roamc.options import Options
@@ -131,6 +132,7 @@ def test_dropout_on_a_gpu_stays_one_kernel() -> None:
     with mode:
         x = torch.empty(4, 4, device="cuda")
     module = compat.trace(dropouts(0.3), [x], mode)
+    number(module.graph)
     inputs = tuple(Port(node.name, Role.INPUT) for node in placeholders(module.graph))
     FileCheck().check_count("aten.native_dropout.default", 2, exactly=True).run(str(module.graph))
     phase = dict.fromkeys((node.name for node in operators(module.graph)), Phase.FORWARD)
