@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, OpOverload, identity, suggested_format
+from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
+from roamc.graph.storage_ids import addresses
 from roamc.operators import ops, pointwise
 from roamc.operators.fakes import statistics_dtype
 from roamc.operators.table import Strides
@@ -136,8 +137,8 @@ def _astray(node: fx.Node) -> bool:
     torch replaces a product with a number by one with a tensor, where the number becomes an input, and leaves the views
     of the product as they were noted.
     """
-    read = {identity(tensor) for argument in node.all_input_nodes for _, tensor in tensors_of(argument)}
-    return bool(read) and any(identity(tensor) not in read for _, tensor in tensors_of(node))
+    read = addresses(node.all_input_nodes)
+    return bool(read) and not addresses([node]) <= read
 
 
 def _derive(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) -> Any:
