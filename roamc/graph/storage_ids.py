@@ -15,7 +15,7 @@ the two. :mod:`roamc.graph.verify` checks that ids, fake tensors and the operato
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,14 +105,16 @@ def id_of(node: fx.Node, position: int = 0) -> StorageId:
     return next(storage for at, _, storage in placed(node) if at == position)
 
 
-def placed(node: fx.Node) -> Iterator[tuple[int, torch.Tensor, StorageId]]:
-    """Yield (position, fake tensor, id of its storage) for each result of ``node`` that is a tensor.
+def placed(node: fx.Node) -> Sequence[tuple[int, torch.Tensor, StorageId]]:
+    """Return (position, fake tensor, id of its storage) for each result of ``node`` that is a tensor.
 
     Raises:
         VerifyError: nobody gave ``node`` ids.
     """
-    for (position, tensor), storage in zip(tensors_of(node), ids_of(node), strict=True):
-        yield position, tensor, storage
+    value, ids = node.meta.get("val"), ids_of(node)
+    if isinstance(value, torch.Tensor):
+        return ((0, value, ids[0]),)
+    return [(*found, storage) for found, storage in zip(tensors_of(node), ids, strict=True)] if ids else ()
 
 
 def all_ids(nodes: Iterable[fx.Node | None]) -> set[StorageId]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from roamc.compat import OpOverload, fake_mode_of
 from roamc.graph.memory import fills_storage
-from roamc.graph.storage_ids import StorageId, ids_of, lie_in, placed
+from roamc.graph.storage_ids import STORAGES, StorageId, lie_in, placed
 from roamc.operators import ops
 from roamc.operators.schemas import relative
 
@@ -67,7 +67,7 @@ class Numbers:
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
         """Return the place of each tensor among the results of ``node``."""
-        value, ids = node.meta.get("val"), ids_of(node)
+        value, ids = node.meta.get("val"), node.meta.get(STORAGES)
         known = self._tensors.get(id(ids))
         if known is None or known[0] is not ids or known[1] is not value:
             known = self._tensors[id(ids)] = ids, value, tuple(self._place(*one) for one in placed(node))

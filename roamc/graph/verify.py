@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +79,11 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     _check_phases(graph, after)
     _check_finished(graph, after)
     _check_order(graph, after, kept or Constraints())
+    if deep:
+        _check_metadata(graph, after)
     _check_aliases(graph, after)
     _check_read(graph, after)
     _check_reuse(graph, after)
-    if deep:
-        _check_metadata(graph, after)
-    _check_storages(graph, after)
 
 
 def storage_lives(graph: TrainGraph) -> dict[str, Life]:
@@ -131,7 +131,7 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
 def _check_numbered(graph: TrainGraph, after: str) -> None:
     """Check that every tensor of every node has a storage id."""
     for node in graph.graph.nodes:
-        tensors, ids = len(list(tensors_of(node))), node.meta.get(STORAGES, ())
+        tensors, ids = sum(1 for _ in tensors_of(node)), node.meta.get(STORAGES, ())
         if len(ids) != tensors:
             _fail(graph, after, node, f"{node.name} has {len(ids)} storage ids for {tensors} tensors")
 
@@ -220,45 +220,44 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
 
 
 def _check_aliases(graph: TrainGraph, after: str) -> None:
-    """Check that results share storage with an input only where the operator table says so, and picks always do."""
-    for node in operators(graph.graph):
-        rule = ops.rule(node.target)
-        inputs = {identity(t) for argument in node.all_input_nodes for _, t in tensors_of(argument)}
-        shared = [identity(tensor) in inputs for _, tensor in tensors_of(node)]
-        if node.target is operator.getitem and not all(shared):
-            _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
-        if shared and any(shared) and not (rule.view_of or rule.mutates):
-            what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
-            _fail(graph, after, node, what)
-
-
-def _check_storages(graph: TrainGraph, after: str) -> None:
-    """Check that storage ids agree with the fake tensors; :func:`_check_aliases` holds these to the operator table.
+    """Check that storage ids, fake tensors and the operator table agree on what shares memory.
 
     Inputs share an id exactly if their fake tensors share memory. A result has the id of an argument exactly if its
-    fake tensor lies in that argument's; any other result has an id that no value before it has. The fake tensors of a
-    second run may be those of the first.
+    fake tensor lies in that argument's, which the operator table must allow; any other result has an id that no value
+    before it has. The fake tensors of a second run may be those of the first.
     """
-    given: dict[int, StorageId] = {}  # address of the fake storage of an input or constant to its id
+    inputs: dict[int, StorageId] = {}  # address of the fake storage of an input or constant to its id
     known: set[StorageId] = set()
     for node in graph.graph.nodes:
         around: dict[int, set[StorageId]] = {}  # address of the fake storage of an argument to its ids
         for argument in node.all_input_nodes if node.op == "call_function" else ():
             for _, tensor, storage in placed(argument):
                 around.setdefault(identity(tensor), set()).add(storage)
-        made = {} if node.op == "call_function" else given
-        for _, tensor, storage in placed(node):
-            address = identity(tensor)
+        results = [(identity(tensor), tensor, storage) for _, tensor, storage in placed(node)]
+        if node.op == "call_function":
+            _check_sharing(graph, after, node, [address in around for address, _, _ in results])
+        made = {} if node.op == "call_function" else inputs
+        for address, tensor, storage in results:
             if address in around:
                 agrees = storage in around[address]
             elif address in made:
-                agrees = made[address] == storage
+                agrees = storage == made[address]
             else:
+                agrees = storage not in known and storage.nbytes == tensor.untyped_storage().nbytes()
                 made[address] = storage
-                agrees = storage not in known
             known.add(storage)
-            if not agrees or storage.nbytes != tensor.untyped_storage().nbytes():
+            if not agrees:
                 _fail(graph, after, node, f"{node.name} lies in another storage than its storage id says")
+
+
+def _check_sharing(graph: TrainGraph, after: str, node: fx.Node, shared: Sequence[bool]) -> None:
+    """Check an operator of which result k shares storage with an argument if ``shared[k]``, and a pick, which must."""
+    rule = ops.rule(node.target)
+    if node.target is operator.getitem and not all(shared):
+        _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
+    if any(shared) and not (rule.view_of or rule.mutates):
+        what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
+        _fail(graph, after, node, what)
 
 
 def _check_read(graph: TrainGraph, after: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, tensors_of
+from roamc.graph.storage_ids import STORAGES
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from tests.graphs import traced
@@ -87,7 +88,8 @@ def outputs_exchanged(graph: TrainGraph) -> TrainGraph:
 
 
 def noted_as_another_tensor(graph: TrainGraph) -> TrainGraph:
-    node_of(graph, aten.cos.default).meta["val"] = node_of(graph, aten.sin.default).meta["val"]
+    cos, sin = node_of(graph, aten.cos.default), node_of(graph, aten.sin.default)
+    cos.meta = {**cos.meta, STORAGES: sin.meta[STORAGES]}
     return graph.replace()
 
 
@@ -131,7 +133,7 @@ FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph], str]] = {
     "draws are exchanged": ("reorder", draws_exchanged, "must stay behind"),
     "read before it is made": ("reorder", read_before_it_is_made, "malformed"),
     "outputs are exchanged": ("reorder", outputs_exchanged, "output 0"),
-    "noted as another tensor": ("reorder", noted_as_another_tensor, "would read|shares storage"),
+    "noted as another tensor": ("reorder", noted_as_another_tensor, "would read|lies in another storage"),
     "written over what lives": (
         "reuse",
         functools.partial(written_over, aten.cos.default),
