@@ -15,7 +15,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.graph.rewrite import mode_of, placed_in
 from roamc.graph.storage_ids import STORAGES, ids_of
@@ -86,7 +86,7 @@ class Versions:
             now.append(made)
             self.phase[made.name] = self.phase[now.name]
         if now.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
-            made.meta["val"] = self._view_of(node.meta["val"], now.meta["val"])
+            made.meta["val"] = self._view_of(node.meta["val"], next(tensors_of(now))[1])
         (old, *_), (new, *_) = ids_of(base), ids_of(now)
         made.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
         return made
