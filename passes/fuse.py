@@ -26,6 +26,7 @@ from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
+from roamc.graph.storage_ids import STORAGES, id_of
 from roamc.operators import blocks, ops
 from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
@@ -247,7 +248,8 @@ def _write_several(
     views = [node for node in members if node not in results and _read_outside(node, inside)]
     with graph.inserting_before(place):
         node = graph.create_node("call_function", group[0], tuple(group[1]), name=f"{results[-1].name}_group")
-    node.meta = {**results[-1].meta, "val": tuple(result.meta["val"] for result in results)}
+    values, ids = (tuple(result.meta["val"] for result in results), tuple(id_of(result) for result in results))
+    node.meta = {**results[-1].meta, "val": values, STORAGES: ids}
     behind = node
     for member in [*results, *views]:
         if member in results:

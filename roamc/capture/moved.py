@@ -27,6 +27,7 @@ from roamc.compat import OpOverload, identity, with_bits
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph, attribute, source_line
 from roamc.graph.rewrite import given
+from roamc.graph.storage_ids import number
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected, derived_anew
 from roamc.operators.effects import with_effect
@@ -104,6 +105,7 @@ def moved(graph: TrainGraph, device: torch.device) -> TrainGraph:
     mover = _Mover(graph, device)
     for node in list(graph.graph.nodes):
         mover.move(node)
+    number(graph.graph)
     phase = dict(graph.phase)
     phase |= {copy: phase[reader] for copy, reader in mover.copies.items()}
     return graph.replace(phase=phase, notes=(*graph.notes, NOTE))

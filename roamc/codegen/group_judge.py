@@ -21,6 +21,8 @@ from roamc.codegen.kernel_judge import judge_kernel
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages
+from roamc.graph.storage_ids import StorageId
+from roamc.graph.storage_ids import placed as placed_of
 from roamc.operators.block_source import Text
 from roamc.operators.fused import Fused
 from roamc.operators.gpu.kernel import KernelText
@@ -54,7 +56,7 @@ def check_groups(graph: TrainGraph) -> None:
         if wrong:
             raise VerifyError(f"group {group.name}: {wrong}; {way_out('fuse')}")
         places = memory.places(arguments, group)
-        outs = [memory.place(tensor) for _, tensor in tensors_of(node)]
+        outs = memory.results(node)
         key = key_of(group, graph.threads, places, outs)
         if key not in good:
             check_group(group, graph.threads, places, outs)
@@ -125,19 +127,21 @@ class _Memory:
 
     def __init__(self, graph: TrainGraph) -> None:
         self._shared = SharedStorages(graph)
-        self._offset: dict[int, Bytes] = {}
+        self._offset: dict[StorageId, Bytes] = {}
         placed = graph.layout.offset if graph.layout is not None else {}
-        named: set[int] = set()
+        named: set[StorageId] = set()
         for node in graph.graph.nodes:
-            for position, tensor in tensors_of(node):
-                storage, name = self._shared.of(tensor), storage_name(node, position)
+            for position, _, own in placed_of(node):
+                storage, name = self._shared.of(own), storage_name(node, position)
                 if storage not in named and name in placed:
                     self._offset[storage] = placed[name]
                 named.add(storage)
 
-    def place(self, tensor: torch.Tensor) -> Place:
-        """Return where ``tensor`` lies: in the arena, or in a storage of its own."""
-        storage = self._shared.of(tensor)
+    def results(self, node: fx.Node) -> list[Place]:
+        """Return where the results of ``node`` lie: in the arena, or in storages of their own."""
+        return [self._place(tensor, self._shared.of(storage)) for _, tensor, storage in placed_of(node)]
+
+    def _place(self, tensor: torch.Tensor, storage: StorageId) -> Place:
         inside = int(tensor.storage_offset()) * tensor.itemsize
         if storage in self._offset:
             return Place("arena", self._offset[storage] + inside)
@@ -147,9 +151,8 @@ class _Memory:
         """Return where the arguments of a group lie; one that is copied first has memory of its own."""
         found = []
         for argument, expected in zip(arguments, placeholders(group.body), strict=True):
-            tensor = tensor_of(argument)
-            same = _geometry(tensor) == _geometry(tensor_of(expected))
-            found.append(self.place(tensor) if same else Place(("copy of", argument)))
+            same = _geometry(tensor_of(argument)) == _geometry(tensor_of(expected))
+            found += self.results(argument) if same else [Place(("copy of", argument))]
         return found
 
 
