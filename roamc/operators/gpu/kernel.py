@@ -382,8 +382,10 @@ class _Kernel:
 
 
 def written_as(node: fx.Node, frame: Matrix) -> Access:
-    """Return where the elements of a result lie; raises DoesNotPrintError if some share memory."""
+    """Return where the elements of a result lie; raises DoesNotPrintError unless it is one tensor without overlaps."""
     made = node.meta["val"]
+    if not isinstance(made, torch.Tensor):
+        raise DoesNotPrintError(f"{node.name} has several results")
     written = access_of(made, made.shape, frame.columns)
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
