@@ -15,6 +15,7 @@ from roamc.capture.sharing import Half
 from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER, build_memory
 from roamc.graph.rewrite import mode_of
+from roamc.graph.storage_ids import number
 from tests.end_to_end.helpers import assert_same, noise
 from tests.graphs import assert_same as assert_bits
 from tests.graphs import clones, run_real, traced
@@ -152,7 +153,9 @@ def in_place(graph: TrainGraph, named: tuple[str, ...] = ()) -> tuple[str, ...]:
     mode = mode_of(graph.graph)
     assert mode is not None
     half = Half(graph.graph, mode, graph.phase, named)
-    return tuple(node.name for node in list(graph.graph.nodes) if to_callers(half, node))
+    written = tuple(node.name for node in list(graph.graph.nodes) if to_callers(half, node))
+    number(graph.graph)
+    return written
 
 
 @pytest.mark.parametrize(

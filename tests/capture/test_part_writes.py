@@ -14,6 +14,7 @@ from roamc.capture.part_writes import to_parts
 from roamc.capture.sharing import Half
 from roamc.graph.memory import WROTE_OVER, build_memory
 from roamc.graph.rewrite import mode_of
+from roamc.graph.storage_ids import number
 from roamc.operators import ops
 from tests.graphs import assert_same, clones, run_real, traced
 from tests.operator_calls import rows_with
@@ -132,6 +133,7 @@ def by_itself(function: Callable[..., Any], *, phases: str = "", marked: bool = 
     for node in list(graph.graph.nodes):
         gone += to_parts(half, node) if node.name not in gone else []
     graph.module.recompile()
+    number(graph.graph)
     return graph, len(gone)
 
 
