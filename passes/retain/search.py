@@ -23,6 +23,7 @@ from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, validate
+from roamc.solvers.status import Status
 from roamc.units import Bytes, Seconds
 
 
@@ -151,7 +152,7 @@ class Choice:
             ),
             peak_bytes=int(solution.peak_bytes),
             added_seconds=float(solution.seconds),
-            bound_seconds=float(solution.bound_seconds) if math.isfinite(solution.bound_seconds) else 0.0,
+            bound_seconds=float(solution.bound_seconds) if solution.status is not Status.INFEASIBLE else 0.0,
             status=str(solution.status.value),
             allowed=self.allowed,
             codes=tuple(

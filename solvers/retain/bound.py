@@ -60,6 +60,7 @@ class _Forms(NamedTuple):
     """The problem's offers as arrays, m of them.
 
     buffer: int64[m].  nbytes: int64[m].  seconds: float64[m].
+    decoded: by offer, the steps of the readers that read what is made of the smaller form.
     moved: by read, as the order lists them: whether some offer lets this reader read something else.
     less: int64, by read: by how much smaller that may be.
     """
@@ -67,6 +68,7 @@ class _Forms(NamedTuple):
     buffer: LongArray
     nbytes: LongArray
     seconds: FloatArray
+    decoded: tuple[list[Step], ...]
     moved: BoolArray
     less: LongArray
 
@@ -103,6 +105,7 @@ class _Network:
     whole: int64[w], those of them with a smaller form, and with a second arc for readers of the buffer itself.
     timed: int64[t], the operators with arcs of seconds.
     needed: bytes of the buffers made before v and read behind it, without `free`: the most that can be kept.
+    waits: bool[offers], whether the smaller form of each is read behind v.
     """
 
     step: Step
@@ -114,6 +117,7 @@ class _Network:
     whole: LongArray
     timed: LongArray
     needed: Bytes
+    waits: BoolArray
 
 
 @dataclass(eq=False)
@@ -142,6 +146,7 @@ class Bounds:
     work: int = 0
     _smaller: BoolArray = field(init=False)
     _forms: _Forms = field(init=False)
+    _idle: BoolArray = field(init=False)
     _made: dict[tuple[Step, float], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,7 +155,9 @@ class Bounds:
         self._forms = _forms_of(self.problem, self.order)
         self._smaller = np.zeros(self.order.num_buffers, dtype=np.bool_)
         self._smaller[self._forms.buffer[self._forms.nbytes < self.order.size[self._forms.buffer]]] = True
-        self.alone = int((operator_bound(self.order) - self._read_smaller()).max(initial=0))
+        self._idle = _left_out(self.problem, self.order, self._forms)
+        alone = operator_bound(self.order) - self._read_smaller()
+        self.alone = int(alone[~self._idle].max(initial=0))
         self.networks = []
 
     def _read_smaller(self) -> LongArray:
@@ -167,7 +174,8 @@ class Bounds:
         """
         spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
-        hottest = np.argsort(-live, kind="stable")[: spacing * self.effort.bound_candidates : spacing]
+        steps = np.argsort(-live, kind="stable")
+        hottest = steps[~self._idle[steps]][: spacing * self.effort.bound_candidates : spacing]
         sure = reachability_bound(self.order, hottest.astype(np.int32))
         most = self.effort.bound_operators if count is None else count
         chosen = hottest[np.argsort(-sure, kind="stable")[:most]]
@@ -244,7 +252,8 @@ class Bounds:
         before = place[order.producer] == -1
         read_here, read_later = np.zeros_like(order.kept), np.zeros_like(order.kept)
         read_here[buffer[order.consumer == step]] = True
-        read_later[buffer[place[order.consumer] == 1]] = True
+        behind_here = (place[order.consumer] == 1) & ~self._idle[order.consumer]
+        read_later[buffer[behind_here]] = True
         free = before & (read_here | order.kept)
         here = free | (order.producer == step)
         fixed = int(order.size[here].sum() + order.workspace[step] - most_reused(order)[step])
@@ -257,7 +266,7 @@ class Bounds:
         end = np.where(dropped, node_of_op[order.producer], _SINK)
         needed = before & ~free & read_later
         reads = again[order.consumer] & before[buffer] & ~free[buffer]
-        behind = (place[order.consumer] == 1) & needed[buffer]
+        behind = behind_here & needed[buffer]
         timed = np.flatnonzero(again)
         as_read = self._as_read(buffer)
         tail = [2 + priced, self._whole(whole), self._whole(whole), np.full(int(behind.sum()), _SOURCE)]
@@ -274,6 +283,7 @@ class Bounds:
             whole=whole,
             timed=timed,
             needed=int(order.size[needed].sum()),
+            waits=np.array([(place[steps] == 1).any() for steps in self._forms.decoded], dtype=np.bool_),
         )
 
     def _whole(self, buffer: LongArray) -> LongArray:
@@ -299,7 +309,7 @@ class Bounds:
         order = self.order
         seconds = self.problem.seconds[self.problem.sequence]
         per_byte, per_second = (1.0, self._tiny(seconds)) if rate == math.inf else (rate, 1.0)
-        size, extra = self._cheapest(per_byte, per_second)
+        size, extra = self._cheapest(network, per_byte, per_second)
         least = size * per_byte + extra * per_second
         price = np.concatenate([least[network.priced], (order.size * per_byte - least)[network.whole]])
         time = seconds[network.timed] * per_second
@@ -328,13 +338,14 @@ class Bounds:
             kept | network.free,
         )
 
-    def _cheapest(self, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
+    def _cheapest(self, network: _Network, per_byte: float, per_second: float) -> tuple[LongArray, FloatArray]:
         """Return the bytes, and the seconds of its offer, of every buffer in the form that costs least."""
         size, extra, forms = self.order.size.copy(), np.zeros(self.order.num_buffers), self._forms
-        costs = forms.nbytes * per_byte + forms.seconds * per_second
+        nbytes = np.where(network.waits, forms.nbytes, 0)
+        costs = nbytes * per_byte + forms.seconds * per_second
         dearest = np.argsort(-costs, kind="stable")
         for row in dearest[(costs < size[forms.buffer] * per_byte)[dearest]]:  # the cheapest of a buffer comes last
-            size[forms.buffer[row]], extra[forms.buffer[row]] = forms.nbytes[row], forms.seconds[row]
+            size[forms.buffer[row]], extra[forms.buffer[row]] = nbytes[row], forms.seconds[row]
         return size, extra
 
     def _tiny(self, seconds: FloatArray) -> float:
@@ -358,9 +369,27 @@ def _forms_of(problem: RetainProblem, order: OrderProblem) -> _Forms:
         buffer=np.array([offer.buffer for offer in problem.offers], dtype=np.int64),
         nbytes=np.array([offer.nbytes for offer in problem.offers], dtype=np.int64),
         seconds=np.array([offer.seconds for offer in problem.offers], dtype=np.float64),
+        decoded=tuple([int(step[reader]) for reader in offer.decoded_for] for offer in problem.offers),
         moved=moved,
         less=less,
     )
+
+
+def _left_out(problem: RetainProblem, order: OrderProblem, forms: _Forms) -> BoolArray:
+    """Return for each step whether its operator may be left out: offers may take all readers of its results away."""
+    idle = problem.idle[problem.sequence] & bool(problem.offers)
+    buffer = np.repeat(np.arange(order.num_buffers), np.diff(order.consumer_start))
+    makes = np.zeros(order.num_ops, dtype=np.bool_)
+    makes[order.producer] = True
+    idle &= makes
+    while True:
+        stays = order.kept.copy()
+        stays[buffer[~forms.moved & ~idle[order.consumer]]] = True
+        left = idle.copy()
+        left[order.producer[stays]] = False
+        if (left == idle).all():
+            return idle
+        idle = left
 
 
 @compiled

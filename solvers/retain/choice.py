@@ -155,7 +155,7 @@ class Choice:
         return solution.peak_bytes <= budget and solution.seconds <= bound + self.effort.enough_share * step
 
     def _fewer(self, solution: RetainSolution, budget: Bytes) -> Taken:
-        """Those of its offers that the solution needs; () if it needs all of them or misses the budget."""
+        """Those of its offers that the solution needs; () if it needs all of them or none, or misses the budget."""
         if not solution.taken or solution.peak_bytes > budget:
             return ()
         needless = self._needless(solution, budget)
@@ -205,7 +205,7 @@ def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
 def _bounded(solution: RetainSolution, budget: Bytes, bound: Seconds) -> RetainSolution:
     """The solution with the bound over all offers, and the status that follows; its search knew one set of offers."""
     if solution.peak_bytes > budget:
-        return replace(solution, bound_seconds=0.0)
+        return replace(solution, bound_seconds=bound)
     if solution.seconds <= bound * (1 + CLOSE):  # nothing adds less
         return replace(solution, bound_seconds=solution.seconds, status=Status.OPTIMAL)
     status = Status.GAP if solution.status is Status.OPTIMAL else solution.status

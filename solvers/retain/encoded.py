@@ -135,6 +135,9 @@ class _Writer:
         if not any(self._unread(op) for op in pending):
             return dead
         reads = reads_of(self.order).lists()
+        for first, offer in zip(self.firsts, self.offers, strict=True):
+            for reader, own in offer.instead:
+                reads[reader].append(first + own)
         while pending:
             op = pending.pop()
             if op in dead or not self._unread(op):
@@ -142,7 +145,8 @@ class _Writer:
             dead.add(op)
             for buffer in reads[op]:
                 self.readers[buffer].pop(op, None)
-                pending.append(self.producer[buffer])
+                if self.producer[buffer] < self.order.num_ops:
+                    pending.append(self.producer[buffer])
         return dead
 
     def _unread(self, op: OpIndex) -> bool:

@@ -106,6 +106,12 @@ class Offer:
         """Return the bytes that a reader in `instead` reads in place of the buffer."""
         return sum(self.made[own].size for op, own in self.instead if op == reader)
 
+    @cached_property
+    def decoded_for(self) -> tuple[OpIndex, ...]:
+        """The readers that read what is made of the smaller form: all in `instead` but those that take a stand-in."""
+        parts = [each.part for each in self.operators for _ in each.makes]
+        return tuple(reader for reader, own in self.instead if parts[own] is not Part.STAND_IN)
+
     def price(self, per_byte: float) -> Seconds:
         """Return what it costs at a price of `per_byte` seconds for each byte that waits."""
         return self.seconds + self.nbytes * per_byte

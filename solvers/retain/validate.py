@@ -61,11 +61,11 @@ class RetainReport:
         return self.verdict is RetainVerdict.GOOD
 
 
-def validate(problem: RetainProblem, budget: int, solution: RetainSolution, offers: float = 0.0) -> RetainReport:
+def validate(problem: RetainProblem, budget: int, solution: RetainSolution, offer_seconds: float = 0.0) -> RetainReport:
     """Judge a solution of `problem` for a budget in bytes.
 
     Where the solution takes offers, `problem` is the schedule with their operators in it, which the judge takes as
-    given, and `offers` are the seconds that they add.
+    given, and `offer_seconds` are the seconds that they add.
 
     A bad solution raises nothing: the verdict of the report names its first fault. A solution with the status
     INFEASIBLE is good only if its peak is above the budget.
@@ -74,7 +74,7 @@ def validate(problem: RetainProblem, budget: int, solution: RetainSolution, offe
     if fault is not None:
         return fault
     peak = max((live for _, live in schedule(problem, solution)), default=0)
-    seconds = offers + sum(float(problem.seconds[rerun.operator]) for rerun in solution.reruns)
+    seconds = offer_seconds + sum(float(problem.seconds[rerun.operator]) for rerun in solution.reruns)
     return _claim_fault(solution, budget, peak, seconds) or RetainReport(RetainVerdict.GOOD)
 
 

@@ -42,7 +42,25 @@ def offered(problem: RetainProblem, dice: random.Random) -> RetainProblem:
     for share, seconds in ((8, 1.0), (2, 0.1)):
         extra = [dice.choice([0.0, seconds]) for _ in size]
         offers += offers_of(problem, [nbytes // share for nbytes in size], extra, late.tolist())
-    return dataclasses.replace(problem, offers=tuple(one for one in offers if dice.random() < 0.7))
+    offers += [with_stand_ins(one, dice) for one in offers if dice.random() < 0.4]
+    idle = np.array([dice.random() < 0.5 for _ in range(problem.num_ops)])
+    kept = tuple(one for one in offers if dice.random() < 0.7)
+    return dataclasses.replace(problem, offers=kept, idle=idle)
+
+
+def with_stand_ins(offer: Offer, dice: random.Random) -> Offer:
+    """The offer with a stand-in of no bytes for some of its readers, or for all; nothing else is then made."""
+    shapes = tuple(reader for reader, _ in offer.instead if dice.random() < 0.6)
+    late = tuple(reader for reader, _ in offer.instead if reader not in shapes)
+    if not shapes:
+        return offer
+    stand_in = Extra(Part.STAND_IN, min(shapes), offer.buffer, 0.0, 0, True, (), (Made(0, False),))
+    made = tuple((reader, 2) for reader in shapes) + tuple((reader, 1) for reader in late)
+    if late:
+        encode, decode = offer.operators
+        anchored = dataclasses.replace(decode, anchor=min(late))
+        return dataclasses.replace(offer, operators=(encode, anchored, stand_in), instead=made)
+    return Offer(offer.buffer, 0, (stand_in,), tuple((reader, 0) for reader in shapes))
 
 
 def check(problem: RetainProblem, budget: int, found: RetainSolution) -> None:
@@ -133,6 +151,29 @@ def test_of_several_offers_the_price_decides() -> None:
     assert cheapest(rows, sizes, float("inf")) == (1,)
 
 
+@pytest.mark.parametrize(("budget", "seconds"), [(400, 0.0), (310, 1.0), (220, 2.0)])
+def test_of_equal_offers_those_that_the_budget_needs_are_taken(budget: int, seconds: float) -> None:
+    """Two buffers of 100 bytes wait while an operator makes 200; each has a form of 10 bytes for a second."""
+
+    def smaller(buffer: int, late: int) -> Offer:
+        encode = Extra(Part.ENCODE, buffer, 0, 0.5, 0, False, (buffer,), (Made(10, False),))
+        decode = Extra(Part.DECODE, late, 0, 0.5, 0, False, (~0,), (Made(100, False),))
+        return Offer(buffer, 10, (encode, decode), ((late, 1),))
+
+    buffers = [(100, 0, [3], False), (100, 1, [4], False)]
+    order = make_order([0] * 5, [(0, 2), (1, 2), (2, 3), (2, 4)], buffers, [0, 0, 200, 0, 0])
+    offers = [smaller(0, 3), smaller(1, 4)]
+    problem = make_problem(order, range(5), [1.0] * 5, [False] * 5, [False] * 2, offers=offers)
+    found = Choice(problem).solve(budget)
+    assert (found.peak_bytes, found.seconds, found.status) == (budget, seconds, Status.OPTIMAL)
+
+
+def test_budget_that_nothing_can_keep_has_an_infinite_bound() -> None:
+    problem = half_read()
+    found = Choice(problem).solve(1)
+    assert (found.status, found.bound_seconds) == (Status.INFEASIBLE, float("inf"))
+
+
 def half_read() -> RetainProblem:
     """Operators 0 to 5: 1 makes what 4 reads late, and 0 makes what 1 reads; nothing else reads either of them."""
     buffers = [(100, 0, [1], False), (100, 1, [4], False), (50, 2, [5], False), (1, 4, [5], False), (1, 5, [], True)]
@@ -150,6 +191,45 @@ def test_operators_whose_results_nobody_reads_any_more_are_left_out() -> None:
     assert form.num_ops == 5, "two operators less, one more"
     assert form.order.size.tolist() == [50, 2, 1, 1]
     assert Choice(half_read()).solve(120).peak_bytes == 53
+
+
+def test_bounds_leave_out_what_offers_may_leave_out() -> None:
+    bounds = Bounds(half_read())
+    bounds.look_at(100)
+    assert bounds.alone <= 53
+    assert bounds.seconds(53) == 0
+
+
+def test_no_form_waits_behind_the_last_reader_of_what_is_decoded() -> None:
+    """Buffer 0 is coded for operator 2; operator 5 needs only its shape, and nothing waits while 3 and 4 run."""
+    buffers = [(100, 0, [1, 2, 5], False), (1, 1, [2], False), (1, 2, [3], False), (200, 3, [4], False)]
+    order = make_order([0] * 6, [], [*buffers, (1, 4, [5], False), (1, 5, [], True)])
+    coded = (
+        Extra(Part.ENCODE, 1, 0, 1.0, 0, True, (0,), (Made(90, True),)),
+        Extra(Part.DECODE, 2, 0, 0.0, 0, True, (~0,), (Made(100, True),)),
+        Extra(Part.STAND_IN, 5, 1, 0.0, 0, True, (), (Made(1, True),)),
+    )
+    offer = Offer(0, 90, coded, ((2, 1), (5, 2)))
+    problem = make_problem(order, range(6), [5.0] * 6, [False] * 6, [False] * 6, offers=[offer])
+    found = Choice(problem).solve(203)
+    assert (found.peak_bytes, found.seconds, found.taken) == (201, 1.0, (0,))
+    assert found.bound_seconds <= 1.0
+
+
+def test_what_is_left_out_is_no_reader_of_another_offer() -> None:
+    """Operator 1 reads buffer 0 decoded, and goes because its own reader takes a stand-in."""
+    order = make_order(
+        [0] * 4, [], [(100, 0, [1, 3], False), (100, 1, [2], False), (1, 2, [3], False), (1, 3, [], True)]
+    )
+    coded = (
+        Extra(Part.ENCODE, 0, 0, 1.0, 0, True, (0,), (Made(10, True),)),
+        Extra(Part.DECODE, 1, 0, 1.0, 0, True, (~0,), (Made(100, True),)),
+    )
+    stand_in = Extra(Part.STAND_IN, 2, 0, 0.0, 0, True, (), (Made(1, True),))
+    offers = [Offer(0, 10, coded, ((1, 1), (3, 1))), Offer(1, 0, (stand_in,), ((2, 0),))]
+    idle = [False, True, False, False]
+    problem = make_problem(order, range(4), [1.0] * 4, [True] * 4, [True] * 3 + [False], None, idle, offers)
+    assert encoded(problem, (0, 1)).problem.num_ops == 6
 
 
 def test_form_may_be_made_of_what_is_there_anyway() -> None:
