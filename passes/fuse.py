@@ -47,10 +47,13 @@ class Effort:
     Attributes:
         least_bytes: fewest bytes of the largest value inside: four times those of a block.
         least_share: share of eager's peak bytes from which on a value need not be larger than the cache.
+        most_members: operators in a group at most. A kernel of more takes long to compile, and to choose: each operator
+            that might join is tried with all that have joined. Groups of language models have up to 12.
     """
 
     least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
     least_share: float = 1 / 16
+    most_members: int = 48
 
 
 EFFORT = Effort()
@@ -80,11 +83,10 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """
     finder = _Finder(_Site(graph), _least_bytes(graph, options), fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []
-    taken: set[fx.Node] = set()
     for node in reversed(operators(graph.graph)):
-        members = [] if node in taken else finder.group(node)
+        members = [] if node in finder.taken else finder.group(node)
         if members:
-            taken.update(members)
+            finder.taken.update(members)
             finder.site.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
     return Decision(tuple(reversed(found)))
@@ -196,11 +198,11 @@ class _Site:
         if len(results) > 1:
             if not self.kind.several:
                 return f"{results[0].name} is read outside"
-            wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
-            wrong = wrong or self._early_reader(members)
-            if wrong:
-                return wrong
-        return self.kind.unwritable(root, matrix) or self.kind.misfit(members, matrix, self.graph.threads)
+            early = self._early_reader(members)
+            if early:
+                return early
+        wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
+        return wrong or self.kind.misfit(members, matrix, self.graph.threads)
 
     def _early_reader(self, members: Sequence[fx.Node]) -> str:
         """Say which node outside reads a member in front of the place where the group runs; "" if none does."""
@@ -286,6 +288,7 @@ class _Finder:
     def __init__(self, site: _Site, least: float, *, fast: bool) -> None:
         self.site, self.graph, self.kind = site, site.graph, site.kind
         self.least, self.fast = least, fast
+        self.taken: set[fx.Node] = set()
         self.memory: MemoryModel = build_memory(self.graph)
         self.step = {operator.node: step for step, operator in enumerate(self.memory.operators)}
         born, dead = lifetimes(self.memory)
@@ -303,7 +306,7 @@ class _Finder:
         if self.site.unfit([root]):
             return []
         members = [root]
-        while (larger := self._larger(members)) is not None:
+        while len(members) < EFFORT.most_members and (larger := self._larger(members)) is not None:
             members = larger
         while len(members) > 1 and self._holds_more(members):
             members = self._smaller(members)
@@ -330,6 +333,8 @@ class _Finder:
         return self.site.with_views(members[-1], left)
 
     def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
+        if node in self.taken:
+            return False
         named = (node.name in self.site.fixed and not self.kind.several) or is_kept(node) or node not in self.step
         named = named or not self.kind.fits_numerics(node, fast=self.fast)
         return not named and self.graph.phase[node.name] is self.graph.phase[root.name]

@@ -149,8 +149,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     shape = tuple(map(int, tensor_of(source).shape))
     if not goes_along_last(node.args[rowwise.dim] if rowwise.dim < len(node.args) else None, len(shape)):
         raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
-    wanted = made if rowwise.keepdim is None else shape
-    return wanted
+    return made if rowwise.keepdim is None else shape
 
 
 def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:

@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "results are exchanged": (
         "several",
         r"tl.store\(add_out \+ ([^,]*), add,",
-        r"tl.store(add_out + \1, mul,",
+        r"tl.store(add_out + \1, x_1_value,",
         V.NUMBERS,
     ),
     "a result is stored in the place of another": ("several", r"tl.store\(add_out", "tl.store(mul_out", V.TWICE),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, operators, verify
+from roamc.graph.storage_ids import number
 from roamc.operators import ops
 from roamc.operators.corrections import correct
 from tests.graphs import traced
@@ -117,6 +118,7 @@ def test_the_judge_refuses_what_a_kernel_would_misread(name: str) -> None:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.graph.erase_node(node)
     assert copies
+    number(graph.graph)
     with pytest.raises(VerifyError, match=r"would read maximum, .* as if it were contiguous"):
         verify.check_graph(graph, "capture")
 

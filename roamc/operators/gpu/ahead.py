@@ -66,10 +66,9 @@ def compiled(group: FusedKernel, target: str) -> Compiled:
     except ImportError:
         raise OptionError(MISSING) from None
     function = jit_function(group.text)
-    operands = [node.meta["val"].dtype for node in placeholders(group.body)]
-    pointers = [POINTERS[dtype] for dtype in (*operands, blocks.only_tensor(blocks.last_member(group.body)).dtype)]
-    signature = dict(zip(function.arg_names, pointers, strict=False))
-    signature |= dict.fromkeys(group.text.constants, "constexpr")
+    tensors = [blocks.only_tensor(node) for node in (*placeholders(group.body), *group.results)]
+    types = [*(POINTERS[tensor.dtype] for tensor in tensors), *("constexpr" for _ in group.text.constants)]
+    signature = dict(zip(function.arg_names, types, strict=True))
     made: Any = triton.compile(
         ASTSource(fn=function, signature=signature, constexprs=group.text.constants),
         target=GPUTarget("cuda", CAPABILITIES[target], 32),

@@ -74,7 +74,7 @@ class FusedKernel(Fused):
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: every program reads what it writes, and before.
 
-        None if there are several results.
+        No arguments if there are several results.
         """
         if len(self.results) > 1:
             return ()

@@ -242,12 +242,13 @@ class _Kernel:
     def __init__(self, name: str, body: fx.Graph, frame: Matrix) -> None:
         self.name, self.body, self.frame = name, body, frame
         self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
-        self.rows = any(_needs_rows(node) for node in self.members)
+        results = blocks.results_of(body)
+        per_row = any(node.meta["val"].numel() != frame.numel for node in results)
+        self.rows = per_row or any(_needs_rows(node) for node in self.members)
         self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
         self.made: dict[fx.Node, Value] = {}
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name)
-        results = blocks.results_of(body)
         outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
         self.outs = dict(zip(results, outs, strict=True))
 
@@ -272,8 +273,6 @@ class _Kernel:
 
     def _result(self, node: fx.Node, name: str) -> _Stored:
         written, per_row = written_as(node, self.frame), node.meta["val"].numel() != self.frame.numel
-        if per_row and not self.rows:
-            raise DoesNotPrintError(f"{node.name} has one element for each row, and the kernel no rows")
         return _Stored(name, self.made[node], along_columns(written) if per_row else written, per_row)
 
     def _value(self, operand: _Operand) -> Value:
@@ -294,11 +293,16 @@ class _Kernel:
             f"index = tl.program_id(0){self._wide} * BLOCK + tl.arange(0, BLOCK)",
             f"inside = index < {numel}",
         ]
-        lines += [_assigned(value, "" if value.reach is Reach.ONE else "inside") for value in self.lines.values]
-        for one in self.stored:
-            place = _with(one.written.offset(rows=False), "index")
-            lines.append(f"tl.store({one.name} + {place}, {one.value.name}, inside)")
+        for value in self.lines.values:
+            lines += [_assigned(value, "" if value.reach is Reach.ONE else "inside")]
+            for one in self._done(value):
+                place = _with(one.written.offset(rows=False), "index")
+                lines.append(f"tl.store({one.name} + {place}, {value.name}, inside)")
         return lines
+
+    def _done(self, value: Value) -> list[_Stored]:
+        """The results that ``value`` is: each is stored right behind its line, so that it leaves the registers."""
+        return [one for one in self.stored if one.value is value]
 
     def _in_rows(self) -> list[str]:
         rows, columns = self.frame.rows, self.frame.columns
@@ -310,7 +314,8 @@ class _Kernel:
             ]
             for value in self.lines.values:
                 lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
-            return [*lines, *map(self._store, self.stored)]
+                lines += map(self._store, self._done(value))
+            return lines
         for level in range(self._passes()):
             lines += self._pass(level)
         return [*lines, *(self._store(one) for one in self.stored if one.per_row)]
@@ -329,9 +334,12 @@ class _Kernel:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
             inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
-            inner += [_assigned(v, self._mask(v)) for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
+            looped = [v for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
+            for value in looped:
+                inner.append(_assigned(value, self._mask(value)))
+                inner += [self._store(one) for one in done if one.value is value]
             inner += [self._accumulated(value) for value in sums]
-            inner += map(self._store, done)
+            inner += [self._store(one) for one in done if one.value not in looped]
             lines += [f"    {line}" for line in inner]
         lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
         return lines
