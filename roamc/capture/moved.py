@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -68,20 +69,22 @@ def traced_for(device: torch.device) -> Iterator[None]:
     """While inside, a step that this thread traces on a CPU has operators that :func:`moved` can take to ``device``.
 
     Raises:
-        CaptureError: the step begins ``torch.autocast("cuda")``, which leaves tensors of the CPU as they are.
+        CaptureError: this thread enables ``torch.autocast("cuda")``, which leaves tensors of the CPU as they are.
     """
     if device.type == "cpu":
         yield
         return
-    begin = torch.autocast.__init__
+    begin, thread = torch.autocast.__init__, threading.get_ident()
 
-    def checked(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type != "cpu":
+    def checked(
+        self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        if device_type != "cpu" and enabled and threading.get_ident() == thread:
             raise CaptureError(
                 f"the step runs under torch.autocast({device_type!r}), and it is traced on a CPU before it is planned "
                 "for a GPU: give the model and the batch their dtype instead, such as model.to(torch.bfloat16)"
             )
-        begin(self, device_type, *args, **kwargs)
+        begin(self, device_type, dtype, enabled, cache_enabled)
 
     with cuda_attention.on_cuda(), mock.patch.object(torch.autocast, "__init__", checked):
         yield

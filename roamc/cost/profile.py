@@ -27,7 +27,6 @@ FORMAT = 1
 SHIPPED = Path(__file__).parent / "profiles"
 """Folder of the shipped profiles."""
 GENERIC = {"cpu": "cpu", "cuda": "h100"}
-"""Type of a device to the shipped profile that stands for one of which nothing is known."""
 """Device type to the name of the shipped profile for devices whose model no shipped profile has."""
 
 Rates = Mapping[str, Mapping[str, float]]

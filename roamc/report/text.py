@@ -88,6 +88,9 @@ def show_source(out: Console, source: str) -> None:
 def show_kernels(out: Console, found: Sequence[KernelReport]) -> None:
     """Print what each kernel of ``found`` takes of the GPUs that it was compiled for to ``out``."""
     _heading(out, "kernels compiled ahead of time, a thread's registers and spilled bytes; nothing has run")
+    if not found:
+        out.print("  none: no group runs as a kernel; --device cuda plans for a GPU", markup=False)
+        return
     rows = []
     for kernel in found:
         for each in kernel.targets:

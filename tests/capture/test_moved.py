@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -209,6 +211,20 @@ def test_what_cannot_go_there_is_refused_by_name(function: Callable[..., Tensor]
         of(function)
 
 
+def test_autocast_that_is_not_enabled_and_that_of_other_threads_go_through() -> None:
+    def off(x: Tensor, part: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return x * 2
+
+    def on() -> str:
+        with warnings.catch_warnings(action="ignore"):  # there may be no GPU
+            return torch.autocast("cuda", dtype=HALF).device
+
+    assert "aten.mul.Tensor" in targets(of(off))
+    with traced_for(GPU), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(on).result() == "cuda"
+
+
 def test_cpu_autocast_goes_through() -> None:
     def cast(x: Tensor, part: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=HALF):
@@ -254,6 +270,7 @@ FEW = (2, 2, 16, 8)
         (HALF, (HEADS, LONG, LONG), {"is_causal": True}, "efficient"),
         (HALF, (HEADS, HEADS, HEADS), {"attn_mask": (16, 16)}, "efficient"),
         (HALF, (HEADS, HEADS, WIDE), {}, "efficient"),
+        (HALF, (WIDE, WIDE, WIDE), {}, "efficient"),
         (torch.float32, (HEADS, HEADS, HEADS), {"dropout_p": 0.1}, "efficient"),
         (torch.float32, (HEADS, LONG, LONG), {"attn_mask": (2, 1, 16, 24)}, "efficient"),
         (torch.float32, (HEADS, FEW, FEW), {"enable_gqa": True}, "math"),
