@@ -227,7 +227,7 @@ def reads_elsewhere(node: fx.Node, position: int, storages_of: StoragesOf, besid
     rest = [value for at, value in enumerate(node.args) if at != position and at not in besides]
     others: list[fx.Node] = []
     fx.map_arg((rest, node.kwargs), others.append)
-    argument = node.args[position]
+    argument = node.args[position] if position < len(node.args) else None
     if not others or not isinstance(argument, fx.Node):
         return False
     return not set(storages_of(argument)).isdisjoint(storage for other in others for storage in storages_of(other))
