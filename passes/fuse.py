@@ -125,7 +125,6 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         wrong = site.unfit(members) if members else "they do not lead to one result"
         if wrong:
             raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
-        site.note(members)
         node = site.write(members)
         phase[node.name] = graph.phase[members[-1].name]
         for member in members[:-1]:
@@ -223,7 +222,8 @@ class _Site:
                 self.made[member] = place - 0.5
 
     def write(self, members: Sequence[fx.Node]) -> fx.Node:
-        """Write the group into the graph, and return its node; call :meth:`note` before."""
+        """Note the group and write it into the graph; return its node."""
+        self.note(members)
         root, results, place = members[-1], self.results(members), self.place(members)
         group, read = fuse(root, members, self.kind, results)
         if len(results) > 1:

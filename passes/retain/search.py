@@ -21,6 +21,7 @@ from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import Question, question
+from roamc.rewriting.order_problem import HANDOVER, operator_names
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, validate
 from roamc.solvers.status import Status
@@ -124,10 +125,9 @@ class Choice:
         """
         if taken not in self._written:
             graph = compress(copied(self.graph), [self.codes[place] for place in taken])
-            names = [op.node.name for op in build_memory(graph).operators]
-            if self.graph.boundary:
-                names.insert(build_memory(graph).boundary, "")
-            order = [names[op] for op in self.search.encoded(taken).problem.sequence.tolist() if names[op]]
+            names = operator_names(graph, build_memory(graph))
+            sequence = self.search.encoded(taken).problem.sequence.tolist()
+            order = [names[op] for op in sequence if names[op] != HANDOVER]
             prices = cost.prices(graph, self._profile)
             self._written[taken] = question(graph, self.options, order, prices, self.allowed, as_given=True)
         return self._written[taken]

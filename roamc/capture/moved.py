@@ -24,10 +24,10 @@ from torch import fx
 
 from roamc.capture import cuda_attention
 from roamc.capture.device_mode import DeviceMode
-from roamc.compat import OpOverload, identity, with_bits
+from roamc.compat import OpOverload, identity
 from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph, attribute, source_line
-from roamc.graph.rewrite import given
+from roamc.graph.rewrite import given, placed_in
 from roamc.graph.storage_ids import number
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected, derived_anew
@@ -145,9 +145,7 @@ class _Mover:
             if key not in self._storages:
                 nbytes = tensor.untyped_storage().nbytes()
                 self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-            empty = torch.empty(0, dtype=tensor.dtype, device=device)
-            made = empty.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-            return with_bits(made, conj=tensor.is_conj(), neg=tensor.is_neg())
+            return placed_in(tensor, self._storages[key], device)
 
     def _move_constant(self, node: fx.Node) -> None:
         held = node.meta.get("val", attribute(self.graph.module, str(node.target)))

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from roamc.codegen.block_judge import judge_blocks
-from roamc.codegen.group_needs import members_of, result_of, results_of, tensor_of
+from roamc.codegen.group_needs import members_of, result_of, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.errors import VerifyError, way_out
-from roamc.graph import TrainGraph, placeholders, storage_name, tensors_of
+from roamc.graph import TrainGraph, output_node, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages
 from roamc.graph.storage_ids import StorageId
 from roamc.graph.storage_ids import placed as placed_of
@@ -65,7 +65,7 @@ def check_groups(graph: TrainGraph) -> None:
 
 def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: Fused) -> str:
     """Say which argument of a call of ``group``, or result, has another shape or dtype; "" if none has."""
-    inputs, results = placeholders(group.body), results_of(group.body)
+    inputs, results = placeholders(group.body), output_node(group.body).all_input_nodes
     if (len(arguments), len(made)) != (len(inputs), len(results)):
         return (
             f"{Verdict.ARGUMENT.value}: {len(arguments)} for {len(inputs)}, and {len(made)} of {len(results)} results"
@@ -100,7 +100,7 @@ def check_group(
     """
     given = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
     try:
-        _judge(group, threads, given, outs or [Place(node) for node in results_of(group.body)])
+        _judge(group, threads, given, outs or [Place(node) for node in group.results])
     except GroupFault as fault:
         raise VerifyError(f"group {group.name}, {fault}; {way_out('fuse')}") from fault
 

@@ -180,11 +180,6 @@ def members_of(body: fx.Graph) -> list[fx.Node]:
     return [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
 
 
-def results_of(body: fx.Graph) -> list[fx.Node]:
-    """Return the members whose results are the group's, in the sequence of its results."""
-    return list(body.output_node().all_input_nodes)
-
-
 def tensor_of(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor that ``node`` stands for.
 

@@ -30,7 +30,6 @@ from roamc.codegen.group_needs import (
     members_of,
     needs_of,
     result_of,
-    results_of,
     rows_of,
     shape_of,
     tensor_of,
@@ -38,7 +37,7 @@ from roamc.codegen.group_needs import (
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
 from roamc.compat import without_modes
-from roamc.graph import placeholders
+from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.schemas import stem
@@ -145,7 +144,7 @@ class _Run:
         self.pieces = not self.flat and self.wide < self.columns
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
-        results = results_of(self.body)
+        results = output_node(self.body).all_input_nodes
         self.outputs = {node: self._output(node, place) for node, place in zip(results, self.out_places, strict=True)}
 
     def _output(self, node: fx.Node, place: Place) -> _Output:

@@ -72,12 +72,17 @@ def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any
     return state
 
 
-def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+def placed_in(tensor: torch.Tensor, storage: torch.UntypedStorage, device: torch.device | None = None) -> torch.Tensor:
     """Return a fake tensor like ``tensor``, at the same offset in ``storage``.
 
-    Dtype, shape, strides and the lazy conj and neg bits stay. Call it under the fake mode that both belong to.
+    Dtype, shape, strides and the lazy conj and neg bits stay. Call it under the fake mode that ``storage`` belongs to.
+
+    Args:
+        tensor: a fake tensor; it stays as it is.
+        storage: a fake storage, large enough for it.
+        device: the device of ``storage``; None for that of ``tensor``.
     """
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=device or tensor.device)
     new = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return with_bits(new, conj=tensor.is_conj(), neg=tensor.is_neg())
 

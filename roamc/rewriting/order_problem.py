@@ -32,12 +32,11 @@ def order_problem(
         The problem, in which buffer k stands for storage k of :func:`buffers_of`; and the operators' names by their
         numbers in the problem, :data:`HANDOVER` among them.
     """
-    names = [op.node.name for op in memory.operators]
+    names = operator_names(graph, memory)
     stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
     at = memory.boundary
-    new = [*range(at), *range(at + 1, len(names) + 1)] if graph.boundary else [*range(len(names))]
+    new = [number for number, name in enumerate(names) if name != HANDOVER]
     if graph.boundary:
-        names.insert(at, HANDOVER)
         stage.insert(at, 1)
     own = [0] * len(stage)
     for operator_, count in zip(new, workspace, strict=True) if workspace is not None else ():
@@ -54,6 +53,14 @@ def order_problem(
     for possible in reuses:
         reusable[number[possible.result]].append(number[possible.reused])
     return make_problem(stage, edges, buffers, own, reusable), names
+
+
+def operator_names(graph: TrainGraph, memory: MemoryModel) -> list[str]:
+    """Return the names of the operators of :func:`order_problem` by their numbers, :data:`HANDOVER` among them."""
+    names = [op.node.name for op in memory.operators]
+    if graph.boundary:
+        names.insert(memory.boundary, HANDOVER)
+    return names
 
 
 def buffers_of(memory: MemoryModel) -> tuple[Storage, ...]:

@@ -158,7 +158,8 @@ class _Writer:
     def write(self) -> Encoded:
         """Number everything in program order, and return the problem."""
         number = {op: new for new, op in enumerate(sorted(self.alive, key=self._key))}
-        order = self._order(number)
+        buffers = self._buffers(number)
+        order = self._order(number, buffers)
         sequence = self._sequence(number)
         problem = make_problem(
             order,
@@ -167,7 +168,7 @@ class _Writer:
             repeatable=self._row(
                 number, self.problem.repeatable.tolist(), [extra.repeatable for extra, _ in self.extras]
             ),
-            droppable=[self.droppable[buffer] for buffer in self._buffers(number)],
+            droppable=[self.droppable[buffer] for buffer in buffers],
             expires=self._expires(number, sequence),
         )
         rows = [
@@ -188,9 +189,9 @@ class _Writer:
         both = old + added
         return [both[op] for op in number]
 
-    def _order(self, number: dict[OpIndex, OpIndex]) -> OrderProblem:
+    def _order(self, number: dict[OpIndex, OpIndex], buffers: Sequence[BufferIndex]) -> OrderProblem:
         """The ordering problem with everything numbered anew."""
-        order, buffers = self.order, self._buffers(number)
+        order = self.order
         anew = {buffer: new for new, buffer in enumerate(buffers)}
         specs: list[BufferSpec] = [
             (
@@ -248,9 +249,8 @@ class _Writer:
 
     def _places(self, offer: Offer, step: dict[OpIndex, Step]) -> tuple[Step, Step, Step]:
         """Three steps: of the last reader before the form is read, the first late reader, the first of the shape."""
-        stand_ins = {i for i, part in enumerate(_parts_of(offer)) if part is Part.STAND_IN}
-        late = min((step[op] for op, i in offer.instead if i not in stand_ins), default=self.order.num_ops)
-        shape = min((step[op] for op, i in offer.instead if i in stand_ins), default=self.order.num_ops)
+        late = min((step[op] for op in offer.decoded_for), default=self.order.num_ops)
+        shape = min((step[op] for op in offer.shaped_for), default=self.order.num_ops)
         moved = {reader for reader, _ in offer.instead}
         begin, end = self.order.consumer_start[offer.buffer : offer.buffer + 2].tolist()
         early = [step[op] for op in self.order.consumer[begin:end].tolist() if op not in moved]
@@ -265,11 +265,6 @@ class _Writer:
             behind.append(step[op] + 1 if op in step else behind[-1])
         limit = [end if at >= self.order.num_ops else behind[at] for at in self.problem.expires.tolist()]
         return self._row(number, limit, [end] * len(self.extras))
-
-
-def _parts_of(offer: Offer) -> list[Part]:
-    """By buffer that the offer makes, what the operator that makes it is for."""
-    return [extra.part for extra in offer.operators for _ in extra.makes]
 
 
 def _named(buffer: int, first: BufferIndex) -> BufferIndex:

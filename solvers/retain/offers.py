@@ -108,9 +108,18 @@ class Offer:
 
     @cached_property
     def decoded_for(self) -> tuple[OpIndex, ...]:
-        """The readers that read what is made of the smaller form: all in `instead` but those that take a stand-in."""
+        """The readers in `instead` that read what is made of the smaller form."""
+        return self._readers(stand_ins=False)
+
+    @cached_property
+    def shaped_for(self) -> tuple[OpIndex, ...]:
+        """The readers in `instead` that take a stand-in."""
+        return self._readers(stand_ins=True)
+
+    def _readers(self, *, stand_ins: bool) -> tuple[OpIndex, ...]:
+        """The readers of those buffers that operators for stand-ins make, or that others make."""
         parts = [each.part for each in self.operators for _ in each.makes]
-        return tuple(reader for reader, own in self.instead if parts[own] is not Part.STAND_IN)
+        return tuple(reader for reader, own in self.instead if (parts[own] is Part.STAND_IN) is stand_ins)
 
     def price(self, per_byte: float) -> Seconds:
         """Return what it costs at a price of `per_byte` seconds for each byte that waits."""

@@ -6,8 +6,6 @@ Prints one line for each kernel and target: registers, bytes of shared memory, b
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -18,8 +16,8 @@ from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from roamc.graph import placeholders
 from roamc.operators import blocks
+from roamc.operators.gpu.ahead import assembled, signature_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
 from roamc.operators.gpu.launch import jit_function
@@ -29,13 +27,6 @@ TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
 }
 
 
@@ -103,20 +94,7 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
         assert registers, "the assembly does not name its registers"
         assert lost, "the assembly does not name its registers"
         return int(registers[1]), int(lost[1])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(asm["ptx"])
-        file.flush()
-        said = subprocess.run(
-            [tool, "-v", f"-arch={target}{'a' if target == 'sm_90' else ''}", file.name, "-o", "/dev/null"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers, said
-    assert stores, said
-    return int(registers[1]), int(stores[1])
+    return assembled(asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
 
 
 def main() -> None:
@@ -124,11 +102,8 @@ def main() -> None:
     wrong = 0
     for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped"):
         body, text = group(name)
-        operands = {node.name: POINTERS[node.meta["val"].dtype] for node in placeholders(body)}
-        operands["out"] = POINTERS[blocks.only_tensor(blocks.last_member(body)).dtype]
         function = jit_function(text)
-        signature = dict(zip(function.arg_names, operands.values(), strict=False))
-        signature |= dict.fromkeys(text.constants, "constexpr")
+        signature = signature_of(function, body, text)
         for target, where in TARGETS.items():
             source = ASTSource(fn=function, signature=signature, constexprs=text.constants)
             compiled = triton.compile(

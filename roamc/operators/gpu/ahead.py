@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from roamc.errors import OptionError
 from roamc.graph import placeholders
 from roamc.operators import blocks
 from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.gpu.launch import jit_function
 from roamc.units import Bytes
 
@@ -66,20 +68,35 @@ def compiled(group: FusedKernel, target: str) -> Compiled:
     except ImportError:
         raise OptionError(MISSING) from None
     function = jit_function(group.text)
-    tensors = [blocks.only_tensor(node) for node in (*placeholders(group.body), *group.results)]
-    types = [*(POINTERS[tensor.dtype] for tensor in tensors), *("constexpr" for _ in group.text.constants)]
-    signature = dict(zip(function.arg_names, types, strict=True))
+    signature = signature_of(function, group.body, group.text)
     made: Any = triton.compile(
         ASTSource(fn=function, signature=signature, constexprs=group.text.constants),
         target=GPUTarget("cuda", CAPABILITIES[target], 32),
         options={"num_warps": group.text.warps, "enable_fp_fusion": False},
     )
-    registers, spilled = _assembled(made.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
+    registers, spilled = assembled(made.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
     return Compiled(group.text.function, target, registers, made.metadata.shared, spilled)
 
 
-def _assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
-    """Registers and spilled bytes of a thread, as the assembler in ``folder`` says."""
+def signature_of(function: Any, body: fx.Graph, text: KernelText) -> dict[str, str]:
+    """Return the types of the arguments of a kernel by their names, as Triton's compiler wants them.
+
+    Args:
+        function: the kernel, of ``triton.jit``.
+        body: the operators of the group, with fake values.
+        text: the kernel as text.
+    """
+    tensors = [blocks.only_tensor(node) for node in (*placeholders(body), *blocks.results_of(body))]
+    types = [*(POINTERS[tensor.dtype] for tensor in tensors), *("constexpr" for _ in text.constants)]
+    return dict(zip(function.arg_names, types, strict=True))
+
+
+def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
+    """Return registers and spilled bytes of a thread, as NVIDIA's assembler in ``folder`` says for ``target``.
+
+    Raises:
+        RuntimeError: the assembler says neither.
+    """
     tool = next(folder / name for name in ASSEMBLERS if (folder / name).exists())
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
