@@ -11,7 +11,9 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -27,7 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.errors import CaptureError
@@ -151,8 +153,28 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     caches casts of weights, so does the trace, with one cast of each as in eager; torch's tracer turns the cache off.
     """
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
-    with mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), checkpoints_followed(), quiet_meta():
+    lines = fx.traceback.preserve_node_meta(), _lines_of_callers()
+    with mode, enable_python_dispatcher(), lines[0], lines[1], checkpoints_followed(), quiet_meta():
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+
+
+@contextlib.contextmanager
+def _lines_of_callers() -> Iterator[None]:
+    """Within this context, traced operators that no ``forward`` calls, such as those of a loss function, have lines.
+
+    torch keeps the lines of functions named "forward". Where there are none, those between roamc's first call and the
+    operator are kept that are neither roamc's nor torch's, which writes some of its functions as a string.
+    """
+    own, torchs = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+    of_modules = PythonKeyTracer._filter_traceback_frames
+
+    def kept(tracer: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
+        within = itertools.dropwhile(lambda frame: not frame.filename.startswith(own), frames)
+        callers = [frame for frame in within if not frame.filename.startswith((own, torchs, "<string>"))]
+        return of_modules(tracer, frames) or traceback.StackSummary.from_list(callers)
+
+    with mock.patch.object(PythonKeyTracer, "_filter_traceback_frames", kept):
+        yield
 
 
 def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roamc.capture.step import CapturedStep, StepRequest, capture_step
-from roamc.graph import Phase, Role, operators, placeholders, verify
+from roamc.graph import Phase, Role, operators, placeholders, source_line, verify
 from tests.end_to_end.cases import BatchNorm, Layers, Tied
 from tests.end_to_end.helpers import assert_same, noise, square, tensors_of
 
@@ -101,6 +102,28 @@ def test_tied_weights_are_one_input() -> None:
     step = capture_step(request(model, torch.optim.SGD(model.parameters(), lr=1), torch.tensor([[1, 2]])))
     names = [port.name for port in step.graph.inputs if port.role is Role.PARAMETER]
     assert names == ["embed.weight", "mix.weight", "mix.bias"]
+
+
+def squared(y: Tensor) -> Tensor:
+    return (y * y).sum()  # line of squared
+
+
+def with_helper(model: nn.Module, x: Tensor) -> Tensor:
+    return squared(model(x)).log()  # line of with_helper
+
+
+def test_operators_of_the_loss_function_have_their_lines_in_forward_and_backward() -> None:
+    model = mlp()
+    graph = capture_step(request(model, torch.optim.SGD(model.parameters()), X, loss_fn=with_helper)).graph
+    calls: dict[str, set[str]] = {}
+    for node in operators(graph.graph):
+        name = str(node.target).split(".")[1]
+        calls.setdefault(source_line(node), set()).add(f"{name} {graph.phase[node.name].name}")
+    text = Path(__file__).read_text().splitlines()
+    ends = [f"# line of {function.__name__}" for function in (squared, with_helper)]
+    helper, caller = (f"test_step.py:{at}" for end in ends for at, line in enumerate(text, 1) if line.endswith(end))
+    assert calls[helper] >= {"mul FORWARD", "sum FORWARD", "mul BACKWARD"}
+    assert calls[caller] >= {"log FORWARD", "div BACKWARD"}
 
 
 def broken(model: nn.Module, x: Tensor) -> Tensor:
