@@ -8,18 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from roamc import compat
 from roamc.graph import source_line
 
-_FOREIGN = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, Path(__file__).parent))
-"""Folders of torch and of roamc."""
+_FOREIGN = tuple(
+    str(folder)
+    for file in (torch.__file__, Path(__file__).parent)
+    for folder in (Path(file).parent, Path(file).resolve().parent)
+)
+"""Folders of torch and of roamc, as they were imported and without links."""
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Context manager: an error inside gets a note with the innermost line of its traceback outside torch and roamc."""
+    """Context manager: an error inside gets a note with the innermost line of its traceback outside torch and roamc.
+
+    The note names the module of torch that this line runs, too, if the error comes from one.
+    """
     try:
         yield
     except Exception as error:
@@ -30,8 +37,16 @@ def noted() -> Iterator[None]:
         ]
         if frames:
             last = frames[-1]
-            error.add_note(f"at {last.filename}:{last.lineno}, in {last.name}: {last.line}")
+            error.add_note(f"at {last.filename}:{last.lineno}, in {last.name}: {last.line}{_module_of_torch(error)}")
         raise
+
+
+def _module_of_torch(error: Exception) -> str:
+    """Say in whose ``forward`` the error was raised if that is a module of torch; "" otherwise."""
+    calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    module = calls[-1].f_locals.get("self") if calls else None
+    is_torchs = isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn.")
+    return f" (in {module})" if is_torchs and not list(module.children()) else ""
 
 
 @contextlib.contextmanager

@@ -406,7 +406,14 @@ def test_refusal_has_a_note_with_the_users_line() -> None:
     model = net()
     with pytest.raises(roamc.CaptureError) as caught:
         roamc.train_step(model, branch_on_data, sgd(model))(X)
-    assert "in branch_on_data: return y.sum() if y.sum() > 0 else y.mean()" in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].endswith("in branch_on_data: return y.sum() if y.sum() > 0 else y.mean()")
+
+
+def test_refusal_names_the_module_of_torch_that_reads_a_value() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    with pytest.raises(roamc.CaptureError) as caught:
+        roamc.train_step(model, square, sgd(model))(X)
+    assert "(in BatchNorm1d(8, eps=1e-05, momentum=None" in caught.value.__notes__[0]
 
 
 def test_lazy_parameters() -> None:
@@ -446,7 +453,7 @@ def test_wrong_shape_is_the_operators_error_with_the_models_line_and_no_log(capf
             run(noise(4, 9))
         note = caught.value.__notes__[0]
         assert "test_bad_input.py:" in note
-        assert note.endswith("in forward: return self.linear(x)  # misfit")
+        assert "in forward: return self.linear(x)  # misfit (in Linear(in_features=8, out_features=8" in note
     assert capfd.readouterr() == ("", "")
 
 
