@@ -99,6 +99,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    if name == "options":  # as torch.compile takes them
+        return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown option {name!r}{hint} Valid options: {', '.join(known)}"

@@ -69,6 +69,11 @@ def test_unknown_option_unlike_any_lists_the_valid_ones() -> None:
     assert "memory_budget" in str(caught.value)
 
 
+def test_a_dict_of_options_as_one_option_is_told_to_be_keywords() -> None:
+    with pytest.raises(OptionError, match="options are keyword arguments here: memory_budget='min' in place of"):
+        parse_options({"options": {"memory_budget": "min"}})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
