@@ -1,8 +1,8 @@
 """checkpoint: recompute in backward what a selective ``torch.utils.checkpoint`` policy says must be recomputed.
 
     rewrite:  y = op(x) marked, backward: g = f(y)   -->  y = op(x), backward: y' = op(x); g = f(y')
-    checks:   the graph has every operator and storage that the decision names; a recomputed operator gives the same
-              bits again, and none of its inputs has been written since
+    checks:   the graph has every operator and storage that the decision names, and every reader reads it; a recomputed
+              operator gives the same bits again, and none of its inputs has been written since
 
 Only graphs of a whole step are rewritten: ``torch.compile`` follows these policies itself where it splits the graph. A
 plain ``checkpoint`` without a policy needs no pass, because its second run is in the trace already.
@@ -18,7 +18,9 @@ from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.rewriting.expiry import droppable, expiries
-from roamc.rewriting.rerun import Rerun, rerun
+from roamc.rewriting.rerun import rerun
+from roamc.rewriting.rerun_readers import Run, with_readers
+from roamc.rewriting.reruns import Rerun
 
 NAME = "checkpoint"
 
@@ -31,11 +33,10 @@ class Decision:
     """A decision lists the operators that run again in backward.
 
     Attributes:
-        reruns: for each rerun, in the order in which they run: the name of the operator in front of which the rerun
-            stands, the name of the operator that runs again, and the names of the storages that the rerun makes anew.
+        reruns: the fields of a :class:`roamc.rewriting.reruns.Rerun` for each of them.
     """
 
-    reruns: tuple[tuple[str, str, tuple[str, ...]], ...]
+    reruns: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -52,14 +53,15 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         if operator.phase is not Phase.FORWARD:
             for storage in operator.reads:
                 finder.renew(storage, step)
-    return Decision(tuple(finder.found))
+    reruns, _ = with_readers(graph, [operator.node.name for operator in memory.operators], finder.found)
+    return Decision(tuple(reruns))
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Write the reruns into the graph, whose FX graph is changed in place, and return the graph.
 
     Raises:
-        PlanError: the graph lacks an operator or storage that the decision names, or the operator cannot run again.
+        PlanError: the reruns do not fit the graph, see :func:`roamc.rewriting.reruns.places`.
     """
     return rerun(graph, [Rerun(*again) for again in decision.reruns]) if decision.reruns else graph
 
@@ -86,7 +88,7 @@ class _Finder:
     def __init__(self, memory: MemoryModel, marked: set[int]) -> None:
         self.memory = memory
         self.missing = marked
-        self.found: list[Rerun] = []
+        self.found: list[Run] = []
         names = [operator.node.name for operator in memory.operators]
         nodes = {operator.node.name: operator.node for operator in memory.operators}
         self.until = expiries(memory, nodes, names, range(len(names)), boundary=False)
@@ -104,9 +106,8 @@ class _Finder:
                 continue
             pending.pop()
             if due:
-                made = [index for index in maker.births if index in self.missing]
-                names = tuple(self.memory.storages[index].name for index in made)
-                self.found.append(Rerun(self.memory.operators[step].node.name, maker.node.name, names))
+                made = tuple(index for index in maker.births if index in self.missing)
+                self.found.append(Run(step, maker.node.name, made))
                 self.missing.difference_update(made)
 
     def _is_due(self, storage: int, step: int) -> bool:

@@ -6,11 +6,21 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from roamc.errors import PlanError
 
 T = TypeVar("T")
+
+NOT_DATA = MappingProxyType({"roamc_data": False})
+"""``metadata`` of a dataclass's field that :func:`plain` leaves out and :func:`read` refuses; it needs a default."""
+
+
+def plain(item: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as :func:`read` takes them, with dataclasses inside as mappings."""
+    left = [field.name for field in _fields(type(item))]
+    return {name: value for name, value in dataclasses.asdict(item).items() if name in left}
 
 
 def read(kind: type[T], data: object, where: str) -> T:
@@ -26,12 +36,16 @@ def read(kind: type[T], data: object, where: str) -> T:
     Raises:
         PlanError: a field is missing, unknown, or of another type; names it.
     """
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name for field in _fields(kind)}
     if not isinstance(data, Mapping) or set(data) != fields:
         found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise PlanError(f"{where} must have the fields {sorted(fields)}, not {found}")
     hints = _hints(cast(Any, kind))
     return kind(**{name: value(hints[name], data[name], f"{where}: {name}") for name in sorted(fields)})
+
+
+def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.metadata != NOT_DATA]
 
 
 @functools.cache

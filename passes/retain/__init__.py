@@ -2,8 +2,9 @@
 
     rewrite:  y = op(x), backward: g = f(y)   -->  y = op(x), backward: y' = op(x); g = f(y')            (recomputed)
                                               -->  c = encode(y), backward: y' = decode(c); g = f(y')    (encoded)
-    checks:   the graph has every operator, storage and codec that the decision names; recomputed operators give the
-              same bits again; encoded values fill their storage and no operator writes them
+    checks:   the graph has every operator, storage and codec that the decision names, and every reader reads the
+              storage; recomputed operators give the same bits again; encoded values fill their storage and no operator
+              writes them
 
 Without a budget nothing is recomputed or encoded. The choice is made by :mod:`roamc.solvers.retain` on a model of the
 graph in bytes and seconds, for the whole graph at once:

@@ -1,35 +1,57 @@
-"""Apply a decision of pass retain: codecs first, then the order, then the reruns."""
+"""Apply a decision of pass retain: codecs first, then the reruns, then the order that the solver had, if any."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators
+from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.problem import ALLOWED
 from roamc.rewriting.arrange import arrange
-from roamc.rewriting.rerun import Rerun, rerun
+from roamc.rewriting.rerun import rerun
+from roamc.rewriting.reruns import Rerun
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Write the codecs, bring the operators into the decided order and write the reruns between them.
+    """Write the codecs and the reruns into the graph, and bring its operators into the decision's sequence.
 
     The FX graph is changed in place; the returned graph holds the same one. A decision without codecs and reruns leaves
-    the graph as it is, the order of its operators included.
+    the graph as it is, the order of its operators included. Without a sequence, operators stay in the order that they
+    have: pass reorder finds or has another.
 
     Raises:
-        PlanError: ``decision.allowed`` is unknown; the graph lacks an operator or storage of the decision; a codec is
-            unknown or does not fit its storage; or an operator cannot run again, or may not under ``allowed``.
+        PlanError: ``decision.allowed`` is unknown; the graph lacks a storage that is to be encoded; a codec is unknown
+            or does not fit its storage; the reruns do not fit the graph, see :func:`roamc.rewriting.reruns.places`; or
+            an operator runs again that may not under ``allowed``.
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
     if decision.codes:
         graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
-    if decision.order and (decision.codes or decision.reruns):
-        graph = arrange(graph, decision.order)
     _check_allowed(graph, decision)
-    return rerun(graph, [Rerun(*again[:3]) for again in decision.reruns]) if decision.reruns else graph
+    if decision.reruns:
+        graph = rerun(graph, [Rerun(*again[:4]) for again in decision.reruns])
+    changed = decision.sequence and (decision.codes or decision.reruns)
+    return arrange(graph, _completed(graph, decision.sequence)) if changed else graph
+
+
+def _completed(graph: TrainGraph, sequence: Sequence[str]) -> list[str]:
+    """The operators of ``graph`` in ``sequence``; those that it does not name stay in front of what stands behind them.
+
+    They save a generator's state. What the sequence names and the graph lacks is a first run that nothing reads.
+    """
+    named = set(sequence)
+    ahead: dict[str, list[str]] = {}
+    waiting: list[str] = []
+    for operator in build_memory(graph).operators:
+        waiting.append(operator.node.name)
+        if operator.node.name in named:
+            ahead[operator.node.name], waiting = waiting, []
+    return [each for name in sequence for each in ahead.get(name, ())]
 
 
 def _check_allowed(graph: TrainGraph, decision: Decision) -> None:

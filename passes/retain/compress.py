@@ -198,6 +198,7 @@ class _Writer(Versions):
         decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators.
         shapes: maps a reader to (position of an argument that becomes a stand-in, value).
         codes: maps the node of a value to the node of its code.
+        decoded: maps the node of a value to that of the decoded value, from the first reader behind forward on.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -207,6 +208,7 @@ class _Writer(Versions):
         self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph]]] = {}
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
         self.codes: dict[fx.Node, fx.Node] = {}
+        self.decoded: dict[fx.Node, fx.Node] = {}
 
     def add(self, value: Value, kept: tuple[Codec, Coding] | None) -> None:
         """Insert the ``encode`` nodes of ``value`` behind its last reader in forward, and note its later readers.
@@ -239,7 +241,8 @@ class _Writer(Versions):
                 self._decode(value, decode, node)
             for position, value in self.shapes.get(node, ()):
                 self._stand_in(node, position, value)
-            self.redirect(node)
+            if self.decoded:
+                self.redirect(node, self.decoded)
 
     def _mark(self, value: Value, role: str) -> Mark:
         maker = self.memory.operators[value.storage.producer].node
@@ -251,7 +254,7 @@ class _Writer(Versions):
         _check_decoded(made, node)
         names = [node]
         for name in names:
-            self.renew(name, made)
+            self.decoded[name], self.first[made] = made, name
             names += [user for user in name.users if ops.rule(user.target).renames]
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
@@ -267,6 +270,7 @@ class _Writer(Versions):
         with self.graph.graph.inserting_before(before):
             nodes, result = copy_into(self.graph.graph, self.mode, recorded, given, f"{like.name}_{mark.role}")
         for node in nodes:
+            node.name = self.names.fresh(f"{like.name}_{mark.role}")
             node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
             node.meta[MARK] = mark
             self.phase[node.name] = self.graph.phase[phase_of.name]

@@ -20,7 +20,7 @@ from roamc.options import Options
 from roamc.rewriting.expiry import Able, droppable, expiries
 from roamc.rewriting.in_place import wanted
 from roamc.rewriting.order_problem import HANDOVER, buffers_of, order_problem
-from roamc.rewriting.rerun import may_run_again
+from roamc.rewriting.rerun_variants import may_run_again
 from roamc.solvers.retain import RetainProblem, make_problem, reference_order
 from roamc.units import Seconds
 

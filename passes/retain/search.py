@@ -21,7 +21,9 @@ from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import Question, question
+from roamc.rewriting.arrange import keeps_order
 from roamc.rewriting.order_problem import HANDOVER, operator_names
+from roamc.rewriting.rerun_readers import Run, with_readers
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, validate
 from roamc.solvers.status import Status
@@ -64,7 +66,7 @@ class Choice:
         """
         self.graph, self.options, self.prices, self.allowed = graph, options, prices, allowed
         self._profile = profile
-        plain = question(graph, options, order, prices, allowed)
+        plain = question(graph, options, order, prices, allowed, as_given=keeps_order(options))
         rows = offered(plain, options, profile, effort)
         self.codes = tuple(code for code, _ in rows)
         offers = tuple(offer for _, offer in rows)
@@ -136,22 +138,20 @@ class Choice:
         """The solver's answer with names for its numbers, after a judge has counted it on the graph with its codecs."""
         asked = self.written(solution.taken)
         self._judge(solution, asked, target)
-        offers = [self.asked.problem.offers[place] for place in solution.taken]
         names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
+        runs = [
+            Run(again.before, asked.operators[again.operator], tuple(asked.storages[k].index for k in again.renews))
+            for again in solution.reruns
+        ]
+        reruns, sequence = with_readers(asked.graph, names, runs)
+        seconds = dict(zip(asked.operators, asked.problem.seconds.tolist(), strict=True))
+        unread = math.fsum(seconds[run.operator] for run in runs) - math.fsum(seconds[one.operator] for one in reruns)
+        offers = [self.asked.problem.offers[place] for place in solution.taken]
         sizes = self.asked.problem.order.size
         return Decision(
-            order=tuple(name for name in names if name),
-            reruns=tuple(
-                (
-                    names[again.before],
-                    asked.operators[again.operator],
-                    tuple(asked.storages[k].name for k in again.renews),
-                    float(asked.problem.seconds[again.operator]),
-                )
-                for again in solution.reruns
-            ),
+            reruns=tuple((*one, seconds[one.operator]) for one in reruns),
             peak_bytes=int(solution.peak_bytes),
-            added_seconds=float(solution.seconds),
+            added_seconds=float(solution.seconds) - unread,
             bound_seconds=float(solution.bound_seconds) if solution.status is not Status.INFEASIBLE else 0.0,
             status=str(solution.status.value),
             allowed=self.allowed,
@@ -159,6 +159,7 @@ class Choice:
                 (*self.codes[place], int(sizes[offer.buffer]), offer.nbytes, offer.seconds)
                 for place, offer in zip(solution.taken, offers, strict=True)
             ),
+            sequence=() if keeps_order(self.options) else tuple(sequence),
         )
 
     def _judge(self, solution: RetainSolution, written: Question, target: Bytes) -> None:

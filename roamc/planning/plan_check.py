@@ -131,7 +131,7 @@ def _check_reruns(kept: Mapping[str, Any] | None) -> None:
     """
     if kept is None:
         return
-    parts = [*(again[3] for again in kept["reruns"]), *(code[4] for code in kept["codes"])]
+    parts = [*(again[4] for again in kept["reruns"]), *(code[4] for code in kept["codes"])]
     if not math.isclose(math.fsum(parts), kept["added_seconds"], rel_tol=ROUNDING):
         _refuse(retain.NAME, "added_seconds", kept["added_seconds"], math.fsum(parts))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
 import torch
 
+from roamc import decode
 from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph, main_device
@@ -91,7 +91,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         added_bound_seconds=kept.bound_seconds,
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
-        decisions={name: dataclasses.asdict(decision) for name, decision in decisions.items()},
+        decisions={name: decode.plain(decision) for name, decision in decisions.items()},
         notes=(*graph.notes, *other_orders.note(ordered, placed)),
         seconds=dict(end.seconds),
     )

@@ -71,8 +71,7 @@ def run(
     held = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
     maker, start = prepared(graph, options, held, mark, deep=deep)
     limit = maker.options.limit_bytes
-    # A copy, as the search makes: reruns get the same names only where FX does not remember those of erased nodes.
-    planned = maker.make(fresh(start), step_seconds=plan.step_seconds)
+    planned = maker.make(start, step_seconds=plan.step_seconds)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)

@@ -86,18 +86,17 @@ def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
         plan: its plan; without reruns in the decision of pass ``retain`` the result is empty.
     """
     reruns = plan.decisions.get("retain", {}).get("reruns", ())
-    price = {str(operator): float(seconds) for _, operator, _, seconds in reruns}
+    price = {str(name): float(seconds) for name, *_, seconds in reruns}
     names = parameter_names(graph)
     memory = build_memory(graph)
     found: dict[tuple[str, str], Dropped] = {}
     for again in memory.operators:
-        first = again.node.meta.get("again")
-        if first not in price:
+        if again.node.name not in price:
             continue
         made = again.births or [memory.storage_of(again.node).index]  # written over an argument, it makes none
         kept = [memory.storages[i] for i in made if memory.uses[i]]
         key = origin(again.node, again.phase, names), str(again.node.meta["again_target"])
         old = found.get(key, Dropped(*key, 0, 0, 0, 0.0))
         size = old.nbytes + sum(storage.nbytes for storage in kept)
-        found[key] = Dropped(*key, old.count + len(kept), size, old.runs + 1, old.seconds + price[first])
+        found[key] = Dropped(*key, old.count + len(kept), size, old.runs + 1, old.seconds + price[again.node.name])
     return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operator)))

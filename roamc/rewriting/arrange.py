@@ -13,6 +13,15 @@ from torch import fx
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, output_node
 from roamc.graph.memory import build_memory
+from roamc.options import Options
+
+PASS = "reorder"
+"""Name, in ``Options.disable``, of the pass that decides the order."""
+
+
+def keeps_order(options: Options) -> bool:
+    """Return whether operators stay in program order: pass reorder is left out."""
+    return PASS in options.disable
 
 
 def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:

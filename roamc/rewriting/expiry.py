@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from roamc.graph import Phase, tensors_of
+from roamc.graph import Phase
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage
-from roamc.rewriting.rerun import may_run_again
-from roamc.rewriting.rerun_variants import recompute_variant, results_of
+from roamc.rewriting.rerun_variants import makes_again, may_run_again, reads_again
 
 Able = Callable[[fx.Node], bool]
 """From the node of an operator to whether it may run again."""
@@ -37,14 +36,10 @@ def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may
 
 
 def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]:
-    """The storages that another run of ``operator`` would make."""
+    """The storages that another run of ``operator`` would make; none if it must not run again."""
     kept = operator.phase is Phase.FORWARD and is_kept(operator.node)
-    if not operator.births or kept or not able(operator.node):
-        return set()
-    target, _, _ = recompute_variant(operator.node)
-    count = results_of(target, operator.node)
-    results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
-    return results.intersection(operator.births)
+    may = operator.births and not kept and able(operator.node)
+    return makes_again(memory, operator) if may else set()
 
 
 def expiries(
@@ -72,17 +67,9 @@ def expiries(
     handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
     found = []
     for name in names:
-        read = _read_again(memory, nodes[name]) if name and writes else ()
+        read = reads_again(memory, nodes[name]) if name and writes else ()
         later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
         last = min(later, default=len(names) - 1) + 1
         forward = bool(handed.intersection(read)) and steps[name] < memory.boundary
         found.append(min(last, memory.boundary) if forward else last)
     return found
-
-
-def _read_again(memory: MemoryModel, node: fx.Node) -> set[int]:
-    """The storages that another run of ``node`` reads."""
-    _, args, kwargs = recompute_variant(node)
-    read: set[int] = set()
-    fx.map_arg((args, kwargs), lambda given: read.update(memory.owner[given.name, at] for at, _ in tensors_of(given)))
-    return read

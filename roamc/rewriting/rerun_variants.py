@@ -13,6 +13,10 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.graph import tensors_of
+from roamc.graph.memory import MemoryModel, Operator
+from roamc.operators import ops
+from roamc.operators.random import save_rng_state
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """Target, positional arguments and keyword arguments of a call; a node stands for each tensor."""
@@ -54,3 +58,36 @@ def results_of(target: Any, first: fx.Node) -> int:
     if isinstance(value, torch.Tensor):
         return 1
     return len(target._schema.returns) if isinstance(target, OpOverload) and target is not first.target else len(value)
+
+
+def may_run_again(node: fx.Node) -> bool:
+    """Return whether another run of the operator ``node`` gives the same bits, and writes no argument.
+
+    The inputs and, for a random operator, the state of the generator are the same in both runs.
+    """
+    target, _, _ = recompute_variant(node)
+    rule = ops.rule(target)
+    return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state
+
+
+def reads_of(memory: MemoryModel, node: fx.Node) -> set[int]:
+    """Return the indices of the storages that the arguments of the operator ``node`` lie in."""
+    return {memory.owner[argument.name, at] for argument in node.all_input_nodes for at, _ in tensors_of(argument)}
+
+
+def reads_again(memory: MemoryModel, node: fx.Node) -> set[int]:
+    """Return the indices of the storages that the arguments of another run of ``node`` lie in."""
+    _, args, kwargs = recompute_variant(node)
+    read: set[int] = set()
+    fx.map_arg(
+        (args, kwargs), lambda argument: read.update(memory.owner[argument.name, at] for at, _ in tensors_of(argument))
+    )
+    return read
+
+
+def makes_again(memory: MemoryModel, operator: Operator) -> set[int]:
+    """Return the indices of the storages that another run of ``operator`` would make, if it may run again."""
+    target, _, _ = recompute_variant(operator.node)
+    count = results_of(target, operator.node)
+    results = {memory.owner[operator.node.name, at] for at, _ in tensors_of(operator.node) if at < count}
+    return results.intersection(operator.births)

@@ -1,7 +1,7 @@
-"""Versions of storages, as in static single assignment: one operator makes each, and readers read the newest one.
+"""Versions of storages, as in static single assignment: one operator makes each.
 
-:mod:`roamc.rewriting.rerun` and the codecs of pass ``retain`` make a storage a second time, a new version, which all
-later readers read. Views of a storage are made anew of each version.
+:mod:`roamc.rewriting.rerun` and the codecs of pass ``retain`` make a storage a second time, a new version, which some
+readers of the storage read from then on. Views of a storage are made anew of each version.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from roamc.graph.memory import MemoryModel, build_memory
 from roamc.graph.rewrite import mode_of, placed_in
 from roamc.graph.storage_ids import STORAGES, ids_of
 from roamc.operators import ops
+from roamc.rewriting.names import Names
 
 
 class Versions:
-    """Keeps the newest version of every storage, while a subclass walks the graph from the first node to the last.
+    """Writes new versions of storages into a graph, and redirects readers to them.
 
-    For each node the subclass inserts calls (:meth:`call`), declares them newest (:meth:`renew`) and redirects the node
-    (:meth:`redirect`); at the end it takes the graph from :meth:`finished`. The constructor raises PlanError for a
-    graph without tensors.
+    A subclass inserts calls (:meth:`call`), notes in :attr:`first` what they are versions of, and redirects readers
+    (:meth:`redirect`) in the graph's order; at the end it takes the graph from :meth:`finished`. The constructor raises
+    PlanError for a graph without tensors.
 
     Attributes:
-        graph: the graph that is walked, and written into in place.
+        graph: the graph that is written into, in place.
         memory: memory model of the graph as it was given.
         mode: the fake mode of all tensors.
+        names: the names of all nodes.
         phase: node name to phase of every operator, new ones included.
-        newest: node that makes or picks a renewed storage to the node of the storage's newest version.
         views: (view, version of what it is a view of) to the same view of that version.
         first: node of a later version of a result or view to the node of the first version.
         makers: name to node of the operators that the graph had before; views are left out.
@@ -47,31 +48,35 @@ class Versions:
         self.graph = graph
         self.mode: FakeTensorMode = mode
         self.memory: MemoryModel = build_memory(graph)
+        self.names = Names(graph.graph)
         self.phase: dict[str, Phase] = dict(graph.phase)
-        self.newest: dict[fx.Node, fx.Node] = {}
         self.views: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.first: dict[fx.Node, fx.Node] = {}
         self.makers = {op.node.name: op.node for op in self.memory.operators}
 
-    def redirect(self, node: fx.Node) -> None:
-        """Replace the arguments of ``node`` by their newest versions, in place."""
-        if self.newest:
-            node.args = fx.map_arg(node.args, lambda argument: self.version(argument, node))
-            node.kwargs = fx.map_arg(node.kwargs, lambda argument: self.version(argument, node))
+    def redirect(self, node: fx.Node, versions: Mapping[fx.Node, fx.Node]) -> None:
+        """Replace the arguments of ``node`` by other versions, in place.
 
-    def version(self, node: fx.Node, at: fx.Node) -> fx.Node:
-        """Return the newest version of ``node``, for a reader that stands in front of ``at`` or is ``at`` itself.
+        Args:
+            node: the reader.
+            versions: the versions that it is to read: node of the first version of a result, as :meth:`results` returns
+                it, to that of another.
+        """
+        node.args = fx.map_arg(node.args, lambda argument: self._version(argument, node, versions))
+        node.kwargs = fx.map_arg(node.kwargs, lambda argument: self._version(argument, node, versions))
 
-        The result is ``node`` itself if its storage was not renewed. A view of a renewed storage is made anew: a node
-        is inserted in front of ``at``, once for each version.
+    def _version(self, node: fx.Node, at: fx.Node, versions: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """The version of ``node`` that ``at`` is to read: ``node`` itself if ``versions`` have none of its storage.
+
+        A view of another version is made anew: a node is inserted in front of ``at``, once for each version.
         """
         node = self.first.get(node, node)
-        if node in self.newest:
-            return self.newest[node]
+        if node in versions:
+            return versions[node]
         if node.op != "call_function" or node.name in self.makers or not ops.is_view(node.target):
             return node
         base = node.args[ops.rule(node.target).view_of[0]]
-        now = self.version(base, at)  # type: ignore[arg-type]
+        now = self._version(base, at, versions)  # type: ignore[arg-type]
         if now is base:
             return node
         if (node, now) not in self.views:
@@ -98,30 +103,30 @@ class Versions:
         with self.mode:
             return placed_in(view, base.untyped_storage())
 
-    def renew(self, node: fx.Node, version: fx.Node) -> None:
-        """Make ``version`` the newest version of ``node``: later calls of :meth:`version` and :meth:`redirect` use it.
-
-        Args:
-            node: node of the first version, as :meth:`results` returns it.
-            version: node that makes the same result again.
-        """
-        self.newest[node] = version
-        self.first[version] = node
-
     def results(self, first: fx.Node) -> list[fx.Node]:
         """Return the nodes that stand for single results of ``first``: the operator itself, or the picks of several."""
         if isinstance(first.meta.get("val"), torch.Tensor):
             return [first]
         return [user for user in first.users if user.target is operator.getitem and user.name in self.graph.phase]
 
-    def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, at: fx.Node) -> fx.Node:
+    def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, at: fx.Node, name: str = "") -> fx.Node:
         """Insert the call ``target(*args, **kwargs)`` in front of ``at``, in the phase of ``at``, and return its node.
 
-        The node gets the name of ``like``, made unique by FX, and a copy of the ``meta`` of ``like``. The caller must
-        replace the storage ids, which are still those of ``like``, and may keep the fake value.
+        The node gets a copy of the ``meta`` of ``like``. The caller must replace the storage ids, which are still those
+        of ``like``, and may keep the fake value.
+
+        Args:
+            target: what the new node calls.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            like: the node that it is another version of.
+            at: the node in front of which it is inserted.
+            name: its name, which is taken in :attr:`names`; "" for that of ``like`` with another number.
         """
+        name = name or self.names.fresh(like.name)
         with self.graph.graph.inserting_before(at):
-            made = self.graph.graph.create_node("call_function", target, args, kwargs, name=like.name)
+            made = self.graph.graph.create_node("call_function", target, args, kwargs, name=name)
+        made.name = name  # which FX may remember of a node that is gone, and would not give again
         made.meta = dict(like.meta)
         self.phase[made.name] = self.phase[at.name]
         return made

@@ -138,7 +138,7 @@ def made(route: str, budget: str | None) -> tuple[Noisy, Run, Callable[[], Plan]
 
 
 def reruns(plan: Plan) -> list[str]:
-    return [operator for _, operator, _, _ in plan.decisions["retain"]["reruns"]]
+    return [operator for _, operator, *_ in plan.decisions["retain"]["reruns"]]
 
 
 def random_among(names: Iterable[str]) -> list[str]:

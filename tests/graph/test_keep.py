@@ -67,9 +67,9 @@ def plan_of(around: Callable[..., Any], route: str, budget: str | None) -> roamc
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_nothing_made_inside_keep_is_made_again(route: str) -> None:
     dropped = plan_of(plain, route, "min").decisions["retain"]["reruns"]
-    assert {"addmm", "gelu"} <= {operator.split("_")[0] for _, operator, _, _ in dropped}
+    assert {"addmm", "gelu"} <= {operator.split("_")[0] for _, operator, *_ in dropped}
     reruns = plan_of(kept, route, "min").decisions["retain"]["reruns"]
-    assert not [operator for _, operator, _, _ in reruns if operator.startswith(("addmm", "gelu"))]
+    assert not [operator for _, operator, *_ in reruns if operator.startswith(("addmm", "gelu"))]
 
 
 def test_plan_with_keep_is_not_taken_for_one_without() -> None:
@@ -106,13 +106,13 @@ def test_plan_of_a_module_with_regions_is_that_of_torch_compile(around: Callable
 
 def test_saved_by_policy_is_not_made_again() -> None:
     reruns = plan_of(selective, "step", None).decisions["checkpoint"]["reruns"]
-    assert {operator.split("_")[0] for _, operator, _ in reruns} == {"gelu"}
+    assert {operator.split("_")[0] for _, operator, *_ in reruns} == {"gelu"}
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_no_budget_drops_what_a_policy_must_save(route: str) -> None:
     reruns = plan_of(selective, route, "min").decisions["retain"]["reruns"]
-    assert not [operator for _, operator, _, _ in reruns if operator.startswith("addmm")]
+    assert not [operator for _, operator, *_ in reruns if operator.startswith("addmm")]
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -128,7 +128,7 @@ def test_mark_is_passed_over_where_what_it_reads_was_written_since(written: bool
         if node.name in ("mul", "sin"):
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     reruns = checkpoint_pass.decide(graph, Options()).reruns
-    assert [operator for _, operator, _ in reruns] == (["sin"] if written else ["mul", "sin"])
+    assert [operator for _, operator, *_ in reruns] == (["sin"] if written else ["mul", "sin"])
 
 
 @pytest.mark.parametrize("around", [kept, again, selective])

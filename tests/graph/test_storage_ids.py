@@ -14,7 +14,8 @@ from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import STORAGES, StorageId, id_of, ids_of, lie_in, new_id, number, number_result, renewed
 from roamc.graph.verify import check_graph
 from roamc.passes.retain.compress import Code, compress
-from roamc.rewriting.rerun import Rerun, rerun
+from roamc.rewriting.rerun import rerun
+from roamc.rewriting.reruns import Rerun
 from tests.graphs import traced
 
 aten = torch.ops.aten
@@ -120,8 +121,11 @@ def reader_in_backward(x: Tensor) -> Tensor:
     return (y.sum() * y.t().sin()).sum()
 
 
+AGAIN = Rerun("exp_1", "exp", "backward", (("exp", ("sin",)),))
+
+
 def test_rerun_is_a_new_storage_and_its_views_lie_in_it() -> None:
-    graph = rerun(traced(reader_in_backward, X, phases="FFFBBB"), [Rerun("sin", "exp", ("exp",))])
+    graph = rerun(traced(reader_in_backward, X, phases="FFFBBB"), [AGAIN])
     nodes = by_name(graph)
     again = nodes["sin"].all_input_nodes[0]
     assert again.target is aten.t.default
@@ -131,7 +135,7 @@ def test_rerun_is_a_new_storage_and_its_views_lie_in_it() -> None:
 
 
 def test_rerun_shares_the_fake_tensors_of_the_first_run() -> None:
-    nodes = by_name(rerun(traced(reader_in_backward, X, phases="FFFBBB"), [Rerun("sin", "exp", ("exp",))]))
+    nodes = by_name(rerun(traced(reader_in_backward, X, phases="FFFBBB"), [AGAIN]))
     assert nodes["exp_1"].meta["val"] is nodes["exp"].meta["val"]
 
 
@@ -196,7 +200,7 @@ def test_inputs_that_share_memory_and_no_id() -> None:
 
 
 def test_rerun_with_the_ids_of_the_first_run() -> None:
-    graph = rerun(traced(reader_in_backward, X, phases="FFFBBB"), [Rerun("sin", "exp", ("exp",))])
+    graph = rerun(traced(reader_in_backward, X, phases="FFFBBB"), [AGAIN])
     nodes = by_name(graph)
     for node in (nodes["exp_1"], nodes["sin"].all_input_nodes[0]):
         node.meta[STORAGES] = ids_of(nodes["exp"])

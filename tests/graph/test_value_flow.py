@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from roamc import Options
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node
+from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import number_result
 from roamc.graph.value_flow import check, read
 from roamc.graph.value_numbers import Flow, Numbers
@@ -25,7 +26,8 @@ from roamc.passes import normalize, reuse
 from roamc.passes.retain.compress import Code, compress
 from roamc.planning import search
 from roamc.planning.plan import Plan
-from roamc.rewriting.rerun import Rerun, rerun
+from roamc.rewriting.rerun import rerun
+from roamc.rewriting.reruns import Rerun
 from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
 from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
@@ -99,7 +101,8 @@ def test_batch_norm_without_statistics_gives_what_it_gave_with_them() -> None:
     graph = traced(function, X, torch.zeros(8), torch.ones(8))
     before = values(graph)
     first = operators(graph.graph)[0].name
-    check(rerun(graph, [Rerun("cos", first, (f"{first}#0",))]), before, "retain")
+    again = Rerun(f"{first}_1", first, "forward", ((f"{first}#0", ("cos",)),))
+    check(rerun(graph, [again]), before, "retain")
 
 
 # -- what does not -------------------------------------------------------------------------------------
@@ -117,17 +120,21 @@ def stale() -> TrainGraph:
     return traced(function, X, torch.ones(8), phases="FFFBB")
 
 
+CLONE = Rerun("clone_1", "clone", "forward", (("clone", ("sub",)),))
+
+
 def test_rerun_behind_an_in_place_write_of_its_input() -> None:
     graph = stale()
     before = values(graph)
-    after = rerun(graph, [Rerun("sub", "clone", ("clone",))])
+    after = rerun(graph, [CLONE])
+    move(after, "clone_1", behind="mul_")
     refused(after, before, "sub would read what mul_ has written", "not scale_1 as the caller")
 
 
 def test_rerun_in_front_of_the_write_is_accepted() -> None:
     graph = stale()
     before = values(graph)
-    check(rerun(graph, [Rerun("mul_", "clone", ("clone",))]), before, "retain")
+    check(rerun(graph, [CLONE]), before, "retain")
 
 
 def test_rerun_in_backward_of_a_read_of_what_forward_has_written() -> None:
@@ -141,7 +148,7 @@ def test_rerun_in_backward_of_a_read_of_what_forward_has_written() -> None:
     for boundary in (False, True):
         graph = traced(function, X, torch.ones(8), phases="FFFBB", boundary=boundary, outputs=late)
         before = values(graph)
-        after = rerun(graph, [Rerun("cos", "mul", ("mul",))])
+        after = rerun(graph, [Rerun("mul_1", "mul", "backward", (("mul", ("cos",)),))])
         if boundary:
             refused(after, before, "cos through mul_1", "what another forward may have written since and not")
         else:
@@ -200,21 +207,26 @@ def scaled(optimizer: Any = torch.optim.SGD) -> TrainGraph:
     return captured_step(Scaled(), (X,), lambda m, x: m(x).square().sum(), optimizer).graph
 
 
-def with_reruns(plan: Plan, order: Sequence[str], *reruns: tuple[str, str, tuple[str, ...], float]) -> Plan:
-    kept = {**plan.decisions["retain"], "order": tuple(order), "reruns": reruns}
+def with_reruns(plan: Plan, order: Sequence[str], *reruns: tuple[Any, ...]) -> Plan:
+    kept = {**plan.decisions["retain"], "reruns": reruns}
+    ordered = {**plan.decisions["reorder"], "order": tuple(order)}
     decisions = {name: made for name, made in plan.decisions.items() if name in ("normalize", "layout")}
-    return dataclasses.replace(plan, decisions={**decisions, "retain": kept})
+    return dataclasses.replace(plan, decisions={**decisions, "retain": kept, "reorder": ordered})
 
 
 def test_plan_from_a_file_with_a_stale_rerun_is_refused() -> None:
-    first = search.run(scaled(), Options(disable=("reorder", "reuse")))
+    first = search.run(scaled(), Options(order="program", disable=("reuse",)))
     names = [node.name for node in operators(first.graph.graph)]
     clone = next(node for node in operators(first.graph.graph) if node.target is aten.clone.default)
     reader = [user.name for user in clone.users][-1]
     write = next(n.name for n in operators(first.graph.graph) if n.target in (aten.copy_.default, aten.mul_.Tensor))
     assert names.index(clone.name) < names.index(write) < names.index(reader)
-    kept = with_reruns(first.plan, (), (reader, clone.name, (clone.name,), 0.0))
-    with pytest.raises(VerifyError, match=rf"^after pass 'retain': {reader} would read what \w+ has written and not "):
+    order = list(first.plan.decisions["reorder"]["order"])
+    order.insert(order.index(reader), "clone_1")
+    again = ("clone_1", clone.name, "backward", ((clone.name, (reader,)),), 0.0)
+    kept = with_reruns(first.plan, order, again)
+    said = rf"^after pass 'reorder': {write} must stay behind clone_1|{reader} would read what \w+ has written and not "
+    with pytest.raises(VerifyError, match=said):
         search.run(scaled(), Options(), Plan.from_json(kept.to_json()), deep=True)
 
 
@@ -227,7 +239,10 @@ def test_rerun_behind_the_update_of_its_weight() -> None:
 
     graph = traced(function, X, torch.ones(8, 8), torch.ones(8, 8), phases="FFUUU")
     before = values(graph)
-    after = rerun(graph, [Rerun("cos", "mm", ("mm",))])
+    after = rerun(graph, [Rerun("mm_1", "mm", "update", (("mm", ("cos",)),))])
+    assert [op.node.name for op in build_memory(after).operators] == ["mm", "sin", "mm_1", "sub_", "cos", "mul"]
+    check(after, before, "retain")
+    move(after, "mm_1", behind="sub_")
     refused(after, before, "cos through mm_1, which would read what sub_ has written and not weight_1 as the caller")
 
 
@@ -306,7 +321,7 @@ def again(state_before: str) -> tuple[TrainGraph, Flow]:
     """Two draws; the first is made again from the state kept in front of ``state_before``."""
     graph = traced(lambda x: ((a := torch.rand_like(x)), torch.rand_like(x), a.sin(), a.cos())[1:], X, phases="FFFB")
     before = values(graph)
-    after = rerun(graph, [Rerun("cos", "rand_like", ("rand_like",))])
+    after = rerun(graph, [Rerun("rand_like_2", "rand_like", "backward", (("rand_like", ("cos",)),))])
     state = next(node for node in operators(after.graph) if node.target is save_rng_state)
     node_of(after, state_before).prepend(state)
     return after, before

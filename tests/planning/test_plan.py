@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roamc.codegen.source import emit
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, copied
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import FORMAT, Plan
 from roamc.units import format_bytes
-from tests.graphs import graph_and_inputs, model_graph, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.planning.test_pipeline import run_program
 from tests.random_graphs import random_model
 
 FUZZ = settings(derandomize=True, max_examples=300, deadline=None)
@@ -173,7 +176,7 @@ def test_wrong_type_inside_a_field_is_refused(fields: dict[str, Any]) -> None:
     ("decision", "where"),
     [
         ({"layout": {"offset": {"mul": -64}}}, "layout: offset: mul"),
-        ({"retain": {"reruns": [["a", "b", ["c"], -1.0]]}}, "retain: reruns"),
+        ({"retain": {"reruns": [["a", "b", "forward", [["c", ["d"]]], -1.0]]}}, "retain: reruns"),
         ({"retain": {"added_seconds": float("nan")}}, "retain: added_seconds"),
         ({"anything": {"sizes": [[-1]]}}, "anything: sizes"),
     ],
@@ -304,6 +307,46 @@ def test_plan_from_json_skips_decide_and_gives_the_same_program(
     assert again.plan.to_json() == made.plan.to_json()
 
 
+@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize("seed", range(5))
+def test_plan_with_reruns_gives_the_same_program_and_bits_on_a_fresh_capture(seed: int, route: str) -> None:
+    graph, inputs = graph_and_inputs(*random_model(seed), route)
+    used, again = clones(inputs), clones(inputs)
+    torch.manual_seed(seed)
+    expected, _ = run_real(copied(graph), used)
+    made = search.run(graph, Options(memory_budget="min"))
+    fresh = graph_and_inputs(*random_model(seed), route)[0]
+    planned = search.run(fresh, Options(), Plan.from_json(made.plan.to_json()))
+    assert emit(planned.graph).source == emit(made.graph).source
+    assert planned.plan.to_json() == made.plan.to_json()
+    torch.manual_seed(seed)
+    assert_same([*expected, *used], [*run_program(planned, again), *again], f"seed {seed}, {route}")
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_sequence_of_reruns_in_a_plan_says_nothing(route: str) -> None:
+    graph, _ = model_graph("nanogpt-dropout", route)
+    made = search.run(copied(graph), Options(memory_budget="min"))
+    data = json.loads(made.plan.to_json())
+    data["decisions"]["retain"]["reruns"].reverse()
+    planned = search.run(graph, Options(), Plan.from_json(json.dumps(data)))
+    assert len(data["decisions"]["retain"]["reruns"]) > 5
+    assert emit(planned.graph).source == emit(made.graph).source
+
+
+@pytest.mark.parametrize("share", ["85%", "min"])
+def test_plan_without_reorder_keeps_program_order_and_is_taken_again(share: str) -> None:
+    graph, _ = model_graph("nanogpt-dropout", "step")
+    options = Options(memory_budget=share, disable=("reorder",))
+    free, made = (search.run(copied(graph), each) for each in (Options(disable=("reorder",)), options))
+    assert made.plan.decisions["retain"]["reruns"]
+    order = [op.node.name for op in build_memory(made.graph).operators]
+    kept = [op.node.name for op in build_memory(free.graph).operators if op.node.name in order]
+    assert [name for name in order if name in kept] == kept
+    planned = search.run(graph, Options(), Plan.from_json(made.plan.to_json()))
+    assert emit(planned.graph).source == emit(made.graph).source
+
+
 def test_plan_of_another_graph_is_refused_by_name() -> None:
     other = traced(lambda x: x.sin().cos(), torch.zeros(4))
     with pytest.raises(
@@ -408,20 +451,20 @@ def planned_gpt() -> tuple[TrainGraph, str]:
         (("added_seconds",), 0, "plan: the plan says added_seconds 0, and what it does makes"),
         (("decisions", "retain", "allowed"), "banana", "'banana' is none of all, light"),
         (
-            ("decisions", "retain", "order"),
+            ("decisions", "retain", "sequence"),
             ["a"],
-            "^retain: the plan's order is not a permutation of this graph's operators",
+            "the plan's decision of pass 'retain' must have the fields",
         ),
         (("decisions", "reorder", "order"), ["a"], "^reorder: the plan's order is not a permutation of"),
         (
             ("decisions", "checkpoint", "reruns"),
-            [["nobody", "a", ["a"]]],
-            "^checkpoint: this graph has no operator 'nobo",
+            [["nobody_1", "nobody", "backward", [["nobody", ["a"]]]]],
+            "^checkpoint: this graph has no operator 'nobody' that could run again",
         ),
         (
             ("decisions", "retain", "reruns"),
-            [["nobody", "a", ["a"], 0.0]],
-            "^retain: this graph has no operator 'nobody'",
+            [["nobody_1", "nobody", "backward", [["nobody", ["a"]]], 0.0]],
+            "^retain: this graph has no operator 'nobody' that could run again",
         ),
         (("decisions", "normalize", "dropouts"), ["nobody"], "^normalize: the plan names "),
         (("decisions", "evil"), {"a": 1}, "a decision of evil, which is no pass"),
@@ -475,7 +518,7 @@ def lowest_gpt() -> tuple[TrainGraph, Plan]:
     """A graph, and a plan of it that runs matrix products again."""
     graph = model_graph("nanogpt", "step")[0]
     plan = search.run(copied(graph), Options(memory_budget="min")).plan
-    assert any("mm" in operator for _, operator, _, _ in plan.decisions["retain"]["reruns"])
+    assert any("mm" in operator for _, operator, *_ in plan.decisions["retain"]["reruns"])
     return graph, plan
 
 

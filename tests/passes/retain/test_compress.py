@@ -23,10 +23,10 @@ from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs import shapes
 from roamc.passes.retain.compress import MARK, codings, values
 from roamc.passes.retain.problem import droppable
-from roamc.rewriting.rerun import Rerun, rerun
+from roamc.rewriting.rerun import rerun
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real
 from tests.models import NanoGPT, next_token, tokens
-from tests.rewriting.cases import some_reruns
+from tests.rewriting.cases import At, named, some_reruns
 
 ROUTES = ("step", "joint")
 
@@ -145,7 +145,7 @@ def test_random_codecs_with_random_reruns_on_top_leave_every_bit(name: str, seed
 
     def change(graph: TrainGraph) -> TrainGraph:
         coded = compress(graph, codes)
-        return rerun(coded, some_reruns(coded, seed, 0.3))
+        return rerun(coded, named(coded, some_reruns(coded, seed, 0.3)))
 
     check(graph, inputs, change)
 
@@ -161,7 +161,7 @@ def test_the_value_of_a_second_run_is_encoded_where_nobody_reads_the_first(route
         makers = [(memory.operators[by_name[c.storage].producer].node.name, by_name[c.storage]) for c in codes]
         may_drop = dict(zip(memory.counted, droppable(memory, memory.counted), strict=True))
         first = [(memory.operators[memory.uses[s.index][0]].node.name, name, s) for name, s in makers if may_drop[s]]
-        return rerun(coded, [Rerun(before, name, (storage.name,)) for before, name, storage in first])
+        return rerun(coded, named(coded, [At(before, name, (storage.name,)) for before, name, storage in first]))
 
     after = check(graph, inputs, change)
     there = {node.name for node in after.graph.nodes}

@@ -35,7 +35,7 @@ def products(graph: TrainGraph) -> int:
 
 
 def again(planned: Planned) -> list[str]:
-    return [operator for _, operator, _, _ in planned.plan.decisions["retain"]["reruns"]]
+    return [operator for _, operator, *_ in planned.plan.decisions["retain"]["reruns"]]
 
 
 def blocks_planned(name: str, layers: int, budget: str | None) -> Planned:
