@@ -26,7 +26,9 @@ from roamc.operators.gpu.kernel import kernel_text, unfit
 from roamc.operators.gpu.printed import is_exact
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision
+from roamc.passes.fuse import Decision, choose, write
+from roamc.passes.fuse.choose import Finder
+from roamc.passes.fuse.write import Site
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
@@ -222,7 +224,7 @@ def test_an_operator_belongs_to_one_group() -> None:
     with torch.no_grad():
         graph = traced(lambda x: (x * 2 + 1).relu(), *on_gpu((64, 64)))
     first, *_, last = operators(graph.graph)
-    finder = fuse._Finder(fuse._Site(graph), 1, fast=False)
+    finder = Finder(Site(graph), 1, fast=False)
     assert [node.name for node in finder.group(last)] == ["mul", "add", "relu"]
     finder.taken.add(first)
     assert [node.name for node in finder.group(last)] == ["add", "relu"]
@@ -273,8 +275,8 @@ def test_programs_with_several_results_of_a_group_have_the_bits_of_the_operators
     free = search.run(plain, Options(disable=("fuse", "products")))
     monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
-    monkeypatch.setattr(fuse, "kind_of_groups", lambda graph: FusedKernel)
-    monkeypatch.setattr(fuse, "_least_bytes", lambda graph, options: 1)
+    monkeypatch.setattr(write, "kind_of_groups", lambda graph: FusedKernel)
+    monkeypatch.setattr(choose, "_least_bytes", lambda graph, options: 1)
     graph, inputs = graph_and_inputs(*made, route)
     options = Options(numerics=numerics, disable=("products",), memory_budget=budget)
     planned = search.run(graph, options, deep=True)

@@ -24,7 +24,7 @@ from roamc.operators.fused import Fused
 from roamc.operators.fused import fuse as make_group
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, Effort
+from roamc.passes.fuse import Decision, Effort, choose
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
@@ -43,8 +43,8 @@ MODELS = ("gpt2", "llama", "bert", "resnet50", "nanogpt-dropout")
 @pytest.fixture(autouse=True)
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the smallest tensors as well, in blocks of a few rows."""
-    monkeypatch.setattr(fuse, "EFFORT", Effort(least_bytes=1, least_share=0.0))
-    monkeypatch.setattr(fuse, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(choose, "EFFORT", Effort(least_bytes=1, least_share=0.0))
+    monkeypatch.setattr(choose, "group_workspace", lambda group, threads: 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
 
 
@@ -357,7 +357,7 @@ def test_losses_of_every_kind_have_the_bits_of_eager(name: str, dtype: torch.dty
 
 
 def test_small_values_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "EFFORT", Effort())
+    monkeypatch.setattr(choose, "EFFORT", Effort())
     assert groups(lambda x, y: (x * y).sin() + y, X, X) == ()
     large = torch.randn(1024, 4096)
     assert groups(lambda x, y: (x * y).sin() + y, large, large) == (("mul", "sin", "add"),)

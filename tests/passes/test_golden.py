@@ -50,8 +50,8 @@ def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the smallest tensors as well."""
-    monkeypatch.setattr("roamc.passes.fuse.EFFORT", Effort(least_bytes=1, least_share=0.0))
-    monkeypatch.setattr("roamc.passes.fuse.group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr("roamc.passes.fuse.choose.EFFORT", Effort(least_bytes=1, least_share=0.0))
+    monkeypatch.setattr("roamc.passes.fuse.choose.group_workspace", lambda group, threads: 0)
 
 
 def of_normalize() -> Example:

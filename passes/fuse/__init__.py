@@ -1,0 +1,27 @@
+"""fuse: operators that run as one over blocks of rows, so that the values between them have no storage.
+
+    rewrite:  t = op1(x, y); r = op2(t, z)  -->  r = fused(x, y, z)
+                                            -->  t, r = fused(x, y, z)      (on a GPU, if t is read elsewhere)
+    checks:   every operator that the decision names treats rows apart and has one dense result; all of a group are of
+              one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
+              bits of the whole with as many threads as the plan is made for
+
+A group ends with one operator and has operators before it that lead there. On a CPU only the last result is read
+outside the group; on a GPU others may be, and are written as well. A group is made where it saves a pass over memory
+and where, in the present order, no step holds more bytes. The backward of cross-entropy gains most: the gradient of the
+log-probabilities, a number for every token and word, never exists.
+
+    decision.py     what is decided
+    choose.py       which operators are one group
+    write.py        which nodes fit a group, and how it is written into the graph
+"""
+
+from __future__ import annotations
+
+from roamc.passes.fuse.choose import Effort, decide
+from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.write import apply
+
+__all__ = ["NAME", "Decision", "Effort", "apply", "decide"]
+
+NAME = "fuse"

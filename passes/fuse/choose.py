@@ -1,0 +1,176 @@
+"""Choose groups of operators: the part of pass fuse that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from roamc.cost import group_workspace, load_profile, workspace_bytes
+from roamc.graph import TrainGraph, main_device, operators
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
+from roamc.operators import blocks, ops
+from roamc.operators.fused import fuse
+from roamc.options import Options
+from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.write import Site, operands_of
+from roamc.units import Bytes
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How large the largest value inside a group must be for the group to be made.
+
+    A group is made if that value has at least ``least_bytes`` and is larger than the device's cache or than
+    ``least_share`` of eager's peak. Blocks of smaller values take as long as whole operators, or longer: 0.92 to 1.28
+    of the time for values of 2 to 13 MB on a machine with 32 MB of cache, 0.83 for one of 67 MB.
+
+    Attributes:
+        least_bytes: fewest bytes of the largest value inside: four times those of a block.
+        least_share: share of eager's peak bytes from which on a value need not be larger than the cache.
+        most_members: operators in a group at most. A kernel of more takes long to compile, and to choose: each operator
+            that might join is tried with all that have joined. Groups of language models have up to 12.
+    """
+
+    least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
+    least_share: float = 1 / 16
+    most_members: int = 48
+
+
+EFFORT = Effort()
+
+LARGEST_ITEM: Bytes = 16
+"""Bytes of the largest element that tensors have."""
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Choose groups of operators, the one that ends last first; ``graph`` stays as it is.
+
+    Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value
+    inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it. Groups
+    that have other last bits than their operators are chosen under ``numerics="fast"`` alone.
+    """
+    finder = Finder(Site(graph), _least_bytes(graph, options), fast=options.numerics == "fast")
+    found: list[tuple[str, ...]] = []
+    for node in reversed(operators(graph.graph)):
+        members = [] if node in finder.taken else finder.group(node)
+        if members:
+            finder.taken.update(members)
+            finder.site.note(members)
+            found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
+    return Decision(tuple(reversed(found)))
+
+
+def _least_bytes(graph: TrainGraph, options: Options) -> float:
+    """Bytes of the largest value inside a group at least."""
+    device = main_device(graph)
+    if device.type == "cuda":
+        return 1
+    share = EFFORT.least_share * (graph.eager_bytes or 0)
+    return max(EFFORT.least_bytes, min(load_profile(device, options.profile).cache_bytes, share))
+
+
+class Finder:
+    """Finds the group that ends with a node, with a value inside of at least ``least`` bytes."""
+
+    def __init__(self, site: Site, least: float, *, fast: bool) -> None:
+        self.site, self.graph, self.kind = site, site.graph, site.kind
+        self.least, self.fast = least, fast
+        self.taken: set[fx.Node] = set()
+        self.memory: MemoryModel = build_memory(self.graph)
+        self.step = {operator.node: step for step, operator in enumerate(self.memory.operators)}
+        born, dead = lifetimes(self.memory)
+        counted = [storage.index for storage in self.memory.counted]
+        self.lives = dict(zip(counted, zip(born.tolist(), dead.tolist(), strict=True), strict=True))
+        self.live = live_bytes(self.memory)
+
+    def group(self, root: fx.Node) -> list[fx.Node]:
+        """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
+        if root not in self.step or not self.kind.fits_numerics(root, fast=self.fast):
+            return []
+        matrix = self.kind.frame(root)
+        if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
+            return []
+        if self.site.unfit([root]):
+            return []
+        members = [root]
+        while len(members) < EFFORT.most_members and (larger := self._larger(members)) is not None:
+            members = larger
+        while len(members) > 1 and self._holds_more(members):
+            members = self._smaller(members)
+        inside = [self._bytes(node) for node in members[:-1] if node in self.step]
+        return members if max(inside, default=0) >= self.least else []
+
+    def _larger(self, members: list[fx.Node]) -> list[fx.Node] | None:
+        """Return the group with one operator more; None if there is none that fits."""
+        inside = set(members)
+        read = dict.fromkeys(argument for node in reversed(members) for argument in node.all_input_nodes)
+        for argument in read:
+            base = blocks.base_of(argument)
+            if argument in inside or base in inside or not self._may_join(base, members[-1]):
+                continue
+            larger = self.site.with_views(members[-1], {node for node in inside if node in self.step} | {base})
+            if not self.site.unfit(larger):
+                return larger
+        return None
+
+    def _smaller(self, members: list[fx.Node]) -> list[fx.Node]:
+        """Return the group without its first operator."""
+        first = next(node for node in members if node in self.step)
+        left = {node for node in members if node in self.step and node is not first}
+        return self.site.with_views(members[-1], left)
+
+    def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
+        if node in self.taken:
+            return False
+        named = (node.name in self.site.fixed and not self.kind.several) or is_kept(node) or node not in self.step
+        named = named or not self.kind.fits_numerics(node, fast=self.fast)
+        return not named and self.graph.phase[node.name] is self.graph.phase[root.name]
+
+    def _holds_more(self, members: Sequence[fx.Node]) -> bool:
+        """Whether some step would hold more bytes with the group, or the group would read what is written in between.
+
+        It runs in the place of :meth:`Site.place`: there its result may exist earlier, or operands longer than before.
+        """
+        mine = [self.step[node] for node in members if node in self.step]
+        at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
+        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members)}
+        if any(operands.intersection(operator.writes) for operator in self.memory.operators[begin:end]):
+            return True
+        more = np.zeros(end + 1 - begin, dtype=np.int64)
+
+        def add(nbytes: Bytes, first: int, last: int) -> None:
+            more[max(first, begin) - begin : max(last, begin) - begin] += nbytes
+
+        made = {self.step[node] for node in self.site.results(members)}
+        for step in mine:
+            for birth in self.memory.operators[step].births:
+                born, dead = self.lives[birth]
+                add(-self.memory.storages[birth].nbytes, born, dead)
+                if step in made:
+                    add(self.memory.storages[birth].nbytes, at, dead)
+        for index in operands:
+            if self.memory.storages[index].place is Place.TEMPORARY:
+                born, dead = self.lives[index]
+                others = [use for use in self.memory.uses[index] if use not in mine]
+                now = max([at, born, *others]) + 1
+                add(self.memory.storages[index].nbytes, dead, now)
+                add(-self.memory.storages[index].nbytes, now, dead)
+        inside = np.zeros(len(more), dtype=bool)
+        inside[np.array(mine) - begin] = True
+        return self._own(members, at, int(more[at - begin])) or bool((more[~inside] > 0).any())
+
+    def _own(self, members: Sequence[fx.Node], at: int, more: Bytes) -> bool:
+        """Whether the group, run at step ``at``, holds more than the worst of its members, workspace included."""
+        threads = self.graph.threads
+        before = max(
+            int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
+        )
+        group, _ = fuse(members[-1], members, self.kind, self.site.results(members))
+        return int(self.live[at]) + more + group_workspace(group, threads) > before
+
+    def _bytes(self, node: fx.Node) -> Bytes:
+        return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)

@@ -1,0 +1,198 @@
+"""Write groups into a graph: the part of pass fuse that rewrites, and says which nodes can be one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import getitem
+
+from torch import fx
+
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, main_device, operators
+from roamc.graph.keep import is_kept
+from roamc.graph.storage_ids import STORAGES, id_of
+from roamc.operators import blocks, ops
+from roamc.operators.fused import Fused, fuse
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.passes.fuse.decision import Decision
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Replace each group by one node; changes the FX graph in place.
+
+    The node stands in the place of the group's first operator in front of which all operands of the group exist. With
+    one result it has the name of the group's last operator; with several, each is picked by a node of its old name.
+
+    Raises:
+        PlanError: the graph has no such operators, or they cannot run as a group.
+    """
+    if not decision.groups:
+        return graph
+    nodes = {node.name: node for node in operators(graph.graph)}
+    site = Site(graph)
+    phase = dict(graph.phase)
+    for names in reversed(decision.groups):  # as they were chosen
+        if len(set(names)) != len(names) or not names or any(name not in nodes for name in names):
+            raise PlanError(f"this graph has no operators {', '.join(names) or '(none)'} that could be one group")
+        views = [name for name in names if ops.is_view(nodes[name].target)]
+        if views:
+            raise PlanError(f"{', '.join(names)} cannot be one group: {views[0]} is a view, and no operator")
+        members = site.with_views(nodes[names[-1]], {nodes[name] for name in names})
+        wrong = site.unfit(members) if members else "they do not lead to one result"
+        if wrong:
+            raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
+        node = site.write(members)
+        phase[node.name] = graph.phase[members[-1].name]
+        for member in members[:-1]:
+            nodes.pop(member.name)
+    left = {node.name for node in operators(graph.graph)}
+    return graph.replace(phase={name: part for name, part in phase.items() if name in left})
+
+
+def kind_of_groups(graph: TrainGraph) -> type[Fused]:
+    """Return how groups run on the device of ``graph``."""
+    return FusedKernel if main_device(graph).type == "cuda" else Fused
+
+
+class Site:
+    """A graph while groups are chosen or written in it.
+
+    Attributes:
+        graph: the graph.
+        kind: how groups run on its device.
+        position: node to its index among all nodes, as counted before groups are written.
+        made: node to the place where its result exists: just in front of the group's place, if that has several.
+        read: node to the place where it reads: that of its group, if it is in one.
+        fixed: names of nodes that the train graph names, which have to stay.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.graph = graph
+        self.kind = kind_of_groups(graph)
+        self.position = {node: at for at, node in enumerate(graph.graph.nodes)}
+        self.made: dict[fx.Node, float] = dict(self.position)
+        self.read: dict[fx.Node, float] = dict(self.position)
+        self.fixed = {*graph.gradients, *graph.saved, *(name for pair in graph.waits.items() for name in pair)}
+
+    def place(self, members: Sequence[fx.Node]) -> fx.Node:
+        """Return the first member in front of which all operands of the group exist: in its place the group runs."""
+        ready = max((self.made[argument] for argument in operands_of(members)), default=-1)
+        return next(node for node in members if self.position[node] > ready and not ops.is_view(node.target))
+
+    def results(self, members: Sequence[fx.Node]) -> list[fx.Node]:
+        """The members whose results are the group's, in graph order: the last, and those that are needed outside."""
+        inside = set(members)
+        needed = {blocks.base_of(node) for node in members if _read_outside(node, inside) or node.name in self.fixed}
+        return [node for node in members if node in needed or node is members[-1]]
+
+    def with_views(self, root: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
+        """Return the members and the views between them in graph order; empty if they do not all lead to ``root``."""
+        reached, left = {root}, [root]
+        while left:
+            for argument in left.pop().all_input_nodes:
+                base = blocks.base_of(argument)
+                if base in members:
+                    chain = list(views_between(argument, base))
+                    left += [node for node in chain if node not in reached]
+                    reached.update(chain)
+        in_order = sorted(reached, key=self.position.__getitem__)
+        return in_order if members <= reached and in_order[-1] is root else []
+
+    def unfit(self, members: Sequence[fx.Node]) -> str:
+        """Say why these nodes, views between members included, cannot be one group; "" if they can."""
+        root, phase = members[-1], self.graph.phase
+        matrix = self.kind.frame(root)
+        if matrix is None:
+            return f"{root.name} has no rows"
+        for node in members:
+            if phase[node.name] is not phase[root.name]:
+                return f"{node.name} belongs to another phase than {root.name}"
+            if node is not root and is_kept(node):
+                return f"{node.name} is kept by roamc.keep"
+        results = self.results(members)
+        if len(results) > 1:
+            if not self.kind.several:
+                return f"{results[0].name} is read outside"
+            early = self._early_reader(members)
+            if early:
+                return early
+        wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
+        return wrong or self.kind.misfit(members, matrix, self.graph.threads)
+
+    def _early_reader(self, members: Sequence[fx.Node]) -> str:
+        """Say which node outside reads a member in front of the place where the group runs; "" if none does."""
+        inside, place = set(members), self.position[self.place(members)]
+        for node in members:
+            early = [user for user in node.users if user not in inside and self.read[user] < place]
+            if early:
+                return f"{early[0].name} reads {node.name} before all that the group reads exists"
+        return ""
+
+    def note(self, members: Sequence[fx.Node]) -> None:
+        """Note that ``members`` are one group, for the choice of others."""
+        place = self.position[self.place(members)]
+        several = len(self.results(members)) > 1
+        for member in members:
+            self.read[member] = place
+            if several:
+                self.made[member] = place - 0.5
+
+    def write(self, members: Sequence[fx.Node]) -> fx.Node:
+        """Note the group and write it into the graph; return its node."""
+        self.note(members)
+        root, results, place = members[-1], self.results(members), self.place(members)
+        group, read = fuse(root, members, self.kind, results)
+        if len(results) > 1:
+            node = _write_several(self.graph.graph, members, results, place, (group, read))
+            self.read[node] = self.read[root]
+            return node
+        if place is not root:
+            place.prepend(root)
+        root.target, root.args, root.kwargs = group, tuple(read), {}
+        for member in reversed(members[:-1]):
+            self.graph.graph.erase_node(member)
+        return root
+
+
+def _write_several(
+    graph: fx.Graph,
+    members: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    place: fx.Node,
+    group: tuple[Fused, list[fx.Node]],
+) -> fx.Node:
+    """Write a group with several results in front of ``place``; views that are read outside stay, behind it."""
+    inside = set(members)
+    views = [node for node in members if node not in results and _read_outside(node, inside)]
+    with graph.inserting_before(place):
+        node = graph.create_node("call_function", group[0], tuple(group[1]), name=f"{results[-1].name}_group")
+    values, ids = (tuple(result.meta["val"] for result in results), tuple(id_of(result) for result in results))
+    node.meta = {**results[-1].meta, "val": values, STORAGES: ids}
+    behind = node
+    for member in [*results, *views]:
+        if member in results:
+            member.target, member.args, member.kwargs = getitem, (node, results.index(member)), {}
+        behind.append(member)
+        behind = member
+    for member in reversed(members):
+        if not member.users and member not in results:
+            graph.erase_node(member)
+    return node
+
+
+def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(user not in inside for user in node.users)
+
+
+def operands_of(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return what the members read that is not made by one of them, in the order in which they read it."""
+    inside = set(members)
+    return list(dict.fromkeys(a for node in members for a in node.all_input_nodes if a not in inside))
+
+
+def views_between(node: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
+    """Yield ``node``, what it is a view of, and so on up to ``base``."""
+    yield node
+    while node is not base:
+        node = node.all_input_nodes[0]
+        yield node
