@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
 from roamc.cost import group_workspace, load_profile, workspace_bytes
-from roamc.graph import TrainGraph, main_device, operators
+from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
-from roamc.operators import blocks, ops
+from roamc.graph.storage_ids import all_ids, ids_of
+from roamc.operators import blocks, in_place, ops
 from roamc.operators.fused import fuse
 from roamc.options import Options
 from roamc.passes.fuse.decision import Decision
@@ -89,33 +91,69 @@ class Finder:
 
     def group(self, root: fx.Node) -> list[fx.Node]:
         """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
-        if root not in self.step or not self.kind.fits_numerics(root, fast=self.fast):
+        if root not in self.step or not self.kind.fits_numerics(root, fast=self.fast) or in_place.copies(root):
+            return []
+        if ops.rule(root.target).mutates and self.graph.phase[root.name] is not Phase.UPDATE:
             return []
         matrix = self.kind.frame(root)
         if matrix is None or matrix.numel * LARGEST_ITEM < self.least:
             return []
         if self.site.unfit([root]):
             return []
-        members = [root]
+        members = self._update(root)
         while len(members) < EFFORT.most_members and (larger := self._larger(members)) is not None:
             members = larger
         while len(members) > 1 and self._holds_more(members):
             members = self._smaller(members)
-        inside = [self._bytes(node) for node in members[:-1] if node in self.step]
-        return members if max(inside, default=0) >= self.least else []
+        return members if self._spared(members) >= self.least else []
+
+    def _spared(self, members: Sequence[fx.Node]) -> Bytes:
+        """Bytes of the largest value that goes less often through memory: one inside, or one written more than once."""
+        called, results = [node for node in members if node in self.step], self.site.results(members)
+        inside = [self._bytes(node) for node in called if node is not members[-1]]
+        if len(called) > 1 and in_place.writers(called):
+            inside = [self._bytes(node) for node in called if node not in results]
+            touched = Counter(own for node in called for own in all_ids(node.all_input_nodes))
+            inside += [own.nbytes for own, times in touched.items() if times > 1 and own in self.site.touched]
+        return max(inside, default=0)
+
+    def _update(self, root: fx.Node) -> list[fx.Node]:
+        """Return all operators of an update that lead to its last one and fit; ``root`` alone for other operators.
+
+        To try all at once is quicker than one after the other, and no part may be worth it.
+        """
+        if not ops.rule(root.target).mutates:
+            return [root]
+        members = [root]
+        while len(members) < EFFORT.most_members and (larger := next(self._larger_by_one(members), None)) is not None:
+            members = larger
+        return [root] if self.site.unfit(members) else members
+
+    def _before(self, members: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """Yield operators that may join, the last first: they make what members read, or touch what members write."""
+        inside, root = set(members), members[-1]
+        read = dict.fromkeys(argument for node in reversed(members) for argument in node.all_input_nodes)
+        written = all_ids(argument for node in members for argument in ops.mutated_arguments(node))
+        for argument in read:
+            near = [blocks.base_of(argument)]
+            for own in ids_of(argument):
+                near += [node for node, writes in self.site.touched.get(own, ()) if writes or own in written]
+            for node in sorted(near, key=self.site.position.__getitem__, reverse=True):
+                behind = self.site.position[node] >= self.site.position[root]
+                if node not in inside and not behind and self._may_join(node, root):
+                    yield node
 
     def _larger(self, members: list[fx.Node]) -> list[fx.Node] | None:
         """Return the group with one operator more; None if there is none that fits."""
-        inside = set(members)
-        read = dict.fromkeys(argument for node in reversed(members) for argument in node.all_input_nodes)
-        for argument in read:
-            base = blocks.base_of(argument)
-            if argument in inside or base in inside or not self._may_join(base, members[-1]):
-                continue
-            larger = self.site.with_views(members[-1], {node for node in inside if node in self.step} | {base})
-            if not self.site.unfit(larger):
-                return larger
-        return None
+        return next((larger for larger in self._larger_by_one(members) if not self.site.unfit(larger)), None)
+
+    def _larger_by_one(self, members: list[fx.Node]) -> Iterator[list[fx.Node]]:
+        """Yield the group with each operator that may join it."""
+        called = {node for node in members if node in self.step}
+        for node in self._before(members):
+            larger = self.site.with_views(members[-1], called | {node})
+            if larger:
+                yield larger
 
     def _smaller(self, members: list[fx.Node]) -> list[fx.Node]:
         """Return the group without its first operator."""
@@ -127,8 +165,11 @@ class Finder:
         if node in self.taken:
             return False
         named = (node.name in self.site.fixed and not self.kind.several) or is_kept(node) or node not in self.step
-        named = named or not self.kind.fits_numerics(node, fast=self.fast)
-        return not named and self.graph.phase[node.name] is self.graph.phase[root.name]
+        copied = in_place.copies(node)  # what it copies joins, and the copy with it
+        named = named or not (copied or self.kind.fits_numerics(node, fast=self.fast))
+        phase = self.graph.phase[root.name]
+        named = named or (bool(ops.rule(node.target).mutates) and phase is not Phase.UPDATE)
+        return not named and self.graph.phase[node.name] is phase
 
     def _holds_more(self, members: Sequence[fx.Node]) -> bool:
         """Whether some step would hold more bytes with the group, or the group would read what is written in between.
@@ -137,8 +178,9 @@ class Finder:
         """
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
-        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members)}
-        if any(operands.intersection(operator.writes) for operator in self.memory.operators[begin:end]):
+        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members) if ids_of(argument)}
+        others = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
+        if any(operands.intersection(operator.writes) for operator in others):
             return True
         more = np.zeros(end + 1 - begin, dtype=np.int64)
 

@@ -10,8 +10,8 @@ from torch import fx
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.keep import is_kept
-from roamc.graph.storage_ids import STORAGES, id_of
-from roamc.operators import blocks, ops
+from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of
+from roamc.operators import blocks, in_place, ops
 from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.passes.fuse.decision import Decision
@@ -30,7 +30,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         return graph
     nodes = {node.name: node for node in operators(graph.graph)}
     site = Site(graph)
-    phase = dict(graph.phase)
+    phase, waits = dict(graph.phase), dict(graph.waits)
     for names in reversed(decision.groups):  # as they were chosen
         if len(set(names)) != len(names) or not names or any(name not in nodes for name in names):
             raise PlanError(f"this graph has no operators {', '.join(names) or '(none)'} that could be one group")
@@ -43,10 +43,15 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
         node = site.write(members)
         phase[node.name] = graph.phase[members[-1].name]
-        for member in members[:-1]:
-            nodes.pop(member.name)
+        gradient = next((waits.pop(name) for name in names if name in waits), None)
+        waits = {name: made for name, made in waits.items() if name not in names}
+        waits |= {} if gradient is None else {node.name: gradient}
+        for member in members:
+            if member is not node:
+                nodes.pop(member.name)
     left = {node.name for node in operators(graph.graph)}
-    return graph.replace(phase={name: part for name, part in phase.items() if name in left})
+    kept = {name: part for name, part in phase.items() if name in left}
+    return graph.replace(phase=kept, waits=waits)
 
 
 def kind_of_groups(graph: TrainGraph) -> type[Fused]:
@@ -64,6 +69,8 @@ class Site:
         made: node to the place where its result exists: just in front of the group's place, if that has several.
         read: node to the place where it reads: that of its group, if it is in one.
         fixed: names of nodes that the train graph names, which have to stay.
+        touched: id of a storage that some operator writes over to all operators that read, make or write it, each with
+            whether it makes or writes.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -72,7 +79,9 @@ class Site:
         self.position = {node: at for at, node in enumerate(graph.graph.nodes)}
         self.made: dict[fx.Node, float] = dict(self.position)
         self.read: dict[fx.Node, float] = dict(self.position)
-        self.fixed = {*graph.gradients, *graph.saved, *(name for pair in graph.waits.items() for name in pair)}
+        self.fixed = {*graph.gradients, *graph.saved, *graph.waits.values()}
+        written = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
+        self.touched = {own: uses for own, uses in _touched(graph).items() if own in written}
 
     def place(self, members: Sequence[fx.Node]) -> fx.Node:
         """Return the first member in front of which all operands of the group exist: in its place the group runs."""
@@ -80,14 +89,19 @@ class Site:
         return next(node for node in members if self.position[node] > ready and not ops.is_view(node.target))
 
     def results(self, members: Sequence[fx.Node]) -> list[fx.Node]:
-        """The members whose results are the group's, in graph order: the last, and those that are needed outside."""
+        """The members whose results are the group's, in graph order: the last, and those that are needed outside.
+
+        An operator that writes over an argument has no result of its own.
+        """
         inside = set(members)
         needed = {blocks.base_of(node) for node in members if _read_outside(node, inside) or node.name in self.fixed}
-        return [node for node in members if node in needed or node is members[-1]]
+        ended = members[-1] if not ops.rule(members[-1].target).mutates else None
+        return [node for node in members if node in needed or node is ended]
 
     def with_views(self, root: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
         """Return the members and the views between them in graph order; empty if they do not all lead to ``root``."""
-        reached, left = {root}, [root]
+        left = [root, *in_place.writers(list(members))]
+        reached = set(left)
         while left:
             for argument in left.pop().all_input_nodes:
                 base = blocks.base_of(argument)
@@ -109,15 +123,44 @@ class Site:
                 return f"{node.name} belongs to another phase than {root.name}"
             if node is not root and is_kept(node):
                 return f"{node.name} is kept by roamc.keep"
+        writes = bool(in_place.writers(members))
+        said = in_place.unfit(members) if writes else ""
+        said = said or self._other_waits(members) or self._out_of_order(members)
+        if said:
+            return said
         results = self.results(members)
-        if len(results) > 1:
+        if results and results != [root]:
             if not self.kind.several:
                 return f"{results[0].name} is read outside"
             early = self._early_reader(members)
             if early:
                 return early
         wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
-        return wrong or self.kind.misfit(members, matrix, self.graph.threads)
+        if wrong or not writes:
+            return wrong or self.kind.misfit(members, matrix, self.graph.threads)
+        group, _ = fuse(root, members, self.kind, results)
+        if len(blocks.results_of(group.body)) != len(results) + len(group.writes):
+            return f"{results[0].name} is read outside, and is written over an argument"
+        values = [node for node in group.body.nodes if node.op == "call_function"]
+        return self.kind.misfit(values, matrix, self.graph.threads) or group.unfit_writes()
+
+    def _other_waits(self, members: Sequence[fx.Node]) -> str:
+        """Say which member waits for another gradient than others; "" if none does."""
+        waits = {self.graph.waits[node.name]: node for node in members if node.name in self.graph.waits}
+        return "" if len(waits) < 2 else f"{members[0].name} and {members[-1].name} wait for different gradients"
+
+    def _out_of_order(self, members: Sequence[fx.Node]) -> str:
+        """Say which operator outside would run on the other side of a write than it does now; "" if none would."""
+        inside, place = set(members), self.position[self.place(members)]
+        for node in (node for node in members if not ops.is_view(node.target)):
+            for own in {own for value in (node, *node.all_input_nodes) for own in value.meta.get(STORAGES, ())}:
+                mine = (node, True) in self.touched.get(own, ())
+                for other, writes in self.touched.get(own, ()):
+                    if other in inside or not (mine or writes):
+                        continue
+                    if (self.position[other] < self.position[node]) is not (self.read[other] < place):
+                        return f"{other.name} and {node.name} use what one of them writes"
+        return ""
 
     def _early_reader(self, members: Sequence[fx.Node]) -> str:
         """Say which node outside reads a member in front of the place where the group runs; "" if none does."""
@@ -142,6 +185,10 @@ class Site:
         self.note(members)
         root, results, place = members[-1], self.results(members), self.place(members)
         group, read = fuse(root, members, self.kind, results)
+        if not results:
+            root.meta = {**root.meta, "val": None, STORAGES: ()}
+        elif len(results) == 1 and results[0] is not root:
+            root = results[0]  # the last write is to this result
         if len(results) > 1:
             node = _write_several(self.graph.graph, members, results, place, (group, read))
             self.read[node] = self.read[root]
@@ -149,8 +196,9 @@ class Site:
         if place is not root:
             place.prepend(root)
         root.target, root.args, root.kwargs = group, tuple(read), {}
-        for member in reversed(members[:-1]):
-            self.graph.graph.erase_node(member)
+        for member in reversed(members):
+            if member is not root:
+                self.graph.graph.erase_node(member)
         return root
 
 
@@ -175,9 +223,22 @@ def _write_several(
         behind.append(member)
         behind = member
     for member in reversed(members):
-        if not member.users and member not in results:
+        if not member.users and member not in results and member not in views:
             graph.erase_node(member)
     return node
+
+
+def _touched(graph: TrainGraph) -> dict[StorageId, list[tuple[fx.Node, bool]]]:
+    """Return storage id to the operators of ``graph`` that touch it, each with whether it writes or makes it."""
+    found: dict[StorageId, list[tuple[fx.Node, bool]]] = {}
+    for node in operators(graph.graph):
+        if ops.is_view(node.target):
+            continue
+        read = all_ids(node.all_input_nodes)
+        made = {*all_ids([node]), *all_ids(ops.mutated_arguments(node))}
+        for own in dict.fromkeys([*read, *made]):
+            found.setdefault(own, []).append((node, own in made))
+    return found
 
 
 def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:

@@ -30,6 +30,7 @@ from roamc.codegen.group_needs import (
     Need,
     extent_of,
     goes_along_last,
+    is_number,
     members_of,
     needs_of,
     result_of,
@@ -37,14 +38,16 @@ from roamc.codegen.group_needs import (
     tensor_of,
 )
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
-from roamc.graph import placeholders
+from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
 from roamc.operators import ops
 from roamc.operators.block_source import Text
 from roamc.operators.table import Rowwise
 
 
-def judge_blocks(body: fx.Graph, text: Text, rows: int, places: Sequence[Place], out: Place) -> None:
+def judge_blocks(
+    body: fx.Graph, text: Text, rows: int, places: Sequence[Place], out: Place | None, writes: Sequence[int] = ()
+) -> None:
     """Check the source of a group for one length of blocks.
 
     Args:
@@ -52,12 +55,13 @@ def judge_blocks(body: fx.Graph, text: Text, rows: int, places: Sequence[Place],
         text: the source.
         rows: how many rows a block has.
         places: where the arguments lie.
-        out: where the result lies.
+        out: where the result lies; None if there is none.
+        writes: positions of the arguments that the last results of ``body`` are written to.
 
     Raises:
         GroupFault: the source does something else than the operators, or may when blocks have so many rows.
     """
-    run = _Run(body, text, rows, places, out)
+    run = _Run(body, text, rows, places, out, writes)
     try:
         run.run()
     except GroupFault:
@@ -77,7 +81,7 @@ class _Memory:
         extent: elements from the first to the end of the last.
         value: the argument; None for other memory.
         place: where it lies, by which memory that is the same is found; None for that of values inside.
-        held: what lies in memory of values inside: the member, and where its result was written.
+        held: what was written to it in the block that runs: the member, and where its result was written.
     """
 
     name: str
@@ -134,6 +138,10 @@ class _Piece:
             raise GroupFault(Verdict.UNKNOWN, f"{self.memory.name} of {self.shape} is viewed as {shape}")
         return replace(self, shape=self.shape[:1], strides=self.strides[:1])
 
+    def copy_(self, source: _Piece) -> None:
+        """Check that what a member has made is copied to an operand that is written."""
+        self.run.copy(self, source)
+
     def __getitem__(self, rows: slice) -> _Piece:
         """Return the first rows."""
         if not isinstance(rows, slice) or rows.start or rows.step or not 0 < rows.stop <= self.shape[0]:
@@ -171,7 +179,7 @@ class _Blocks:
             if not count or not length:
                 continue
             starts = first + np.arange(count, dtype=np.int64) * length
-            if piece.memory is piece.run.out:
+            if piece.memory is piece.run.lead:
                 piece.run.begin(starts, length)
             shape = (length, *piece.shape[1:])
             yield replace(piece, starts=piece.starts + starts * piece.strides[0], shape=shape)
@@ -214,7 +222,8 @@ class _Run:
         text: the source.
         length: rows of a block.
         places: where the arguments lie.
-        out_place: where the result lies.
+        out_place: where the result lies; None if there is none.
+        writes: positions of the arguments that the last results are written to.
         member: name of the member that is called.
         blocks: row at which each of the blocks that run begins.
         rows: the rows of each block; none before the first block.
@@ -224,7 +233,8 @@ class _Run:
     text: Text
     length: int
     places: Sequence[Place]
-    out_place: Place
+    out_place: Place | None
+    writes: Sequence[int]
     member: str = ""
     blocks: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     rows: Int64s = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
@@ -237,7 +247,13 @@ class _Run:
         self.last = self.members[-1]
         self.total = self.results[self.last].rows
         self.out = _Memory("the result", extent_of(tensor_of(self.last)), place=self.out_place)
-        self.done = np.zeros(self.total, dtype=bool)
+        inputs = placeholders(self.body)
+        self.operands = [_memory_of(node, at) for node, at in zip(inputs, self.places, strict=True)]
+        made = output_node(self.body).all_input_nodes
+        over = [self.operands[at] for at in self.writes]
+        self.over = dict(zip(over, made[len(made) - len(over) :], strict=True))  # what is written there in the end
+        self.lead = self.out if self.out_place is not None else over[0]
+        self.done = np.zeros((len(self.over) + 1, self.total), dtype=bool)
         self.inside: list[_Memory] = []
         self.row_bytes = 0
         self.due: Iterator[fx.Node] = iter(())
@@ -249,11 +265,14 @@ class _Run:
         names = {name: self._constant(value) for name, value in self.text.constants.items()}
         exec(compile(self.text.source, "<judged>", "exec"), names)
         inputs = placeholders(self.body)
-        args = [self._whole(_memory_of(node, at), node) for node, at in zip(inputs, self.places, strict=True)]
-        names[self.text.function](*args, out=self._whole(self.out, self.last), rows=self.length)
+        pairs = zip(self.operands, inputs, strict=True)
+        args = [node if is_number(node) else self._whole(memory, node) for memory, node in pairs]
+        outs = {"out": self._whole(self.out, self.last)} if self.out_place is not None else {}
+        names[self.text.function](*args, **outs, rows=self.length)
         self._end()
-        if not self.done.all():
-            self._fault(Verdict.MISSING, f"row {int(self.done.argmin())} of the result is not written")
+        for name, done in zip(("the result", *(one.name for one in self.over)), self.done, strict=True):
+            if not done.all() and (name != "the result" or outs):
+                self._fault(Verdict.MISSING, f"row {int(done.argmin())} of {name} is not written")
         if self.row_bytes != self.text.bytes_per_row:
             said = f"values inside take {self.row_bytes} bytes for each row, and not {self.text.bytes_per_row}"
             raise GroupFault(Verdict.BYTES, said)
@@ -279,7 +298,7 @@ class _Run:
     def begin(self, starts: Int64s, length: int) -> None:
         """Note that blocks of ``length`` rows begin, at the rows ``starts``: their values are not there yet."""
         self._end()
-        for memory in self.inside:
+        for memory in (*self.inside, *self.over):
             memory.held = None
         self.blocks, self.rows = starts, starts[:, None] + np.arange(length, dtype=np.int64)
         self.due = iter(self.members)
@@ -290,6 +309,14 @@ class _Run:
         left = next(self.due, None)
         if left is not None:
             raise GroupFault(Verdict.CALL, "is not called", left.name)
+        for at, (memory, node) in enumerate(self.over.items() if len(self.blocks) else (), start=1):
+            held = memory.held[0] if memory.held else None
+            if held is not node:
+                said = f"{memory.name} holds {held.name}" if held is not None else f"{memory.name} is left as it is"
+                raise GroupFault(Verdict.MISSING, said, node.name)
+            if self.done[at, self.rows].any():
+                raise GroupFault(Verdict.TWICE, f"writes a row of {memory.name} twice", node.name)
+            self.done[at, self.rows] = True
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -319,7 +346,10 @@ class _Run:
         rowwise, names = rows_of(node)
         wanted = by_name(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         for name, value in wanted.items():
-            if isinstance(value, fx.Node):
+            if isinstance(value, fx.Node) and is_number(value):
+                if given[name] is not value:
+                    self._fault(Verdict.ARGUMENT, f"{name} is {given[name]!r}, and not {value.name}")
+            elif isinstance(value, fx.Node):
                 if not isinstance(given[name], _Piece):
                     self._fault(Verdict.ARGUMENT, f"{name} is {given[name]!r}, and no tensor")
             elif rowwise.dim is not None and name == names[rowwise.dim]:
@@ -403,7 +433,11 @@ class _Run:
 
     def _write(self, node: fx.Node, out: _Piece) -> None:
         """Note what a member has written, and check that the place is its own."""
-        if node is not self.last:
+        if out.memory in self.over:
+            self._check_place(self.over[out.memory], out, out.memory.name)
+            out.memory.held = node, out
+            return
+        if node is not self.last or self.out_place is None:
             row, column = out.steps
             apart = (out.shape[1] == 1 or column >= 1) and (len(out) == 1 or row >= max(1, column * out.shape[1]))
             if out.memory not in self.inside or not apart:
@@ -412,14 +446,28 @@ class _Run:
             return
         if out.memory is not self.out:
             self._fault(Verdict.PLACE, f"writes the result of the group to {out.memory.name}")
+        self._check_place(node, out, "the result")
+        if self.done[0, self.rows].any():
+            self._fault(Verdict.TWICE, "writes a row of the result twice")
+        self.done[0, self.rows] = True
+
+    def _check_place(self, node: fx.Node, out: _Piece, name: str) -> None:
+        """Check that ``out`` is where the result of ``node`` has the elements of the rows of the block."""
         result = self.results[node]
         row, column = out.steps
         starts = out.starts[:, None] + np.arange(len(out), dtype=np.int64) * row
         if not np.array_equal(starts, result.starts[self.rows]) or (result.columns > 1 and column != result.step):
-            self._fault(Verdict.PLACE, "writes to other elements than those of the rows of the block")
-        if self.done[self.rows].any():
-            self._fault(Verdict.TWICE, "writes a row of the result twice")
-        self.done[self.rows] = True
+            self._fault(Verdict.PLACE, f"writes to other elements of {name} than those of the rows of the block")
+
+    def copy(self, out: _Piece, source: _Piece) -> None:
+        """Check that an operand that is written gets what a member has made, in its rows of the block."""
+        held = source.memory.held
+        if out.memory not in self.over or held is None or not source.same_elements(held[1]):
+            self._fault(Verdict.PLACE, f"copies {source.memory.name} to {out.memory.name}")
+        if out.shape != source.shape or out.dtype is not source.dtype:
+            self._fault(Verdict.SHAPE, f"copies {source.shape} to {out.memory.name} of {out.shape}")
+        self._check_place(self.over[out.memory], out, out.memory.name)
+        out.memory.held = held[0], out
 
     # -- where memory is shared -------------------------------------------------------------------------
 
@@ -430,8 +478,13 @@ class _Run:
         if piece.memory is out.memory and not (allowed and piece.same_elements(out)):
             self._fault(Verdict.OVERWRITTEN, f"writes its result over {name}, which it reads elsewhere")
         place = piece.memory.place
-        if place is None or place.memory != self.out_place.memory:
+        for memory in self.over:
+            if memory is not piece.memory and self._share(need, place, memory):
+                self._fault(Verdict.OVERWRITTEN, f"{name} is read, which lies where {memory.name} is written")
+        if place is None or self.out_place is None or place.memory != self.out_place.memory:
             return
+        if piece.memory in self.over and self._share(self.results[self.last], self.out_place, piece.memory):
+            self._fault(Verdict.OVERWRITTEN, f"writes the result over {piece.memory.name}, which is written, too")
         low, high = self._bytes(need, tensor_of(need.value), place)
         result = self.results[self.last]
         first, end = _row_bytes(result, tensor_of(self.last), self.out_place)
@@ -445,6 +498,14 @@ class _Run:
         together = (high > here) & (low < there)
         if together.any() and not (allowed and self._in_place(need, place)):
             self._fault(Verdict.OVERWRITTEN, f"writes the result over {name}, which it reads elsewhere")
+
+    def _share(self, need: Need, place: Place | None, memory: _Memory) -> bool:
+        """Whether elements that are read or written lie in bytes of an operand that is written."""
+        if place is None or memory.place is None or place.memory != memory.place.memory:
+            return False
+        low, high = _row_bytes(need, tensor_of(need.value), place)
+        end = memory.place.start + memory.extent * tensor_of(self.over[memory]).itemsize
+        return bool(high.max() > memory.place.start and low.min() < end)
 
     def _in_place(self, need: Need, place: Place) -> bool:
         """Whether each element of the result lies where the last member reads the operand for it."""
@@ -474,4 +535,5 @@ def _row_bytes(need: Need, tensor: torch.Tensor, place: Place) -> tuple[Int64s, 
 
 
 def _memory_of(node: fx.Node, place: Place) -> _Memory:
-    return _Memory(node.name, extent_of(tensor_of(node)), node, place)
+    extent = 0 if is_number(node) else extent_of(tensor_of(node))
+    return _Memory(node.name, extent, node, place)

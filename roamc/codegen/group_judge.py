@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from roamc.codegen.block_judge import judge_blocks
-from roamc.codegen.group_needs import members_of, result_of, tensor_of
+from roamc.codegen.group_needs import is_number, members_of, result_of, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.errors import VerifyError, way_out
@@ -66,6 +66,13 @@ def check_groups(graph: TrainGraph) -> None:
 def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: Fused) -> str:
     """Say which argument of a call of ``group``, or result, has another shape or dtype; "" if none has."""
     inputs, results = placeholders(group.body), output_node(group.body).all_input_nodes
+    over = [inputs[at] for at in group.writes]
+    results, last = results[: len(results) - len(over)], results[len(results) - len(over) :]
+    if group.rule.mutates != group.writes:
+        return f"{Verdict.PLACE.value}: its rule says that it writes arguments {group.rule.mutates}, not {group.writes}"
+    for node, inner in zip(last, over, strict=True):
+        if _geometry(tensor_of(node)) != _geometry(tensor_of(inner)) or tensor_of(node).dtype != tensor_of(inner).dtype:
+            return f"{Verdict.PLACE.value}: {node.name} is written over {inner.name}, which lies otherwise"
     if (len(arguments), len(made)) != (len(inputs), len(results)):
         return (
             f"{Verdict.ARGUMENT.value}: {len(arguments)} for {len(inputs)}, and {len(made)} of {len(results)} results"
@@ -73,6 +80,8 @@ def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: F
     given = [argument.meta.get("val") for argument in arguments]
     for node, tensor, inner in zip((*arguments, *results), (*given, *made), (*inputs, *results), strict=True):
         wanted = inner.meta.get("val")
+        if isinstance(tensor, float) and isinstance(wanted, float):
+            continue
         if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
             return f"{Verdict.UNKNOWN.value}: {node.name} is no tensor"
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
@@ -100,7 +109,7 @@ def check_group(
     """
     given = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
     try:
-        _judge(group, threads, given, outs or [Place(node) for node in group.results])
+        _judge(group, threads, given, outs if outs is not None else [Place(node) for node in group.results])
     except GroupFault as fault:
         raise VerifyError(f"group {group.name}, {fault}; {way_out('fuse')}") from fault
 
@@ -108,15 +117,15 @@ def check_group(
 def _judge(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[Place]) -> None:
     text: object = group.text
     if isinstance(text, KernelText):
-        judge_kernel(group.body, text, places, outs)
+        judge_kernel(group.body, text, places, outs, group.writes)
         return
-    (out,) = outs
+    out = next(iter(outs), None)
     rows = result_of(members_of(group.body)[-1]).rows
     planned = group.block_rows(threads)
     if planned < 1 or (rows > 1 and 1 in (planned, rows % planned)):
         raise GroupFault(Verdict.LONE_ROW, f"{rows} rows are in blocks of {planned}")
     for length in dict.fromkeys((planned, max(2, -(-rows // PARTS)))):
-        judge_blocks(group.body, group.text, length, places, out)
+        judge_blocks(group.body, group.text, length, places, out, group.writes)
 
 
 # -- where operands and results lie -------------------------------------------------------------------------------
@@ -151,6 +160,9 @@ class _Memory:
         """Return where the arguments of a group lie; one that is copied first has memory of its own."""
         found = []
         for argument, expected in zip(arguments, placeholders(group.body), strict=True):
+            if is_number(expected):
+                found.append(Place(("number", argument)))
+                continue
             same = _geometry(tensor_of(argument)) == _geometry(tensor_of(expected))
             found += self.results(argument) if same else [Place(("copy of", argument))]
         return found
@@ -190,7 +202,8 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
     text: Any = group.text
     constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
     counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps)
-    related = tuple(_related(place, out) for place in places for out in outs)
+    over = [places[at] for at in group.writes]
+    related = (group.writes, *(_related(place, out) for place in (*places, *outs) for out in (*outs, *over)))
     return nodes, related, _without_names(text.source, text.constants), constants, counted, group.block_rows(threads)
 
 

@@ -95,7 +95,7 @@ class Need:
 
 
 def needs_of(node: fx.Node) -> dict[str, Need]:
-    """Return what a member reads, by the name of the argument in the operator's schema.
+    """Return which tensors a member reads, by the name of the argument in the operator's schema.
 
     Args:
         node: a call of an operator whose row of the table has ``rowwise``; all of its nodes have fake values.
@@ -108,7 +108,7 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
     sizes, found = shape_of(node), {}
     operator: Any = node.target
     for name, argument in by_name(operator, node.args, node.kwargs).items():
-        if not isinstance(argument, fx.Node):
+        if not isinstance(argument, fx.Node) or is_number(argument):
             continue
         tensor = tensor_of(argument)
         shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
@@ -167,6 +167,11 @@ def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
     if rowwise is None or not isinstance(target, OpOverload):
         raise GroupFault(Verdict.UNKNOWN, "nothing says that it treats rows apart", node.name)
     return rowwise, [argument.name for argument in target._schema.arguments]
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether an argument of a group is a number, which has no elements."""
+    return isinstance(node.meta.get("val"), float)
 
 
 def goes_along_last(dims: Any, rank: int) -> bool:

@@ -27,6 +27,7 @@ from roamc.codegen.calls import by_name
 from roamc.codegen.group_needs import (
     Need,
     extent_of,
+    is_number,
     members_of,
     needs_of,
     result_of,
@@ -50,7 +51,9 @@ ERROR = 1e-7
 """Difference that constants in 32 bits make, as a share of the largest element."""
 
 
-def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place]) -> None:
+def judge_kernel(
+    body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place], writes: Sequence[int] = ()
+) -> None:
     """Check the source of a kernel.
 
     Args:
@@ -58,13 +61,14 @@ def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], outs
         text: the kernel.
         places: where the arguments lie.
         outs: where the results lie.
+        writes: positions of the arguments that the last results of ``body`` are written to.
 
     Raises:
         GroupFault: the kernel does something else than the operators.
     """
     try:
         with without_modes(), torch.no_grad():  # plans are made under fake modes, too
-            _judge(body, text, places, outs)
+            _judge(body, text, places, outs, writes)
     except GroupFault:
         raise
     except Exception as error:  # whatever the source does when it runs, such as a name that is gone
@@ -73,11 +77,13 @@ def judge_kernel(body: fx.Graph, text: KernelText, places: Sequence[Place], outs
         raise GroupFault(Verdict.UNKNOWN, f"{type(error).__name__}: {error}") from error
 
 
-def _judge(body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place]) -> None:
-    run = _Run(body, text, places, outs, least=-0.5)
+def _judge(
+    body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place], writes: Sequence[int]
+) -> None:
+    run = _Run(body, text, places, outs, writes, least=-0.5)
     run.compute()
     if not run.is_finite():  # some functions have no numbers below zero
-        run = _Run(body, text, places, outs, least=0.25)
+        run = _Run(body, text, places, outs, writes, least=0.25)
         run.compute()
     run.run()
     run.compare()
@@ -115,6 +121,7 @@ class _Run:
         text: the kernel.
         places: where the arguments lie.
         out_places: where the results lie.
+        writes: positions of the arguments that the last results are written to.
         least: smallest number in memory.
         start: first column of the piece of a row that is gone through; None outside of such a loop.
         values: the kernel's variables when it ends.
@@ -124,6 +131,7 @@ class _Run:
     text: KernelText
     places: Sequence[Place]
     out_places: Sequence[Place]
+    writes: Sequence[int]
     least: float
     start: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +153,20 @@ class _Run:
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
         results = output_node(self.body).all_input_nodes
-        self.outputs = {node: self._output(node, place) for node, place in zip(results, self.out_places, strict=True)}
+        over = [self.inputs[at] for at in self.writes]
+        where = [*self.out_places, *(self.places[at] for at in self.writes)]
+        self.outputs = {node: self._output(node, place) for node, place in zip(results, where, strict=True)}
+        self.over = dict(
+            zip(over, results[len(results) - len(over) :], strict=True)
+        )  # operand to what is written there
+        self._check_apart(where)
+
+    def _check_apart(self, where: Sequence[Place]) -> None:
+        """Check that nothing else is stored where an operand is written."""
+        for operand, node in self.over.items():
+            for output in self.outputs.values():
+                if output.node is not node and self._far(operand, output) is not None:
+                    raise GroupFault(Verdict.OVERWRITTEN, f"{output.node.name} is stored over {operand.name}")
 
     def _output(self, node: fx.Node, place: Place) -> _Output:
         per_row = tensor_of(node).numel() != self.numel
@@ -200,7 +221,9 @@ class _Run:
         names: dict[str, Any] = {"triton": Jit, "tl": Language(self), "range": self._range, "tell_judge": self._tell}
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
-        pointers = [Pointer(node, first) for node in (*self.inputs, *self.outputs)]
+        outs = [node for node in self.outputs if node not in self.over.values()]
+        given = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.inputs]
+        pointers = [*given, *(Pointer(node, first) for node in outs)]
         names[self.text.function](*pointers, **self.text.constants)
         for output in self.outputs.values():
             missing = (output.seen == 0) & self._valid_results(output)
@@ -299,7 +322,7 @@ class _Run:
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
         """Check where elements of a result are stored, and keep them."""
-        output = self.outputs.get(pointer.node)
+        output = self.outputs.get(self.over.get(pointer.node, pointer.node))
         if output is None:
             raise GroupFault(Verdict.PLACE, f"the result is stored over {pointer.node.name}")
         elements, valid = self._lanes()
@@ -342,6 +365,10 @@ class _Run:
         valid = rows < self.numel if self.flat else rows * self.columns < self.numel
         return valid.expand(output.seen.shape)
 
+    def _number(self, node: fx.Node) -> Tensor:
+        """What stands for a number that the kernel is passed."""
+        return self._content(node, torch.zeros((), dtype=torch.int64, device="cpu"))
+
     # -- what is in memory -------------------------------------------------------------------------
 
     def _content(self, node: fx.Node, places: Tensor) -> Tensor:
@@ -349,7 +376,7 @@ class _Run:
         mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.inputs.index(node)) * 2654435761
         mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
         mixed = (mixed ^ (mixed >> 32)) & ((1 << 30) - 1)
-        dtype = tensor_of(node).dtype
+        dtype = WIDE if is_number(node) else tensor_of(node).dtype
         if dtype is torch.bool:
             return mixed % 2 == 1
         if not dtype.is_floating_point:
@@ -383,6 +410,11 @@ class _Run:
         operator: Any = node.target
         rowwise, names = rows_of(node)
         given = {name: _wide(node, name, value) for name, value in by_name(operator, node.args, node.kwargs).items()}
+        given |= {
+            name: self._number(value).item()
+            for name, value in given.items()
+            if isinstance(value, fx.Node) and is_number(value)
+        }
         for name, need in self.needs[node].items():
             given[name] = self._operand(node, need)
             if name in {names[at] for at in rowwise.per_row}:

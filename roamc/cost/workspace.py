@@ -60,12 +60,12 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     Returns:
         Bytes; 0 where no workspace is known, as for every node that makes no tensor or one that is not on a CPU.
     """
+    if isinstance(node.target, Fused):
+        return group_workspace(node.target, threads)
     made = next(tensors_in(node.meta.get("val")), None)
     if made is None or made.device.type != "cpu":
         return 0
     call = call_of(node)
-    if isinstance(call.target, Fused):
-        return group_workspace(call.target, threads)
     cost = ops.rule(call.target).cost
     copied = _copied(call, cost)
     if cost.thread_workspace is not None:

@@ -128,13 +128,18 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
 
 
 def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A group has the number of its last member and the results of its members, which run one after the other."""
+    """A group has the number of the member of its name, and the results of its members, which run one after the other.
+
+    What it writes over its arguments counts as results -1, -2 and so on.
+    """
     places = [place for argument in call.args for place in walk.numbers.places(argument)]
     taken = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
     if [place.geometry for place in places] != [place.geometry for place in taken]:
         return None
-    number, results = walk.run(call.target.body, [walk.content(place) for place in places])
-    return number, dict(enumerate(results))
+    number, made = walk.run(call.target.body, [walk.given(argument) for argument in call.args], call.node.name)
+    results = len(made) - len(walk.numbers.target(call.target).rule.mutates)
+    written = {-1 - at: content for at, content in enumerate(made[results:])}
+    return number, {**dict(enumerate(made[:results])), **written}
 
 
 ATEN: dict[object, Any] = {

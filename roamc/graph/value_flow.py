@@ -216,9 +216,11 @@ class Walk:
         self.makers.setdefault(number, node.name)
         if target.rule.ordered or target.rule.collective:
             self.effects.append((number, node.name))
+        group = isinstance(node.target, Composite)
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
+            result = made.get(-1 - position) if group else made.get(position)
             for place in self.numbers.places(argument):
-                self._write(node, place, target, number, made.get(position), position)
+                self._write(node, place, target, number, result, position)
         if node.name in self.reuse:
             self._write_over(node.args[self.reuse[node.name]], places)
         self._make(node, fresh, made)
@@ -276,9 +278,9 @@ class Walk:
     def _write(
         self, node: fx.Node, place: Place, target: Target, number: Number, made: Number | None, position: int
     ) -> None:
-        """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin makes, ``made``."""
+        """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin or a member makes."""
         content = self._note("written", number, position, by=node.name)
-        if target.twin is not None:
+        if target.twin is not None or (isinstance(node.target, Composite) and made is not None):
             result = made if made is not None else self._note("part", number, 0, by=node.name)
             content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
         self.writers.setdefault(content, node.name)
@@ -310,6 +312,11 @@ class Walk:
         content = self._content[self._memory(place)]
         keeps, value = self._decoded.get(content, (None, content))
         return value if keeps is Need.ELEMENTS else content
+
+    def given(self, node: fx.Node) -> Number:
+        """Return the number of what ``node`` hands to a group: the content of a tensor's storage, or of a number."""
+        places = self.numbers.places(node)
+        return self.content(places[0]) if places else self._other_of(node)
 
     def elements(self, node: fx.Node) -> Number:
         """Return the number of the elements of the one tensor that ``node`` stands for, the same wherever they lie."""
@@ -402,29 +409,32 @@ class Walk:
         self.makers.setdefault(number, by)
         return number
 
-    def run(self, body: fx.Graph, given: Sequence[Number]) -> tuple[Number, list[Number]]:
+    def run(self, body: fx.Graph, given: Sequence[Number], name: str = "") -> tuple[Number, list[Number]]:
         """Run a graph of its own, such as the members of a group, on values of this one.
 
         Args:
             body: its placeholders are tensors, its output node has one tensor or several.
-            given: for each placeholder the content of the storage of what stands for it.
+            given: for each placeholder the content of the storage of what stands for it; of a number its own number.
+            name: of an operator.
 
         Returns:
-            (number of the last operator, content of the storage of each result).
+            (number of the operator ``name``, or of the last one if there is none, content of the storage of each
+            result).
         """
         walk, contents = Walk(self.numbers), iter(given)
         number, contents_made = -1, list[Number]()
         for node in body.nodes:
             if node.op == "placeholder":
-                (place,) = self.numbers.places(node)
-                walk._content[walk._memory(place)] = next(contents)
+                walk._other[node] = given_number = next(contents)
+                for place in self.numbers.places(node):
+                    walk._content[walk._memory(place)] = given_number
             elif node.op == "call_function":
                 walk.call(node)
                 number = walk.operators.get(node.name, number)
             elif node.op == "output":
                 places = (place for result in node.all_input_nodes for place in self.numbers.places(result))
                 contents_made = [walk._content[walk._memory(place)] for place in places]
-        return number, contents_made
+        return walk.operators.get(name, number), contents_made
 
     def _coded(self, encoding: Encoding, value: Number) -> Number:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""

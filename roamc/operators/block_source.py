@@ -10,6 +10,10 @@
             mul_out(grad, up, out=block_0)                                  # model.py:31
             silu_backward_grad_input(block_0, gate, grad_input=out)         # model.py:31
 
+What a group writes over its operands is written block by block, where no member reads the old elements any more:
+
+            mul_out(v, beta, out=v)                                         # in the place of mul_(v, beta)
+
 Every statement calls ATen's own kernel or one of :mod:`roamc.operators.kernels`, so nothing is compiled.
 """
 
@@ -40,8 +44,8 @@ class Text:
     """The source of one function.
 
     Attributes:
-        source: defines the function. It takes the arguments of the group, ``out`` for the result, and ``rows``, how
-            many rows a block has.
+        source: defines the function. It takes the arguments of the group, ``out`` for the result if there is one, and
+            ``rows``, how many rows a block has.
         function: its name.
         constants: global names of the source to objects: torch, kernels, arguments that have no literal form.
         bytes_per_row: bytes that it allocates for each row of a block.
@@ -53,36 +57,43 @@ class Text:
     bytes_per_row: Bytes
 
 
-def text_of(name: str, body: fx.Graph, matrix: Matrix) -> Text:
+def text_of(name: str, body: fx.Graph, matrix: Matrix, written: Mapping[fx.Node, fx.Node] | None = None) -> Text:
     """Write the function for ``body``, which calls members and views as :func:`roamc.operators.blocks.fits` has them.
 
     Args:
         name: of the function, an FX node's.
-        body: placeholders, members and views with fake values; the output node has the last member's result.
+        body: placeholders, members and views with fake values; the output node has the last member's result, if that
+            is the group's, then what is written over operands.
         matrix: the rows and columns of its operands.
+        written: placeholder to the member whose result is written over it; None for none.
     """
-    return _Writer(body, matrix).write(name)
+    return _Writer(body, matrix, written or {}).write(name)
 
 
 class _Writer:
     """Writes one statement for each member; memory of values inside is taken again after their last use."""
 
-    def __init__(self, body: fx.Graph, matrix: Matrix) -> None:
-        self.body, self.matrix = body, matrix
+    def __init__(self, body: fx.Graph, matrix: Matrix, written: Mapping[fx.Node, fx.Node]) -> None:
+        self.body, self.matrix, self.written = body, matrix, written
+        self.result = None if len(written) == len(blocks.results_of(body)) else blocks.last_member(body)
+        self.held = {node: node for node in written}  # operand to what lies in its block
         self.names: dict[fx.Node, str] = {}
         self.seen: dict[fx.Node, Steps] = {}
         self.constants: dict[str, Any] = {"torch": torch}
         self.free: dict[tuple[torch.dtype, int], list[str]] = {}
         self.kinds: dict[str, tuple[torch.dtype, int]] = {}
         self.last = self._last_uses()
+        self.homes = self._homes()
         self.taken: set[str] = set(RESERVED)
+        self.order = {node: at for at, node in enumerate(body.nodes)}
 
     def write(self, name: str) -> Text:
         function = self._identifier(name)
         inputs = placeholders(self.body)
         for node in inputs:
             self.names[node] = self._identifier(node.name)
-        head = [f"def {function}({', '.join(self.names[node] for node in inputs)}, *, out, rows):"]
+        outs = ["out"] if self.result is not None else []
+        head = [f"def {function}({', '.join([*(self.names[node] for node in inputs), '*', *outs, 'rows'])}):"]
         parted, prepared = self._prepared(inputs)
         statements: list[str] = []
         for node in self.body.nodes:
@@ -90,17 +101,54 @@ class _Writer:
                 self._view(node)
             elif node.op == "call_function":
                 statements.append(self._member(node))
-        result = self.seen[blocks.last_member(self.body)]
-        lines = [*prepared, f"    out = {self._as_matrix('out', result)}.split(rows)"]
+        statements += [
+            f"{self.names[operand]}.copy_({self.names[node]})"
+            for operand, node in self.written.items()
+            if self.held[operand] is not node
+        ]
+        lines = list(prepared)
+        if self.result is not None:
+            lines.append(f"    out = {self._as_matrix('out', self.seen[self.result])}.split(rows)")
         lines += [f"    {block} = {self._empty(kind)}" for block, kind in self.kinds.items()]
-        run_over = ", ".join([*parted, "out"])
-        lines.append(f"    for {run_over} in zip({run_over}):" if parted else "    for out in out:")
+        over = [*parted, *outs]
+        run_over = ", ".join(over)
+        lines.append(
+            f"    for {run_over} in zip({run_over}):" if len(over) > 1 else f"    for {run_over} in {run_over}:"
+        )
         if self.kinds:
-            lines.append("        if len(out) < rows:")
-            lines += [f"            {block} = {block}[:len(out)]" for block in self.kinds]
+            lines.append(f"        if len({self.first}) < rows:")
+            lines += [f"            {block} = {block}[:len({self.first})]" for block in self.kinds]
         lines += [f"        {statement}" for statement in statements]
         each = sum(dtype.itemsize * columns for dtype, columns in self.kinds.values())
         return Text("\n".join([*head, *lines]) + "\n", function, self.constants, each)
+
+    @property
+    def first(self) -> str:
+        """The name of a block with all rows and columns of the block that runs."""
+        return "out" if self.result is not None else self.names[next(iter(self.written))]
+
+    def _homes(self) -> dict[fx.Node, fx.Node]:
+        """Member to the operand that its result, or one made over that, is written to in the end."""
+        homes: dict[fx.Node, fx.Node] = {}
+        for operand, last in self.written.items():
+            node = last
+            while node.op == "call_function" and node not in homes and not ops.is_view(node.target):
+                homes[node] = operand
+                node = next(iter(node.all_input_nodes), node)  # an operator in place writes over its first argument
+        return homes
+
+    def _may_go_home(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether ``node`` may write to the block of an operand: nothing reads later what lies there."""
+        held = self.held[operand]
+        reader = self.last.get(held)
+        if reader is not None and self.order[reader] > self.order[node]:
+            return False
+        if held is self.written[operand] or not blocks.same_form(node, operand):
+            return False
+        return held not in self._bases(node) or _may_write_over(node, held)
+
+    def _bases(self, node: fx.Node) -> set[fx.Node]:
+        return {blocks.base_of(argument) for argument in node.all_input_nodes}
 
     def _last_uses(self) -> dict[fx.Node, fx.Node]:
         """Member to the last member that reads its result or a view of it."""
@@ -184,15 +232,23 @@ class _Writer:
         if any(row for row, _ in seen.values()) and any(column for _, column in seen.values()):
             return
         at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value in seen)
-        values[at] = f"{values[at]}.expand(len(out), {self.matrix.columns})"
+        values[at] = f"{values[at]}.expand(len({self.first}), {self.matrix.columns})"
 
     def _place(self, node: fx.Node, steps: Steps) -> str:
-        """The block that a member writes to: ``out`` for the last, else memory of its own or of what it reads last."""
+        """The block that a member writes to: ``out`` for the last, or an operand's that it is written over in the end.
+
+        Others get memory of their own, or of what they read last.
+        """
         mine = [base for base, reader in self.last.items() if reader is node and self.names[base] in self.kinds]
+        mine = [base for base in mine if base not in self.written.values()]
         for base in mine:
             self.free.setdefault(self.kinds[self.names[base]], []).append(self.names[base])
-        if node is blocks.last_member(self.body):
+        if node is self.result:
             return "out"
+        home = self.homes.get(node)
+        if home is not None and self._may_go_home(node, home):
+            self.held[home] = node
+            return self.names[home]
         kind = blocks.only_tensor(node).dtype, self.matrix.columns if steps[1] else 1
         held = {self.names[base] for base in mine if not _may_write_over(node, base)}
         for block in self.free.get(kind, ()):

@@ -170,9 +170,11 @@ def _operands_fit(node: fx.Node, matrix: Matrix) -> bool:
 def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | None:
     """Return the strides by which ``node`` sees its argument as a part of ``matrix``; None if it cannot.
 
-    It is :data:`AS_IT_IS` for a tensor without dimensions and one that is the same for all rows.
+    It is :data:`AS_IT_IS` for a number, a tensor without dimensions and one that is the same for all rows.
     """
     tensor = argument.meta.get("val")
+    if isinstance(tensor, float):  # a number that is an argument of the group
+        return AS_IT_IS
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return None
     rowwise = ops.rule(node.target).rowwise
@@ -240,13 +242,14 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:
-    """Return the nodes whose results are the group's, in the order in which they run."""
+    """Return the nodes whose results are the group's, in the order in which they run, then what it writes."""
     return tuple(output_node(body).all_input_nodes)
 
 
 def last_member(body: fx.Graph) -> fx.Node:
-    """Return the member that runs last, whose result is one of the group's."""
-    return results_of(body)[-1]
+    """Return the member that runs last, whose result is one of the group's, or is written over an argument."""
+    called = (node for node in reversed(body.nodes) if node.op == "call_function")
+    return next(node for node in called if not ops.is_view(node.target))
 
 
 def same_form(node: fx.Node, base: fx.Node) -> bool:

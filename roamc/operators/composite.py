@@ -10,12 +10,14 @@ class Composite:
 
     Attributes:
         title: what is shown and hashed in the place of an operator's qualified name; the same in every process.
+        stands_for: names of the operators in place that ran for themselves before, and whose writes are its own now.
         rule: the :class:`roamc.operators.ops.OpRule` that follows from the operators.
         exact: its results have the bits of the operators run one after the other.
         kernel: the :class:`roamc.operators.kernels.Kernel` that writes its results into planned memory.
     """
 
     title: str
+    stands_for: tuple[str, ...] = ()
     rule: Any
     exact: bool
     kernel: Any

@@ -12,7 +12,7 @@ other. No compiler is needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from roamc.compat import fake_mode_of
-from roamc.graph import placeholders, source_line
+from roamc.graph import placeholders, source_line, tensors_of
 from roamc.graph.storage_ids import STORAGES
-from roamc.operators import blocks, ops
+from roamc.operators import blocks, in_place, ops
 from roamc.operators.block_source import Text, text_of
 from roamc.operators.blocks import Matrix
 from roamc.operators.composite import Composite
@@ -57,13 +57,18 @@ class Fused(Composite):
     Attributes:
         name: name of the member that runs last.
         body: an FX graph. Placeholders in the order of the arguments; ``call_function`` nodes with fake results, views
-            included; an output node with the result, or with a tuple of several.
+            included; an output node with the result, or with a tuple of several. None of its operators writes an
+            argument: see :mod:`roamc.operators.in_place`.
         matrix: the rows and columns that its operands are seen as.
+        writes: positions of the arguments that the group writes; the last results of the body are written to them.
+        stands_for: names of the operators in place that it stands for.
     """
 
     name: str
     body: fx.Graph = field(repr=False)
     matrix: Matrix
+    writes: tuple[int, ...] = ()
+    stands_for: tuple[str, ...] = ()
 
     in_blocks: ClassVar[bool] = True
     """Whether values inside lie in memory, for one block; else in registers."""
@@ -89,7 +94,15 @@ class Fused(Composite):
     @functools.cached_property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes of ``body`` whose results are the group's, in the order in which they run."""
-        return blocks.results_of(self.body)
+        made = blocks.results_of(self.body)
+        return made[: len(made) - len(self.writes)]
+
+    @functools.cached_property
+    def written(self) -> dict[fx.Node, fx.Node]:
+        """Placeholder of ``body`` to the node whose result is written over it."""
+        inputs = placeholders(self.body)
+        last = blocks.results_of(self.body)[len(self.results) :]
+        return {inputs[at]: node for at, node in zip(self.writes, last, strict=True)}
 
     # -- which operators fit ----------------------------------------------------------------------------
 
@@ -119,6 +132,15 @@ class Fused(Composite):
         """Say why the result of the member ``node`` cannot be one of the group's; "" if it can."""
         return ""
 
+    def unfit_writes(self) -> str:
+        """Say why the group cannot write the arguments that its members write; "" if it can."""
+        whole = self.matrix.columns, 1
+        for operand, node in self.written.items():
+            read = {blocks.operand_steps(user, operand, self.matrix) for user in operand.users}
+            if read != {whole} or blocks.result_steps(node, self.matrix) != whole:
+                return f"{operand.name} is not read element by element, and written"
+        return ""
+
     @functools.cached_property
     def exact(self) -> bool:  # type: ignore[override]
         """Whether the result has the bits of the operators run one after the other."""
@@ -135,6 +157,8 @@ class Fused(Composite):
 
         It needs the elements of all arguments: :meth:`write` would lay out whole what stands for a shape alone.
         """
+        if self.writes:
+            return OpRule(mutates=self.writes, recomputable=False, cost=Cost(FUSED))
         return OpRule(overwrites=self._overwrites(), cost=Cost(FUSED))
 
     def _overwrites(self) -> tuple[int, ...]:
@@ -152,6 +176,7 @@ class Fused(Composite):
             at
             for at, node in enumerate(placeholders(self.body))
             if node not in bases
+            and isinstance(node.meta["val"], torch.Tensor)
             and same_geometry(node.meta["val"], made)
             and blocks.input_steps(node, self.matrix) == steps
         )
@@ -167,7 +192,7 @@ class Fused(Composite):
     @functools.cached_property
     def text(self) -> Text:
         """The source of the function that runs the group, see :mod:`roamc.operators.block_source`."""
-        return text_of(f"fused_{self.name}", self.body, self.matrix)
+        return text_of(f"fused_{self.name}", self.body, self.matrix, self.written)
 
     def block_rows(self, threads: int) -> int:
         """Return how many rows one block has if torch runs with this number of ``threads``.
@@ -214,38 +239,55 @@ class Fused(Composite):
         """:meth:`write`, as a kernel."""
         return Kernel(self.write, CPU_ONLY)
 
-    def write(self, *args: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, *args: torch.Tensor | float, out: torch.Tensor | None) -> None:
         """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
 
-        An argument that lies otherwise in memory than in the body is copied first.
+        An argument that lies otherwise in memory than in the body is copied first, and back if the group writes it.
         """
-        self._run(*self.laid_out(args), out=out, rows=self.block_rows(torch.get_num_threads()))
+        lie = self.laid_out(args)
+        self._run(*lie, **({} if out is None else {"out": out}), rows=self.block_rows(torch.get_num_threads()))
+        self.put_back(args, lie)
 
-    def laid_out(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def laid_out(self, args: Sequence[torch.Tensor | float]) -> list[torch.Tensor | float]:
         """Return the arguments; copies of those that lie otherwise in memory than in the body."""
-        return [given if _as_expected(given, node) else _laid_out(given, node) for given, node in self._pairs(args)]
+        return [
+            given if node is None or _as_expected(given, node) else _laid_out(given, node)  # type: ignore[arg-type]
+            for given, node in zip(args, self._expected, strict=True)
+        ]
 
-    def _pairs(self, args: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each argument with the fake tensor of the body that it stands for."""
-        return zip(args, self._expected, strict=True)
+    def put_back(self, args: Sequence[torch.Tensor | float], lie: Sequence[torch.Tensor | float]) -> None:
+        """Copy what the group wrote to copies ``lie`` of its arguments to the arguments themselves."""
+        for at in self.writes:
+            if lie[at] is not args[at]:
+                args[at].copy_(lie[at])  # type: ignore[union-attr,arg-type]
 
     @functools.cached_property
-    def _expected(self) -> tuple[torch.Tensor, ...]:
-        return tuple(blocks.only_tensor(node) for node in placeholders(self.body))
+    def _expected(self) -> tuple[torch.Tensor | None, ...]:
+        """For each argument the fake tensor of the body that it stands for; None for a number."""
+        return tuple(next((tensor for _, tensor in tensors_of(node)), None) for node in placeholders(self.body))
 
-    def __call__(self, *args: torch.Tensor) -> Any:
-        """Return the result, or a tuple of several, for ``args``; on fake tensors, what the body gives for them."""
+    def __call__(self, *args: torch.Tensor | float) -> Any:
+        """Return the result, or a tuple of several, for ``args``; on fake tensors, what the body gives for them.
+
+        A group without results returns None.
+        """
         if any(fake_mode_of(tensor) is not None for tensor in args):
-            return fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+            made = self.run_members(args)[: len(self.results)]
+            return made if len(made) > 1 else next(iter(made), None)
         out = self.allocated()
         self.write(*args, out=out)
         return out
 
+    def run_members(self, args: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, ...]:
+        """Run the members one after the other; return the results, then what is to be written to arguments."""
+        made = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
     def allocated(self) -> Any:
-        """Return memory for the result, or a tuple for several."""
+        """Return memory for the result, or a tuple for several; None without results."""
         made = [blocks.only_tensor(node) for node in self.results]
         outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made)
-        return outs if len(outs) > 1 else outs[0]
+        return outs if len(outs) > 1 else next(iter(outs), None)
 
 
 def same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
@@ -305,7 +347,8 @@ def fuse(
         root: the member that runs last; its result is one of the group's, and it says how operands are seen.
         members: all nodes of the group in graph order, views between members included; the last is ``root``.
         kind: how the group runs.
-        results: the members whose results are the group's, in graph order; () for ``root`` alone.
+        results: the members whose results are the group's, in graph order. () for ``root`` alone, and for no results
+            if some member writes an argument.
 
     Returns:
         The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.
@@ -320,12 +363,14 @@ def fuse(
     for argument in read:
         copies[argument] = body.placeholder(argument.name)
         copies[argument].meta = {key: argument.meta[key] for key in ("val", STORAGES) if key in argument.meta}
+    versions = in_place.Versions(body, copies)
     for node in members:
-        copies[node] = body.node_copy(node, copies.__getitem__)
-        copies[node].name = node.name
-    made = tuple(copies[node] for node in results or (root,))
+        versions.take(node)
+    stands_for = tuple(node.name for node in in_place.writers(members))
+    last = {at: value for at, node in enumerate(read) if (value := versions.written(node)) is not None}
+    made = (*(versions.now(node) for node in results or (() if stands_for else (root,))), *last.values())
     body.output(made if len(made) > 1 else made[0])
     matrix = kind.frame(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")
-    return kind(root.name, body, matrix), list(read)
+    return kind(root.name, body, matrix, tuple(last), stands_for), list(read)

@@ -21,7 +21,7 @@ from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import UNKNOWN, VIEW
 from roamc.operators.costs.rows import COSTS
 from roamc.operators.random import replay, save_rng_state
-from roamc.operators.schemas import argument_of, stem
+from roamc.operators.schemas import argument_of, stem, value_form
 from roamc.operators.table import ROWS, Facts, Row, Rowwise, Strides
 
 Target = object
@@ -50,7 +50,8 @@ class OpRule(Facts):
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
         strides: what gives the order of its result's dimensions in memory.
-        rowwise: how it treats the rows along the last dimension, if each apart from the others; else None.
+        rowwise: how it treats the rows along the last dimension, if each apart from the others; else None. Of an
+            operator in place, how the one does that makes what it writes.
         cost: what bounds its time and its workspace; its kind is never "".
     """
 
@@ -148,7 +149,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=() if mutates or view_of else _pointwise(target) if row.overwrites is None else row.overwrites,
         strides=strides,
-        rowwise=_rowwise(target, row, strides) if exact and not view_of else None,
+        rowwise=_rowwise(target, row, strides) if exact and not view_of else _rowwise_in_place(target),
         cost=_cost(target, is_view=bool(view_of) and not mutates),
         **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
     )
@@ -177,6 +178,11 @@ def _rowwise(target: OpOverload, row: Row, strides: Strides) -> Rowwise | None:
         return row.rowwise
     apart = torch.Tag.pointwise in target.tags or strides is not Strides.AS_NOTED
     return Rowwise() if apart else None
+
+
+def _rowwise_in_place(target: OpOverload) -> Rowwise | None:
+    value = value_form(target)
+    return None if value is None else single_rule(value).rowwise
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:

@@ -82,5 +82,16 @@ def relative(target: Target, rename: Callable[[str], str]) -> OpOverload | None:
     return next((other for other in overloads if _arguments(other) == _arguments(target)), None)
 
 
+@functools.cache
+def value_form(target: Target) -> OpOverload | None:
+    """Return the operator that makes what ``target`` writes over its first argument: ``mul`` of ``mul_``.
+
+    None if ``target`` writes nothing, or another argument, or torch has no such operator.
+    """
+    declared = target._schema.arguments if isinstance(target, OpOverload) else ()
+    written = [at for at, argument in enumerate(declared) if argument.alias_info and argument.alias_info.is_write]
+    return relative(target, lambda name: name.removesuffix("_")) if written == [0] else None
+
+
 def _arguments(target: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]

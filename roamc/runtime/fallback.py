@@ -22,6 +22,7 @@ from roamc.errors import UnfinishedError
 from roamc.graph import Role, TrainGraph, attribute, operators, placeholders
 from roamc.graph.memory import written_inputs
 from roamc.operators import ops
+from roamc.operators.composite import Composite
 from roamc.operators.kernels import kernel_of
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.runtime.arena import Arena
@@ -186,8 +187,8 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
     rule = ops.rule(node.target)
     if rule.collective or rule.ordered:
         return False
-    if rule.mutates:
-        return part == 0 and len(ops.mutated_arguments(node)) == 1
+    if rule.mutates:  # a group may have written some blocks
+        return not isinstance(node.target, Composite) and part == 0 and len(ops.mutated_arguments(node)) == 1
     births = sum(1 for value in _leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
     kernel = kernel_of(node.target) if form_of(node, births).kind is FormKind.KERNEL else None
     if kernel is not None and not _is_one_call(kernel.function):

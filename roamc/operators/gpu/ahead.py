@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from roamc.errors import OptionError
-from roamc.graph import placeholders
+from roamc.graph import placeholders, tensors_of
 from roamc.operators import blocks
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import KernelText
@@ -32,6 +32,9 @@ POINTERS = {
     torch.bool: "*i1",
 }
 """Dtype of an operand to Triton's name for a pointer to it."""
+
+NUMBER = "fp32"
+"""Triton's name for the type of a number that a kernel is passed: a float of Python's."""
 
 MISSING = "compiling kernels needs Triton: pip install 'roamc[gpu]'"
 
@@ -86,9 +89,10 @@ def signature_of(function: Any, body: fx.Graph, text: KernelText) -> dict[str, s
         body: the operators of the group, with fake values.
         text: the kernel as text.
     """
-    tensors = [blocks.only_tensor(node) for node in (*placeholders(body), *blocks.results_of(body))]
-    types = [*(POINTERS[tensor.dtype] for tensor in tensors), *("constexpr" for _ in text.constants)]
-    return dict(zip(function.arg_names, types, strict=True))
+    inputs = [next((POINTERS[one.dtype] for _, one in tensors_of(node)), NUMBER) for node in placeholders(body)]
+    results = len(function.arg_names) - len(inputs) - len(text.constants)
+    outs = [POINTERS[blocks.only_tensor(node).dtype] for node in blocks.results_of(body)[:results]]
+    return dict(zip(function.arg_names, [*inputs, *outs, *("constexpr" for _ in text.constants)], strict=True))
 
 
 def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:

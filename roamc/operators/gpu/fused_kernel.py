@@ -15,7 +15,14 @@ from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused, same_geometry
 from roamc.operators.gpu.frame import Access, access_of, frame_of
-from roamc.operators.gpu.kernel import KernelText, kernel_text, shape_of_operands, unfit, written_as
+from roamc.operators.gpu.kernel import (
+    KernelText,
+    kernel_text,
+    shape_of_operands,
+    unfit,
+    unfit_writes,
+    written_as,
+)
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
@@ -66,6 +73,10 @@ class FusedKernel(Fused):
             return str(reason)
         return ""
 
+    def unfit_writes(self) -> str:
+        """Say why the group cannot write the arguments that its members write; "" if it can."""
+        return unfit_writes(self.nodes, self.written, self.matrix)
+
     @property
     def launches(self) -> int:
         """One kernel runs."""
@@ -84,7 +95,9 @@ class FusedKernel(Fused):
         return tuple(
             at
             for at, node in enumerate(placeholders(self.body))
-            if same_geometry(node.meta["val"], made) and self._read_in_place(node, written)
+            if isinstance(node.meta["val"], torch.Tensor)
+            and same_geometry(node.meta["val"], made)
+            and self._read_in_place(node, written)
         )
 
     def _read_in_place(self, node: fx.Node, written: Access | None) -> bool:
@@ -100,7 +113,7 @@ class FusedKernel(Fused):
     @functools.cached_property
     def text(self) -> KernelText:  # type: ignore[override]
         """The source of the kernel."""
-        return kernel_text(f"fused_{self.name}", self.body, self.matrix)
+        return kernel_text(f"fused_{self.name}", self.body, self.matrix, self.written)
 
     def block_rows(self, threads: int) -> int:
         """All rows: torch's threads on the CPU have no part in it."""
@@ -119,12 +132,15 @@ class FusedKernel(Fused):
     def _run(self) -> Callable[..., None]:
         return launcher(self.text) or self._one_by_one
 
-    def _one_by_one(self, *args: torch.Tensor, out: Any) -> None:
-        made = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
-        for place, result in zip(_each(out), _each(made), strict=True):
+    def _one_by_one(self, *args: torch.Tensor | float, out: Any) -> None:
+        for place, result in zip(self._places(args, out), self.run_members(args), strict=True):
             place.copy_(result)
 
-    def write(self, *args: torch.Tensor, out: Any) -> None:
+    def _places(self, args: Sequence[torch.Tensor | float], out: Any) -> list[torch.Tensor]:
+        """Where the group writes: its results, then arguments."""
+        return [*_each(out), *(args[at] for at in self.writes)]  # type: ignore[list-item]
+
+    def write(self, *args: torch.Tensor | float, out: Any) -> None:
         """Write the results for the arguments ``args`` to ``out``, a tensor or a tuple with the results' geometry.
 
         An argument that lies otherwise in memory than in the body is copied first. The first result is compared with
@@ -137,20 +153,20 @@ class FusedKernel(Fused):
         else:
             self.__dict__["_begun"] = True
             self._first(lie, out)
+        self.put_back(args, lie)
 
-    def _first(self, args: Sequence[torch.Tensor], out: Any) -> None:
-        """Run for the first time; ``out`` may lie over an argument, so what is compared is computed before."""
+    def _first(self, args: Sequence[torch.Tensor | float], out: Any) -> None:
+        """Run for the first time; the kernel may write over an argument, so what is compared is computed before."""
         compared = sum(made.numel() * made.itemsize for made in map(blocks.only_tensor, self.nodes)) <= COMPARED_BYTES
-        want = self.allocated() if compared else None
-        if want is not None:
-            self._one_by_one(*args, out=want)
+        # A member that changes nothing may return its argument, which is written then.
+        want = [made.clone() for made in self.run_members(args)] if compared else None
         try:
             self._run(*args, out=out)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
             self._run(*args, out=out)
         else:
-            pairs = list(zip(_each(out), _each(want), strict=True)) if want is not None else []
+            pairs = list(zip(self._places(args, out), want, strict=True)) if want is not None else []
             if not all(self._agrees(made, right) for made, right in pairs):
                 self._give_up("its first result is not that of the operators")
                 for made, right in pairs:
@@ -172,5 +188,5 @@ class FusedKernel(Fused):
 
 
 def _each(out: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of one result or several."""
-    return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+    """The tensors of one result or several; none for None."""
+    return (out,) if isinstance(out, torch.Tensor) else tuple(out or ())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,8 @@ class KernelText:
 
     Attributes:
         source: defines the function, with the decorator ``triton.jit``; needs the names ``triton`` and ``tl``.
-        function: its name. It takes the operands in order, then the results, then the constants.
+        function: its name. It takes the operands in order, then the results, then the constants. What is written over
+            operands goes to these; numbers are passed as they are.
         constants: names and values of the compile-time constants.
         programs: how many programs the launch has.
         warps: of 32 threads, for each program.
@@ -83,6 +84,8 @@ def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
 def _tried(lines: Lines, operand: _Operand) -> Value:
     """A value with the dtype of an operand, to try whether a member prints."""
     given = operand.value
+    if isinstance(given, fx.Node) and is_number(given):
+        return lines.argument(given)
     if isinstance(given, fx.Node):
         return Value(given.name, "", Reach.ALL, 0, given.meta["val"].dtype)
     return lines.constant(given, torch.float32)
@@ -108,18 +111,22 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     return lines.named(node.name, value, dtype)
 
 
-def kernel_text(name: str, body: fx.Graph, frame: Matrix) -> KernelText:
+def kernel_text(
+    name: str, body: fx.Graph, frame: Matrix, written: Mapping[fx.Node, fx.Node] | None = None
+) -> KernelText:
     """Print the kernel of a group.
 
     Args:
         name: of the function.
-        body: placeholders, members and views with fake values; the output node has the results, the last member's last.
+        body: placeholders, members and views with fake values; the output node has the results, then what is written
+            over operands.
         frame: the matrix of the group.
+        written: placeholder to the member whose result is written over it; None for none.
 
     Raises:
         DoesNotPrintError: a member has no form in a kernel.
     """
-    return _Kernel(name, body, frame).text()
+    return _Kernel(name, body, frame, written or {}).text()
 
 
 # -- what of a call prints ------------------------------------------------------------------------------------------
@@ -150,7 +157,10 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     if shape_reach(made.shape, frame) is None:
         raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
     _check_dim(node, found, frame)
-    tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes)]
+    numbers = [argument.name for argument in node.all_input_nodes if is_number(argument)]
+    if numbers and not found.number_arguments:
+        raise DoesNotPrintError(f"{node.name} takes the number {numbers[0]}, which is not known before it runs")
+    tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes if not is_number(argument))]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
@@ -181,7 +191,7 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
 def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> _Operand:
     argument = node.args[at]
     rowwise = ops.rule(node.target).rowwise
-    if not isinstance(argument, fx.Node):
+    if not isinstance(argument, fx.Node) or is_number(argument):
         return _Operand(argument)
     if rowwise is not None and at in rowwise.whole and argument.meta["val"].dim():
         if blocks.base_of(argument) in inside:
@@ -206,6 +216,11 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
     if math.prod(shape) != frame.numel:  # an element for each row, the same for all columns
         access = along_columns(access)
     return _Operand(argument, access)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether an argument of a group is a number, which may be another one at every step."""
+    return isinstance(node.meta.get("val"), float)
 
 
 def shape_of_operands(node: fx.Node) -> torch.Size:
@@ -239,11 +254,12 @@ class _Stored:
 class _Kernel:
     """Prints one kernel: first its values in order, then the lines that compute them, once or in several passes."""
 
-    def __init__(self, name: str, body: fx.Graph, frame: Matrix) -> None:
+    def __init__(self, name: str, body: fx.Graph, frame: Matrix, written: Mapping[fx.Node, fx.Node]) -> None:
         self.name, self.body, self.frame = name, body, frame
         self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
-        results = blocks.results_of(body)
-        per_row = any(node.meta["val"].numel() != frame.numel for node in results)
+        made = blocks.results_of(body)
+        results = made[: len(made) - len(written)]
+        per_row = any(node.meta["val"].numel() != frame.numel for node in made)
         self.rows = per_row or any(_needs_rows(node) for node in self.members)
         self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
         self.made: dict[fx.Node, Value] = {}
@@ -251,12 +267,13 @@ class _Kernel:
             self.lines.pointers[node] = self.lines.name(node.name)
         outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
         self.outs = dict(zip(results, outs, strict=True))
+        self.operands = {node: self.lines.pointers[operand] for operand, node in written.items()}
 
     def text(self) -> KernelText:
         inside = set(self.members)
         for node in self.members:
             self._member(node, inside)
-        self.stored = [self._result(node, name) for node, name in self.outs.items()]
+        self.stored = [self._result(node, name) for node, name in (*self.outs.items(), *self.operands.items())]
         body = self._in_rows() if self.rows else self._flat()
         constants, programs, warps = self._launch()
         outs = self.outs.values()
@@ -277,6 +294,8 @@ class _Kernel:
 
     def _value(self, operand: _Operand) -> Value:
         given = operand.value
+        if isinstance(given, fx.Node) and is_number(given):
+            return self.lines.argument(given)
         if not isinstance(given, fx.Node):
             return self.lines.constant(given, torch.float32)
         if operand.access is not None:
@@ -398,6 +417,29 @@ def written_as(node: fx.Node, frame: Matrix) -> Access:
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
     return written
+
+
+def unfit_writes(nodes: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node], frame: Matrix) -> str:
+    """Say why a kernel cannot write over operands; "" if it can.
+
+    Each program has to read what it writes, and nothing that another one writes.
+
+    Args:
+        nodes: the members.
+        written: placeholder to the member whose result is written over it.
+        frame: the matrix of the group.
+    """
+    if written and any(map(_needs_rows, nodes)):
+        return "a group that adds up along rows writes no argument"
+    for operand, node in written.items():
+        place = access_of(node.meta["val"], node.meta["val"].shape, frame.columns)
+        read = {
+            None if ops.is_view(user.target) else access_of(operand.meta["val"], shape_of_operands(user), frame.columns)
+            for user in operand.users
+        }
+        if node.meta["val"].numel() != frame.numel or read != {place}:
+            return f"{operand.name} is not read element by element, and written"
+    return ""
 
 
 def _needs_rows(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ def jit_function(text: KernelText) -> Any:
 def launcher(text: KernelText) -> Callable[..., None] | None:
     """Return a function that takes the operands and ``out``, and launches the kernel on the stream of the caller.
 
-    ``out`` is a tensor, or a tuple of them for several results.
+    ``out`` is a tensor, or a tuple of them for several results; None without results.
 
     None, and a warning, if Triton is not installed.
     """
@@ -43,10 +43,11 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
         warnings.warn(MISSING, RuntimeWarning, stacklevel=2)
         return None
 
-    def launch(*args: torch.Tensor, out: Any) -> None:
-        outs = (out,) if isinstance(out, torch.Tensor) else out
+    def launch(*args: torch.Tensor | float, out: Any) -> None:
+        outs = (out,) if isinstance(out, torch.Tensor) else out or ()
+        first = next(value for value in (*outs, *args) if isinstance(value, torch.Tensor))
         # No contraction: an operator has the same bits wherever it stands.
-        with torch.cuda.device_of(outs[0]):
+        with torch.cuda.device_of(first):
             function[(text.programs,)](*args, *outs, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
 
     return launch

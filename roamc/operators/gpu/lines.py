@@ -56,7 +56,8 @@ class Value:
         reads: the values in ``text``.
         reduced: "sum" or "max" for a reduction along rows of the only value that it reads; else "".
         aliases: the value whose variable this is, under another dtype.
-        number: the number that it is; None for other values, which have a line.
+        number: the number that it is; None for other values, which have a line or are an argument.
+        argument: whether it is a number that the kernel is passed.
         comment: the user's line.
     """
 
@@ -70,6 +71,7 @@ class Value:
     aliases: Value | None = None
     number: float | None = None
     comment: str = ""
+    argument: bool = False
 
 
 class Lines:
@@ -137,6 +139,8 @@ class Lines:
 
         A number stays as exact as float32 is where the operator works on floats of 16 bits.
         """
+        if value.argument and dtype in FLOATS:
+            return replace(value, dtype=dtype)
         if value.number is not None and dtype in FLOATS:
             return self.constant(value.number, dtype)
         return value if value.name == "None" else self.cast(value, dtype)  # None: an argument that is left out
@@ -150,6 +154,10 @@ class Lines:
         return repr(value)
 
     # -- what the kernel's printer calls ----------------------------------------------------------------
+
+    def argument(self, node: fx.Node) -> Value:
+        """Return a number that the kernel is passed, as a value without a line."""
+        return Value(self.pointers[node], "", Reach.ONE, 0, torch.float32, argument=True)
 
     def load(self, node: fx.Node, access: Access) -> Value:
         """Return the elements of an operand, read where it is used first."""

@@ -18,7 +18,7 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.operators.gpu.lines import DoesNotPrintError
-from roamc.operators.schemas import argument_of, stem
+from roamc.operators.schemas import argument_of, stem, value_form
 
 if TYPE_CHECKING:
     from roamc.operators.gpu.lines import Lines, Value
@@ -45,6 +45,7 @@ class Printed:
         integers: it also makes integers.
         booleans: it also makes booleans.
         keywords: names of arguments that it takes beside the positional ones; with any other it does not print.
+        number_arguments: it also takes numbers that are known only when the kernel runs.
     """
 
     write: str | Writer
@@ -55,6 +56,7 @@ class Printed:
     rounds_numbers: bool = False
     integers: bool = False
     booleans: bool = False
+    number_arguments: bool = False
 
 
 # -- operators of several lines -----------------------------------------------------------------------------------
@@ -153,10 +155,44 @@ def _sub(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
 
 
 def _scaled(lines: Lines, sign: str, node: fx.Node, values: Sequence[Value]) -> Value:
-    alpha = node.kwargs.get("alpha", 1)
     sign = "|" if node.meta["val"].dtype is torch.bool else sign  # one bit would wrap around
-    second = values[1] if alpha == 1 else lines.let(f"{lines.number(alpha)} * {{0}}", values[1])
+    second = values[1] if _unscaled(node) else _times(lines, node, "alpha", values[1])
     return lines.let(f"{{0}} {sign} {{1}}", values[0], second)
+
+
+def _times(lines: Lines, node: fx.Node, name: str, value: Value) -> Value:
+    """The value times a number that ``node`` takes by keyword."""
+    scale = node.kwargs.get(name, 1)
+    if isinstance(scale, fx.Node):
+        return lines.let("{0} * {1}", lines.argument(scale), value)
+    return lines.let(f"{lines.number(scale)} * {{0}}", value)
+
+
+def _with_product(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """ATen's kernels contract the last product and the sum."""
+    product = lines.let("{0} * {1}", values[1], values[2])
+    scaled = product if node.kwargs.get("value", 1) == 1 else _times(lines, node, "value", product)
+    return lines.let("{0} + {1}", values[0], scaled)
+
+
+def _with_quotient(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """ATen's kernels contract the product of number and quotient, and the sum."""
+    quotient = lines.let("tl.div_rn({0}, {1})", values[1], values[2])
+    scaled = quotient if node.kwargs.get("value", 1) == 1 else _times(lines, node, "value", quotient)
+    return lines.let("{0} + {1}", values[0], scaled)
+
+
+def _lerp(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """ATen's kernels take the nearer end first, and contract product and sum."""
+    start, end, weight = values
+    apart = lines.let("{0} - {1}", end, start)
+    if weight.number is None or abs(weight.number) < 0.5:
+        near = lines.let("{0} + {1} * {2}", start, weight, apart)
+    if weight.number is None or not abs(weight.number) < 0.5:
+        far = lines.let("{0} - {1} * (1.0 - {2})", end, apart, weight)
+    if weight.number is not None:
+        return near if abs(weight.number) < 0.5 else far
+    return lines.let("tl.where(tl.abs({0}) < 0.5, {1}, {2})", weight, near, far)
 
 
 def _unscaled(node: fx.Node) -> bool:
@@ -165,6 +201,8 @@ def _unscaled(node: fx.Node) -> bool:
 
 def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     """ATen's kernel multiplies by the reciprocal of a number."""
+    if values[1].argument:
+        return lines.let("{0} * {1}", values[0], lines.let("tl.div_rn(1.0, {0})", values[1]))
     if isinstance(node.args[1], fx.Node):
         return lines.let("tl.div_rn({0}, {1})", *values)
     with np.errstate(divide="ignore"):
@@ -222,10 +260,10 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 PRINTED: dict[str, Printed] = {
     "_to_copy": Printed(_convert, exact=True, keywords=("dtype",), integers=True, booleans=True),
-    "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True, booleans=True),
-    "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True),
-    "mul": Printed("{0} * {1}", exact=True, integers=True),
-    "div": Printed(_divide, exact=True),
+    "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True, booleans=True, number_arguments=True),
+    "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True, number_arguments=True),
+    "mul": Printed("{0} * {1}", exact=True, integers=True, number_arguments=True),
+    "div": Printed(_divide, exact=True, number_arguments=True),
     "neg": Printed("-{0}", exact=True, integers=True),
     "abs": Printed("tl.abs({0})", exact=True),
     "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
@@ -269,8 +307,9 @@ PRINTED: dict[str, Printed] = {
     "silu_backward": Printed("{0} * %s * (1.0 + {1} * (1.0 - %s))" % ((_SIGMOID.replace("{0}", "{1}"),) * 2)),
     "gelu_backward": Printed(_gelu_backward, keywords=("approximate",)),
     "leaky_relu_backward": Printed("tl.where({1} > 0, {0}, {0} * {2})"),
-    "addcmul": Printed("{0} + {1} * {2}"),
-    "addcdiv": Printed("{0} + {1} / {2}"),
+    "addcmul": Printed(_with_product, keywords=("value",), number_arguments=True),
+    "addcdiv": Printed(_with_quotient, keywords=("value",), number_arguments=True),
+    "lerp": Printed(_lerp, number_arguments=True),
     "sum": Printed(_sum, along=1),
     "mean": Printed(_mean, along=1),
     "amax": Printed(_largest, along=1),
@@ -285,8 +324,8 @@ PRINTED: dict[str, Printed] = {
 
 
 def printed(target: Any) -> Printed | None:
-    """Return how ``target`` prints; None if it does not, as operators that write over an argument."""
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    """Return how ``target`` prints, of an operator in place what it writes; None if it does not print."""
+    if not isinstance(target, OpOverload) or (target._schema.is_mutable and value_form(target) is None):
         return None
     return PRINTED.get(stem(target))
 

@@ -1,0 +1,136 @@
+"""Operators in place inside a group: what they write is a value there, and the group writes the last one at its end.
+
+    mul_(v, 0.9)                             v1 = mul(v, 0.9)
+    addcmul_(v, g, g)                        v2 = addcmul(v1, g, g)
+    d = sqrt(v)                              d1 = sqrt(v2)
+    add_(d, 1e-8)                            d2 = add(d1, 1e-8)
+    addcdiv_(p, m, d)                        p1 = addcdiv(p, m, d2)
+                                             v <- v2,  p <- p1
+
+So a member never reads an argument behind a write to it, whatever the order in which a kernel stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from roamc.graph.memory import fills_storage
+from roamc.graph.storage_ids import STORAGES, StorageId, new_id
+from roamc.operators import ops
+from roamc.operators.schemas import value_form
+
+
+class Versions:
+    """The values that members of a group read and make, while its body is written.
+
+    Args:
+        body: the graph that gets the members.
+        operands: node of the outer graph that the group reads to its placeholder in ``body``.
+    """
+
+    def __init__(self, body: fx.Graph, operands: dict[fx.Node, fx.Node]) -> None:
+        self.body = body
+        self._copies = dict(operands)
+        self._written: dict[StorageId, fx.Node] = {}
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """Return the node of the body that has what lies in ``node``, of the outer graph, behind all writes so far."""
+        return next((self._written[own] for own in _ids(node) if own in self._written), None) or self._copies[node]
+
+    def written(self, node: fx.Node) -> fx.Node | None:
+        """Return the node of the body with the last value that was written to ``node``; None if nothing was."""
+        return next((self._written[own] for own in _ids(node) if own in self._written), None)
+
+    def take(self, node: fx.Node) -> None:
+        """Add a member, or a view between members, to the body."""
+        value = value_form(node.target)
+        if value is None:
+            copy = self._copies[node] = self.body.node_copy(node, self.now)
+            copy.name = node.name
+            return
+        (own,) = _ids(node.all_input_nodes[0])
+        if copies(node):
+            self._written[own] = self.now(node.args[1])  # type: ignore[arg-type]
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.now)  # type: ignore[misc]
+        made = self.body.create_node("call_function", value, args, kwargs, name=node.name)
+        made.name = node.name
+        made.meta = {**node.meta, STORAGES: (new_id(own.nbytes),)}
+        self._written[own] = made
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a node writes over its first argument the elements of its second, and does nothing else."""
+    return node.target is torch.ops.aten.copy_.default
+
+
+def writers(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the members that write an argument, in order."""
+    return [node for node in members if ops.rule(node.target).mutates]
+
+
+def unfit(members: Sequence[fx.Node]) -> str:
+    """Say why what the members write cannot be a value inside a group; "" if it can.
+
+    An operator in place must write a whole storage, which the members touch in one geometry and through one operand.
+
+    Args:
+        members: of a graph with storage ids, views between members included.
+    """
+    inside = set(members)
+    written: dict[StorageId, fx.Node] = {}
+    sources: list[fx.Node] = []
+    for node in writers(members):
+        into = node.args[0] if node.args else None
+        said = _unfit_writer(node, into, inside)
+        if said or not isinstance(into, fx.Node):
+            return said or f"{node.name} writes no tensor"
+        written.setdefault(_ids(into)[0], into)
+        if copies(node):
+            sources.append(node.args[1])  # type: ignore[arg-type]
+    if len(set(sources)) != len(sources):
+        return f"{sources[0].name} is copied twice"
+    operands: dict[StorageId, fx.Node] = {}
+    for node in members:
+        for argument in node.all_input_nodes:
+            for own in _ids(argument):
+                if own not in written:
+                    continue
+                if _lies(argument) != _lies(written[own]):
+                    return f"{node.name} reads {argument.name}, a part of what {written[own].name} is written over"
+                if argument not in inside and operands.setdefault(own, argument) is not argument:
+                    return f"{argument.name} and {operands[own].name} are one storage, which is written"
+    return ""
+
+
+def _unfit_writer(node: fx.Node, into: object, inside: set[fx.Node]) -> str:
+    if value_form(node.target) is None or not isinstance(into, fx.Node):
+        return f"{node.name} writes otherwise than over its first argument"
+    made = into.meta.get("val")
+    if not isinstance(made, torch.Tensor) or not fills_storage(made) or made.is_conj() or made.is_neg():
+        return f"{node.name} writes a part of a storage"
+    if any(user not in inside for user in node.users):
+        return f"{node.name} is read outside"
+    tensors = [argument.meta.get("val") for argument in node.all_input_nodes]
+    if any(isinstance(tensor, torch.Tensor) and tensor.dtype is not made.dtype for tensor in tensors):
+        return f"{node.name} converts what it writes"
+    if not copies(node):
+        return ""
+    source = node.args[1]
+    made_inside = isinstance(source, fx.Node) and source in inside and not ops.is_view(source.target)
+    if not made_inside or ops.rule(source.target).mutates or _lies(source) != _lies(into):  # type: ignore[union-attr,arg-type]
+        return f"{node.name} copies what no member makes"
+    return ""
+
+
+def _ids(node: fx.Node) -> tuple[StorageId, ...]:
+    ids: tuple[StorageId, ...] = node.meta.get(STORAGES, ())
+    return ids
+
+
+def _lies(node: fx.Node) -> tuple[object, ...]:
+    tensor: torch.Tensor = node.meta["val"]
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
