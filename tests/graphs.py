@@ -38,7 +38,7 @@ def captured_step(
     model: nn.Module,
     batch: Sequence[Any],
     loss: Callable[..., Tensor],
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> CapturedStep:
     """Forward, loss, backward and update."""
     leaves, spec = compat.flatten(tuple(batch))
@@ -73,7 +73,7 @@ def graph_and_inputs(
     batch: Sequence[Any],
     loss: Callable[..., Tensor],
     route: str,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[TrainGraph, list[Any]]:
     """Graph by route, and real inputs: live parameters, buffers and batch, zero optimizer state, tangents of one."""
     if route == "step":

@@ -185,8 +185,8 @@ class Finder:
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
         operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members) if ids_of(argument)}
-        others = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
-        if any(operands.intersection(operator.writes) for operator in others):
+        between = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
+        if any(operands.intersection(operator.writes) for operator in between):
             return True
         more = np.zeros(end + 1 - begin, dtype=np.int64)
 

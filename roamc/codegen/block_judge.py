@@ -501,11 +501,12 @@ class _Run:
 
     def _share(self, need: Need, place: Place | None, memory: _Memory) -> bool:
         """Whether elements that are read or written lie in bytes of an operand that is written."""
-        if place is None or memory.place is None or place.memory != memory.place.memory:
+        own = memory.place
+        if place is None or own is None or place.memory != own.memory:
             return False
         low, high = _row_bytes(need, tensor_of(need.value), place)
-        end = memory.place.start + memory.extent * tensor_of(self.over[memory]).itemsize
-        return bool(high.max() > memory.place.start and low.min() < end)
+        end = own.start + memory.extent * tensor_of(self.over[memory]).itemsize
+        return bool(high.max() > own.start and low.min() < end)
 
     def _in_place(self, need: Need, place: Place) -> bool:
         """Whether each element of the result lies where the last member reads the operand for it."""

@@ -216,7 +216,8 @@ class Walk:
         self.makers.setdefault(number, node.name)
         if target.rule.ordered or target.rule.collective:
             self.effects.append((number, node.name))
-        group = isinstance(node.target, Composite)
+        called: Any = node.target
+        group = isinstance(called, Composite)
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
             result = made.get(-1 - position) if group else made.get(position)
             for place in self.numbers.places(argument):
@@ -280,7 +281,8 @@ class Walk:
     ) -> None:
         """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin or a member makes."""
         content = self._note("written", number, position, by=node.name)
-        if target.twin is not None or (isinstance(node.target, Composite) and made is not None):
+        called: Any = node.target
+        if target.twin is not None or (isinstance(called, Composite) and made is not None):
             result = made if made is not None else self._note("part", number, 0, by=node.name)
             content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
         self.writers.setdefault(content, node.name)

@@ -208,12 +208,11 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
     position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
     by_name = {node.name: node for node in graph.graph.nodes}
     for node in operators(graph.graph):
-        for name in node.target.stands_for if isinstance(node.target, Composite) else ():
-            if name != node.name:
-                twice = name in position
-                if twice:
-                    _fail(graph, after, node, f"{node.name} stands for {name}, which runs for itself as well")
-                position[name], by_name[name] = position[node.name], node
+        target: Any = node.target
+        for name in target.stands_for if isinstance(target, Composite) else ():
+            if name in position and name != node.name:
+                _fail(graph, after, node, f"{node.name} stands for {name}, which runs for itself as well")
+            position[name], by_name[name] = position[node.name], node
     for name in kept.effects:
         if name not in position:
             raise VerifyError(

@@ -248,8 +248,8 @@ def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:
 
 def last_member(body: fx.Graph) -> fx.Node:
     """Return the member that runs last, whose result is one of the group's, or is written over an argument."""
-    called = (node for node in reversed(body.nodes) if node.op == "call_function")
-    return next(node for node in called if not ops.is_view(node.target))
+    last: fx.Node = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)][-1]
+    return last
 
 
 def same_form(node: fx.Node, base: fx.Node) -> bool:

@@ -55,7 +55,7 @@ class Versions:
         if copies(node):
             self._written[own] = self.now(node.args[1])  # type: ignore[arg-type]
             return
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.now)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.now)
         made = self.body.create_node("call_function", value, args, kwargs, name=node.name)
         made.name = node.name
         made.meta = {**node.meta, STORAGES: (new_id(own.nbytes),)}

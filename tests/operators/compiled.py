@@ -5,6 +5,7 @@ Prints one line for each kernel and target: registers, bytes of shared memory, b
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from roamc.operators.gpu.ahead import assembled, signature_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
 from roamc.operators.gpu.launch import jit_function
+from tests.operators.updates import update_of
 
 aten = torch.ops.aten
 TARGETS = {
@@ -55,6 +57,10 @@ def dropped(grad: Tensor, mask: Tensor, x: Tensor) -> Tensor:
 def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
     """A group by name at the sizes of a language model of a billion parameters, and its kernel."""
     half = torch.bfloat16
+    if name == "update":
+        optimizer = functools.partial(torch.optim.Adam, weight_decay=0.1, amsgrad=True)
+        made = update_of(optimizer, torch.empty(2048, dtype=half))
+        return made.body, made.text
     with torch.device("meta"):
         functions = {
             "norm": (norm, (torch.empty(4, 2048, 2048, dtype=half), torch.empty(2048, dtype=half))),
@@ -100,7 +106,7 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
 def main() -> None:
     """Compile every group for every target; the exit status says whether none spills."""
     wrong = 0
-    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped"):
+    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update"):
         body, text = group(name)
         function = jit_function(text)
         signature = signature_of(function, body, text)

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ from triton.runtime import interpreter
 
 from roamc.codegen.group_verdicts import GroupFault, Place
 from roamc.codegen.kernel_judge import judge_kernel
+from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.gpu.frame import frame_of
+from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
 from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
+from tests.operators.updates import update_of
 
 aten = torch.ops.aten
 convert = interpreter._convert_float
@@ -231,6 +235,38 @@ def losses() -> list[str]:
     return wrong
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.Adam, weight_decay=0.1, amsgrad=True, betas=(0.3, 0.99)),
+    "Nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
+}
+
+
+def updates() -> list[str]:
+    """Say which updates of parameters of all kinds of shapes differ from their operators."""
+    wrong = []
+    shapes = ((7, 33), (1,), (257,), (4, 3, 3, 3), (16, 2, 64))
+    for name, optimizer in OPTIMIZERS.items():
+        for dtype in DTYPES:
+            for shape in shapes:
+                group = update_of(optimizer, torch.rand(shape).to(dtype))
+                wrong += [f"{name}, {dtype}, {shape}: {said}" for said in written(group)]
+    return wrong
+
+
+def written(group: FusedKernel) -> list[str]:
+    """Say which operand that a group writes has other elements than its operators give."""
+    expected = [node.meta["val"] for node in placeholders(group.body)]
+    given = [(torch.rand(one.shape) + 0.1).to(one.dtype) if isinstance(one, Tensor) else one for one in expected]
+    places = [Place(at) for at, _ in enumerate(given)]
+    judge_kernel(group.body, group.text, places, [], group.writes)
+    wanted = [made.clone() for made in group.run_members(given)]
+    jit_function(group.text)[(group.text.programs,)](*given, **group.text.constants)
+    most = ERROR[wanted[0].dtype] * 2
+    said = [difference(given[at], want, most, group.nodes) for at, want in zip(group.writes, wanted, strict=True)]
+    return [f"{one}\n{group.text.source}" for one in said if one]
+
+
 SPECIAL = torch.tensor([[torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40], [1.0, -2.0, 3.0, -4.0, 0.1, 0.3]])
 WHOLE = torch.tensor([2**53 + 1, -5, 0, 2**24 + 1, -(2**31)])
 TENTHS = torch.tensor([0.1, 0.3, -0.1, 3.7]).bfloat16()
@@ -293,7 +329,7 @@ def main() -> None:
     how = parser.parse_args()
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
-    wrong = losses() + corners() if how.forms else []
+    wrong = losses() + corners() + updates() if how.forms else []
     for name in FORMS if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:

@@ -141,8 +141,13 @@ def test_a_group_does_not_read_what_was_written_since() -> None:
     assert groups(written_between, X, X) == ()
 
 
+def test_a_group_that_does_is_refused() -> None:
+    with pytest.raises(PlanError, match="add_ and mul use what one of them writes"):
+        fuse.apply(traced(written_between, X, X), Decision((("mul", "add"),)))
+
+
 def test_a_group_that_does_is_found_by_the_judge() -> None:
-    graph = traced(written_between, X, X)
+    graph = traced(written_between, X, X.clone())
     start = value_flow.read(graph, Numbers())
     changed = fuse.apply(graph, Decision((("mul", "add"),)))
     late = next(node for node in changed.graph.nodes if node.name == "add_")

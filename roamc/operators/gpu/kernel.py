@@ -157,9 +157,9 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     if shape_reach(made.shape, frame) is None:
         raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
     _check_dim(node, found, frame)
-    numbers = [argument.name for argument in node.all_input_nodes if is_number(argument)]
-    if numbers and not found.number_arguments:
-        raise DoesNotPrintError(f"{node.name} takes the number {numbers[0]}, which is not known before it runs")
+    given = [argument.name for argument in node.all_input_nodes if is_number(argument)]
+    if given and not found.number_arguments:
+        raise DoesNotPrintError(f"{node.name} takes the number {given[0]}, which is not known before it runs")
     tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes if not is_number(argument))]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
