@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import getitem
 
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, main_device, operators
+from roamc.graph import TrainGraph, main_device, operators, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of
 from roamc.operators import blocks, in_place, ops
@@ -81,6 +81,7 @@ class Site:
         self.read: dict[fx.Node, float] = dict(self.position)
         self.fixed = {*graph.gradients, *graph.saved, *graph.waits.values()}
         written = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
+        self._fit: set[Hashable] = set()  # updates that fit, without their names: those of a model's layers are alike
         self.touched = {own: uses for own, uses in _touched(graph).items() if own in written}
 
     def place(self, members: Sequence[fx.Node]) -> fx.Node:
@@ -138,11 +139,21 @@ class Site:
         wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
         if wrong or not writes:
             return wrong or self.kind.misfit(members, matrix, self.graph.threads)
-        group, _ = fuse(root, members, self.kind, results)
+        alike = _without_names(members, results)
+        if alike not in self._fit:
+            said = self._unfit_values(members, results)
+            if said:
+                return said
+            self._fit.add(alike)
+        return ""
+
+    def _unfit_values(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
+        """Say why members, some of which write an argument, cannot run as one on values; "" if they can."""
+        group, _ = fuse(members[-1], members, self.kind, results)
         if len(blocks.results_of(group.body)) != len(results) + len(group.writes):
             return f"{results[0].name} is read outside, and is written over an argument"
         values = [node for node in group.body.nodes if node.op == "call_function"]
-        return self.kind.misfit(values, matrix, self.graph.threads) or group.unfit_writes()
+        return self.kind.misfit(values, group.matrix, self.graph.threads) or group.unfit_writes()
 
     def _other_waits(self, members: Sequence[fx.Node]) -> str:
         """Say which member waits for another gradient than others; "" if none does."""
@@ -226,6 +237,28 @@ def _write_several(
         if not member.users and member not in results and member not in views:
             graph.erase_node(member)
     return node
+
+
+def _without_names(members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Hashable:
+    """Return all that says how the members run as one, without the names of nodes."""
+    number: dict[fx.Node, str] = {}
+
+    def numbered(node: fx.Node) -> str:
+        return number.setdefault(node, f"%{len(number)}")
+
+    calls = [(node.target, repr(fx.map_arg((node.args, node.kwargs), numbered)), numbered(node)) for node in members]
+    storages: dict[StorageId, int] = {}
+    lies = [
+        (
+            *(
+                (str(t.device), t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+                for _, t in tensors_of(node)
+            ),
+            *(storages.setdefault(own, len(storages)) for own in node.meta.get(STORAGES, ())),
+        )
+        for node in number
+    ]
+    return tuple(calls), tuple(lies), tuple(number[node] for node in results)
 
 
 def _touched(graph: TrainGraph) -> dict[StorageId, list[tuple[fx.Node, bool]]]:

@@ -516,7 +516,8 @@ class _Run:
             one.dtype is other.dtype and not need.whole and (need.columns, need.step) == (result.columns, result.step)
         )
         starts = place.start + need.starts * one.itemsize
-        return alike and np.array_equal(starts, self.out_place.start + result.starts * other.itemsize)
+        first = None if self.out_place is None else self.out_place.start + result.starts * other.itemsize
+        return alike and first is not None and np.array_equal(starts, first)
 
     def _bytes(self, need: Need, tensor: torch.Tensor, place: Place) -> tuple[Int64s, Int64s]:
         """The first byte and the end of what each block reads of an operand."""
