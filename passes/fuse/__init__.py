@@ -2,14 +2,18 @@
 
     rewrite:  t = op1(x, y); r = op2(t, z)  -->  r = fused(x, y, z)
                                             -->  t, r = fused(x, y, z)      (on a GPU, if t is read elsewhere)
+              mul_(m, b); add_(m, g); add_(p, m)
+                                            -->  fused(m, b, g, p)          (an update: it writes m and p)
     checks:   every operator that the decision names treats rows apart and has one dense result; all of a group are of
               one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
-              bits of the whole with as many threads as the plan is made for
+              bits of the whole with as many threads as the plan is made for; what operators in place write is a whole
+              storage, which the group reads element by element, and nobody else touches where order would matter
 
 A group ends with one operator and has operators before it that lead there. On a CPU only the last result is read
 outside the group; on a GPU others may be, and are written as well. A group is made where it saves a pass over memory
 and where, in the present order, no step holds more bytes. The backward of cross-entropy gains most: the gradient of the
-log-probabilities, a number for every token and word, never exists.
+log-probabilities, a number for every token and word, never exists. Operators in place join in an optimizer's update
+alone; see :mod:`roamc.operators.in_place`.
 
     decision.py     what is decided
     choose.py       which operators are one group

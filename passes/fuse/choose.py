@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from roamc.cost import group_workspace, load_profile, workspace_bytes
-from roamc.graph import Phase, TrainGraph, main_device, operators
+from roamc.graph import Phase, TrainGraph, main_device, operators, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
 from roamc.graph.storage_ids import all_ids, ids_of
@@ -34,14 +34,15 @@ class Effort:
         least_bytes: fewest bytes of the largest value inside: four times those of a block.
         least_share: share of eager's peak bytes from which on a value need not be larger than the cache.
         least_update_bytes: fewest bytes of a parameter whose update, operators in place, is one group on a CPU. With
-            AdamW blocks take 0.84 to 0.93 of the time for parameters of 17 and 67 MB, and 1.0 to 1.3 for 2 to 8 MB.
+            AdamW blocks take 0.84 to 0.91 of the time for parameters of 67 and 154 MB, 0.88 to 1.1 for 13 to 21 MB, and
+            1.0 to 1.3 for 2 to 8 MB.
         most_members: operators in a group at most. A kernel of more takes long to compile, and to choose: each operator
             that might join is tried with all that have joined. Groups of language models have up to 12.
     """
 
     least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
     least_share: float = 1 / 16
-    least_update_bytes: Bytes = 1 << 24
+    least_update_bytes: Bytes = 1 << 25
     most_members: int = 48
 
 
@@ -124,14 +125,21 @@ class Finder:
         return max(inside, default=0)
 
     def _update(self, root: fx.Node) -> list[fx.Node]:
-        """Return all operators of an update that lead to its last one and fit; ``root`` alone for other operators.
+        """Return all operators as large as ``root`` that lead to it in an update; ``root`` alone for other operators.
 
-        To try all at once is quicker than one after the other, and no part may be worth it.
+        To try all at once is quicker than one after the other, and some fit only together. ``root`` alone if they do
+        not fit.
         """
         if not ops.rule(root.target).mutates:
             return [root]
-        members = [root]
-        while len(members) < EFFORT.most_members and (larger := next(self._larger_by_one(members), None)) is not None:
+        members, size = [root], root.meta["val"].numel()
+        while len(members) < EFFORT.most_members:
+            more = (
+                larger for larger in self._larger_by_one(members) if all(_elements(node) == size for node in larger)
+            )
+            larger = next(more, None)
+            if larger is None:
+                break
             members = larger
         return [root] if self.site.unfit(members) else members
 
@@ -222,3 +230,8 @@ class Finder:
 
     def _bytes(self, node: fx.Node) -> Bytes:
         return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements of the tensors that a node makes or writes."""
+    return sum(tensor.numel() for _, tensor in tensors_of(node))

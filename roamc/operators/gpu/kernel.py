@@ -429,15 +429,15 @@ def unfit_writes(nodes: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node], f
         written: placeholder to the member whose result is written over it.
         frame: the matrix of the group.
     """
-    if written and any(map(_needs_rows, nodes)):
-        return "a group that adds up along rows writes no argument"
+    if written and any(_needs_rows(node) or node.meta["val"].numel() != frame.numel for node in nodes):
+        return "a group with an element for each row writes no argument"
     for operand, node in written.items():
         place = access_of(node.meta["val"], node.meta["val"].shape, frame.columns)
         read = {
             None if ops.is_view(user.target) else access_of(operand.meta["val"], shape_of_operands(user), frame.columns)
             for user in operand.users
         }
-        if node.meta["val"].numel() != frame.numel or read != {place}:
+        if read != {place}:
             return f"{operand.name} is not read element by element, and written"
     return ""
 
