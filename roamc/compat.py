@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
@@ -442,6 +443,16 @@ def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[N
         yield
     finally:
         _TABLES.now = before
+
+
+def on_cpu(target: OpOverload) -> Callable[..., Any]:
+    """Return what computes on a CPU what ``target`` does: itself, or torch's decomposition where it has no kernel."""
+    name = target.name()
+    keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    if any(has_kernel(name, key) for key in keys):
+        return target
+    found: Callable[..., Any] = decomposition_table.get(target, target)
+    return found
 
 
 def whole(target: OpOverload) -> Callable[..., Any]:

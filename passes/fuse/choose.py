@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from roamc.cost import group_workspace, load_profile, workspace_bytes
@@ -48,6 +49,8 @@ class Effort:
 
 EFFORT = Effort()
 
+Int64s = npt.NDArray[np.int64]
+
 LARGEST_ITEM: Bytes = 16
 """Bytes of the largest element that tensors have."""
 
@@ -56,7 +59,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose groups of operators, the one that ends last first; ``graph`` stays as it is.
 
     Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value
-    inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it. Groups
+    inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it, and only
+    the peak may not rise. Groups
     that have other last bits than their operators are chosen under ``numerics="fast"`` alone.
     """
     finder = Finder(Site(graph), _least_bytes(graph, options), fast=options.numerics == "fast")
@@ -64,8 +68,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     for node in reversed(operators(graph.graph)):
         members = [] if node in finder.taken else finder.group(node)
         if members:
-            finder.taken.update(members)
-            finder.site.note(members)
+            finder.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
     return Decision(tuple(reversed(found)))
 
@@ -93,6 +96,8 @@ class Finder:
         counted = [storage.index for storage in self.memory.counted]
         self.lives = dict(zip(counted, zip(born.tolist(), dead.tolist(), strict=True), strict=True))
         self.live = live_bytes(self.memory)
+        # A kernel of a GPU spares passes over memory: that is worth bytes where the step does not hold most.
+        self.spare = int(self.live.max(initial=0)) if self.kind.several else 0
 
     def group(self, root: fx.Node) -> list[fx.Node]:
         """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
@@ -104,12 +109,13 @@ class Finder:
         least = self.least_written if ops.rule(root.target).mutates else self.least
         if matrix is None or matrix.numel * LARGEST_ITEM < least:
             return []
-        if self.site.unfit([root]):
+        members = self.site.with_views(root, {root})
+        if self.site.unfit(members):
             return []
-        members = self._update(root)
+        members = self._update(members)
         while len(members) < EFFORT.most_members and (larger := self._larger(members)) is not None:
             members = larger
-        while len(members) > 1 and self._holds_more(members):
+        while sum(node in self.step for node in members) > 1 and self._holds_more(members):
             members = self._smaller(members)
         least = self.least_written if in_place.writers(members) else self.least
         return members if self._spared(members) >= least else []
@@ -117,22 +123,23 @@ class Finder:
     def _spared(self, members: Sequence[fx.Node]) -> Bytes:
         """Bytes of the largest value that goes less often through memory: one inside, or one written more than once."""
         called, results = [node for node in members if node in self.step], self.site.results(members)
-        inside = [self._bytes(node) for node in called if node is not members[-1]]
+        inside = [self._bytes(node) for node in called if node is not blocks.last_of(members)]
         if len(called) > 1 and in_place.writers(called):
             inside = [self._bytes(node) for node in called if node not in results]
             touched = Counter(own for node in called for own in all_ids(node.all_input_nodes))
             inside += [own.nbytes for own, times in touched.items() if times > 1 and own in self.site.touched]
         return max(inside, default=0)
 
-    def _update(self, root: fx.Node) -> list[fx.Node]:
-        """Return all operators as large as ``root`` that lead to it in an update; ``root`` alone for other operators.
+    def _update(self, alone: list[fx.Node]) -> list[fx.Node]:
+        """Return all operators as large as the last one that lead to it in an update; of others ``alone``, the last.
 
-        To try all at once is quicker than one after the other, and some fit only together. ``root`` alone if they do
+        To try all at once is quicker than one after the other, and some fit only together. ``alone`` if they do
         not fit.
         """
+        root = blocks.last_of(alone)
         if not ops.rule(root.target).mutates:
-            return [root]
-        members, size = [root], root.meta["val"].numel()
+            return alone
+        members, size = alone, root.meta["val"].numel()
         while len(members) < EFFORT.most_members:
             more = (
                 larger for larger in self._larger_by_one(members) if all(_elements(node) == size for node in larger)
@@ -141,11 +148,11 @@ class Finder:
             if larger is None:
                 break
             members = larger
-        return [root] if self.site.unfit(members) else members
+        return alone if self.site.unfit(members) else members
 
     def _before(self, members: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """Yield operators that may join, the last first: they make what members read, or touch what members write."""
-        inside, root = set(members), members[-1]
+        inside, root = set(members), blocks.last_of(members)
         read = dict.fromkeys(argument for node in reversed(members) for argument in node.all_input_nodes)
         written = all_ids(argument for node in members for argument in ops.mutated_arguments(node))
         for argument in read:
@@ -165,7 +172,7 @@ class Finder:
         """Yield the group with each operator that may join it."""
         called = {node for node in members if node in self.step}
         for node in self._before(members):
-            larger = self.site.with_views(members[-1], called | {node})
+            larger = self.site.with_views(blocks.last_of(members), called | {node})
             if larger:
                 yield larger
 
@@ -173,7 +180,7 @@ class Finder:
         """Return the group without its first operator."""
         first = next(node for node in members if node in self.step)
         left = {node for node in members if node in self.step and node is not first}
-        return self.site.with_views(members[-1], left)
+        return self.site.with_views(blocks.last_of(members), left)
 
     def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
         if node in self.taken:
@@ -188,7 +195,7 @@ class Finder:
     def _holds_more(self, members: Sequence[fx.Node]) -> bool:
         """Whether some step would hold more bytes with the group, or the group would read what is written in between.
 
-        It runs in the place of :meth:`Site.place`: there its result may exist earlier, or operands longer than before.
+        On a GPU steps may hold more, but none more than the largest of them does without groups.
         """
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
@@ -196,17 +203,39 @@ class Finder:
         between = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
         if any(operands.intersection(operator.writes) for operator in between):
             return True
-        more = np.zeros(end + 1 - begin, dtype=np.int64)
+        more = self._more(members)
+        inside = np.zeros(len(more), dtype=bool)
+        inside[np.array(mine) - begin] = True
+        higher = bool(((more > 0) & (self.live[begin : end + 1] + more > self.spare))[~inside].any())
+        return higher or self._own(members, at, int(more[at - begin]))
+
+    def note(self, members: Sequence[fx.Node]) -> None:
+        """Note that ``members`` are one group, for the choice of others."""
+        self.taken.update(members)
+        begin = min(self.step[node] for node in members if node in self.step)
+        more = self._more(members)
+        self.live[begin : begin + len(more)] += more
+        self.site.note(members)
+
+    def _more(self, members: Sequence[fx.Node]) -> Int64s:
+        """Return by how many bytes each step holds more with the group, from the first of its members to the last.
+
+        It runs in the place of :meth:`Site.place`: there its result may exist earlier, or operands longer than before.
+        """
+        mine = [self.step[node] for node in members if node in self.step]
+        at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
+        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members)}
+        more: Int64s = np.zeros(end + 1 - begin, dtype=np.int64)
 
         def add(nbytes: Bytes, first: int, last: int) -> None:
             more[max(first, begin) - begin : max(last, begin) - begin] += nbytes
 
-        made = {self.step[node] for node in self.site.results(members)}
+        made = {self.memory.owner[node.name, 0] for node in self.site.results(members)}
         for step in mine:
             for birth in self.memory.operators[step].births:
                 born, dead = self.lives[birth]
                 add(-self.memory.storages[birth].nbytes, born, dead)
-                if step in made:
+                if birth in made:
                     add(self.memory.storages[birth].nbytes, at, dead)
         for index in operands:
             if self.memory.storages[index].place is Place.TEMPORARY:
@@ -215,9 +244,7 @@ class Finder:
                 now = max([at, born, *others]) + 1
                 add(self.memory.storages[index].nbytes, dead, now)
                 add(-self.memory.storages[index].nbytes, now, dead)
-        inside = np.zeros(len(more), dtype=bool)
-        inside[np.array(mine) - begin] = True
-        return self._own(members, at, int(more[at - begin])) or bool((more[~inside] > 0).any())
+        return more
 
     def _own(self, members: Sequence[fx.Node], at: int, more: Bytes) -> bool:
         """Whether the group, run at step ``at``, holds more than the worst of its members, workspace included."""
@@ -225,8 +252,8 @@ class Finder:
         before = max(
             int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
         )
-        group, _ = fuse(members[-1], members, self.kind, self.site.results(members))
-        return int(self.live[at]) + more + group_workspace(group, threads) > before
+        group, _ = fuse(blocks.last_of(members), members, self.kind, self.site.results(members))
+        return int(self.live[at]) + more + group_workspace(group, threads) > max(before, self.spare)
 
     def _bytes(self, node: fx.Node) -> Bytes:
         return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)

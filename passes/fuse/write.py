@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from operator import getitem
 
+import torch
 from torch import fx
 
 from roamc.errors import PlanError
@@ -41,14 +42,14 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         wrong = site.unfit(members) if members else "they do not lead to one result"
         if wrong:
             raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
+        part = graph.phase[names[-1]]
         node = site.write(members)
-        phase[node.name] = graph.phase[members[-1].name]
+        phase[node.name] = part
         gradient = next((waits.pop(name) for name in names if name in waits), None)
         waits = {name: made for name, made in waits.items() if name not in names}
         waits |= {} if gradient is None else {node.name: gradient}
-        for member in members:
-            if member is not node:
-                nodes.pop(member.name)
+        for name in {member.name for member in members} - {node.name}:
+            nodes.pop(name)
     left = {node.name for node in operators(graph.graph)}
     kept = {name: part for name, part in phase.items() if name in left}
     return graph.replace(phase=kept, waits=waits)
@@ -92,15 +93,20 @@ class Site:
     def results(self, members: Sequence[fx.Node]) -> list[fx.Node]:
         """The members whose results are the group's, in graph order: the last, and those that are needed outside.
 
-        An operator that writes over an argument has no result of its own.
+        Of an operator with several results, the picks of those that are needed. One that writes over an argument has no
+        result of its own.
         """
-        inside = set(members)
-        needed = {blocks.base_of(node) for node in members if _read_outside(node, inside) or node.name in self.fixed}
-        ended = members[-1] if not ops.rule(members[-1].target).mutates else None
-        return [node for node in members if node in needed or node is ended]
+        inside, last = set(members), blocks.last_of(members)
+        needed = {blocks.value_of(node) for node in members if _read_outside(node, inside) or node.name in self.fixed}
+        ends = isinstance(last.meta["val"], torch.Tensor) and not ops.rule(last.target).mutates
+        needed.update([last] if ends else [])
+        return [node for node in members if node in needed]
 
     def with_views(self, root: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
-        """Return the members and the views between them in graph order; empty if they do not all lead to ``root``."""
+        """Return the members and the views between them in graph order; empty if they do not all lead to ``root``.
+
+        Of a member with several results all picks are there.
+        """
         left = [root, *in_place.writers(list(members))]
         reached = set(left)
         while left:
@@ -110,12 +116,14 @@ class Site:
                     chain = list(views_between(argument, base))
                     left += [node for node in chain if node not in reached]
                     reached.update(chain)
+        several = (node for node in members & reached if isinstance(node.meta.get("val"), list | tuple))
+        reached.update(pick for node in several for pick in node.users if pick.target is getitem)
         in_order = sorted(reached, key=self.position.__getitem__)
-        return in_order if members <= reached and in_order[-1] is root else []
+        return in_order if members <= reached and blocks.last_of(in_order) is root else []
 
     def unfit(self, members: Sequence[fx.Node]) -> str:
         """Say why these nodes, views between members included, cannot be one group; "" if they can."""
-        root, phase = members[-1], self.graph.phase
+        root, phase = blocks.last_of(members), self.graph.phase
         matrix = self.kind.frame(root)
         if matrix is None:
             return f"{root.name} has no rows"
@@ -130,6 +138,8 @@ class Site:
         if said:
             return said
         results = self.results(members)
+        if not results and not writes:
+            return f"nothing reads {root.name}"
         if results and results != [root]:
             if not self.kind.several:
                 return f"{results[0].name} is read outside"
@@ -194,7 +204,7 @@ class Site:
     def write(self, members: Sequence[fx.Node]) -> fx.Node:
         """Note the group and write it into the graph; return its node."""
         self.note(members)
-        root, results, place = members[-1], self.results(members), self.place(members)
+        root, results, place = blocks.last_of(members), self.results(members), self.place(members)
         group, read = fuse(root, members, self.kind, results)
         if not results:
             root.meta = {**root.meta, "val": None, STORAGES: ()}

@@ -201,7 +201,7 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
     )
     text: Any = group.text
     constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
-    counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps)
+    counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps, text.partials)
     over = [places[at] for at in group.writes]
     related = (group.writes, *(_related(place, out) for place in (*places, *outs) for out in (*outs, *over)))
     return nodes, related, _without_names(text.source, text.constants), constants, counted, group.block_rows(threads)

@@ -11,6 +11,7 @@ What the judges of groups compare programs with; nothing here knows how groups a
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,8 +107,8 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
     rowwise, names = rows_of(node)
     per_row, whole = ({names[at] for at in positions} for positions in (rowwise.per_row, rowwise.whole))
     sizes, found = shape_of(node), {}
-    operator: Any = node.target
-    for name, argument in by_name(operator, node.args, node.kwargs).items():
+    called: Any = node.target
+    for name, argument in by_name(called, node.args, node.kwargs).items():
         if not isinstance(argument, fx.Node) or is_number(argument):
             continue
         tensor = tensor_of(argument)
@@ -123,30 +124,46 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
 
 
 def result_of(node: fx.Node) -> Need:
-    """Return where a member writes its result: one element for each that it goes through, or for each row of them."""
-    tensor, sizes = tensor_of(node), shape_of(node)
+    """Return where a result is written: one element for each that its operator goes through, each row or each column.
+
+    Args:
+        node: a member with one result, or the pick of one of several.
+    """
+    member, position = _picked(node)
+    tensor, sizes = tensor_of(node), shape_of(member)
     strides = tuple(map(int, tensor.stride()))
-    rowwise, _ = rows_of(node)
-    if rowwise.keepdim is None:
+    rowwise, _ = rows_of(member)
+    if position in adds_over_rows(member):
+        return Need(node, sizes[-1:], strides[-1:])
+    if rowwise.keepdim is None and (rowwise.sizes is None or tuple(tensor.shape) == sizes):
         return Need(node, sizes, strides)
+    if rowwise.keepdim is None and tuple(map(int, tensor.shape)) != (*sizes[:-1], 1):
+        raise GroupFault(Verdict.SHAPE, f"{tuple(tensor.shape)} is no result along rows of {sizes}", node.name)
     kept = strides if tensor.dim() == len(sizes) else (*strides, 0)
     return Need(node, (*sizes[:-1], 1), (*kept[:-1], 0))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape that a member goes through: that of its result, or of what it reduces along the last dimension.
+    """Return the shape that a member goes through: that of its result, or of what it reduces.
 
     Raises:
-        GroupFault: it reduces along other dimensions.
+        GroupFault: it reduces along other dimensions than the last, or all others.
     """
     rowwise, _ = rows_of(node)
-    made = tuple(map(int, tensor_of(node).shape))
-    if rowwise.dim is None:
-        return made
+    if rowwise.dim is None and rowwise.sizes is None:
+        return tuple(map(int, tensor_of(node).shape))
     source = node.args[0]
     if not isinstance(source, fx.Node):
         raise GroupFault(Verdict.DIMENSION, "works along a dimension of no tensor", node.name)
     shape = tuple(map(int, tensor_of(source).shape))
+    if rowwise.sizes is not None:
+        if len(shape) < 2 or list(node.args[rowwise.sizes]) != [shape[-1]]:  # type: ignore[arg-type]
+            raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
+        return shape
+    if adds_over_rows(node):
+        return shape
+    made = tuple(map(int, tensor_of(node).shape))
+    assert rowwise.dim is not None, "an operator along rows names their dimension or its size"
     if not goes_along_last(node.args[rowwise.dim] if rowwise.dim < len(node.args) else None, len(shape)):
         raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
     return made if rowwise.keepdim is None else shape
@@ -172,6 +189,47 @@ def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
 def is_number(node: fx.Node) -> bool:
     """Whether an argument of a group is a number, which has no elements."""
     return isinstance(node.meta.get("val"), float)
+
+
+def adds_over_rows(node: fx.Node) -> tuple[int, ...]:
+    """Return the positions of the results of a member that are sums over all dimensions but the last."""
+    columnwise = ops.rule(node.target).columnwise
+    if columnwise is None or columnwise.dim is None:
+        return () if columnwise is None else columnwise.results
+    dims, source = node.args[columnwise.dim], node.args[0]
+    rank = tensor_of(source).dim() if isinstance(source, fx.Node) else 0
+    if rank < 2 or not isinstance(dims, list | tuple):
+        return ()
+    added = {dim % rank for dim in dims if isinstance(dim, int)}
+    return columnwise.results if added == set(range(rank - 1)) else ()
+
+
+def values_of(member: fx.Node) -> list[fx.Node]:
+    """Return the nodes that stand for the results of a member: itself, or the first pick of each of several."""
+    if isinstance(member.meta.get("val"), torch.Tensor):
+        return [member]
+    first: dict[object, fx.Node] = {}
+    for user in member.users:
+        if user.target is operator.getitem:
+            first.setdefault(user.args[1], user)
+    return list(first.values())
+
+
+def is_sum_over_rows(value: fx.Node) -> bool:
+    """Whether one of :func:`values_of` is a sum over all dimensions but the last."""
+    member, position = _picked(value)
+    return position in adds_over_rows(member)
+
+
+def position_of(value: fx.Node) -> int:
+    """Return which result of its member one of :func:`values_of` is."""
+    return _picked(value)[1]
+
+
+def _picked(node: fx.Node) -> tuple[fx.Node, int]:
+    """The member of which ``node`` is the result, and which one."""
+    base = node.args[0] if node.target is operator.getitem else None
+    return (base, node.args[1]) if isinstance(base, fx.Node) else (node, 0)  # type: ignore[return-value]
 
 
 def goes_along_last(dims: Any, rank: int) -> bool:
@@ -206,6 +264,10 @@ def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
     """The input or member that ``node`` is, or is a view of; how many elements behind its first one the view begins."""
     value = node
     while value.op == "call_function" and ops.is_view(value.target):
+        member, position = _picked(value)
+        if member is not value and not ops.is_view(member.target):
+            value = next(one for one in values_of(member) if position_of(one) == position)
+            break
         if len(value.all_input_nodes) != 1 or tensor_of(value).dtype is not tensor_of(value.all_input_nodes[0]).dtype:
             raise GroupFault(Verdict.UNKNOWN, "is a view of several tensors, or of another dtype", value.name)
         value = value.all_input_nodes[0]

@@ -26,18 +26,23 @@ from torch import Tensor, fx
 from roamc.codegen.calls import by_name
 from roamc.codegen.group_needs import (
     Need,
+    adds_over_rows,
     extent_of,
     is_number,
+    is_sum_over_rows,
     members_of,
     needs_of,
+    position_of,
     result_of,
     rows_of,
     shape_of,
     tensor_of,
+    values_of,
 )
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.codegen.partials_judge import PartialRows, judge_ends
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
-from roamc.compat import without_modes
+from roamc.compat import on_cpu, without_modes
 from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
 from roamc.operators.gpu.kernel import KernelText
@@ -49,6 +54,9 @@ LANES = 1 << 13
 
 ERROR = 1e-7
 """Difference that constants in 32 bits make, as a share of the largest element."""
+
+SMALLEST = 1e-9
+"""The largest element counts as no smaller: where all are sums that cancel, they are what rounding leaves of zero."""
 
 
 def judge_kernel(
@@ -124,6 +132,7 @@ class _Run:
         writes: positions of the arguments that the last results are written to.
         least: smallest number in memory.
         start: first column of the piece of a row that is gone through; None outside of such a loop.
+        begin: first row of the block that is gone through, counted in each program; None outside of such a loop.
         values: the kernel's variables when it ends.
     """
 
@@ -134,6 +143,7 @@ class _Run:
     writes: Sequence[int]
     least: float
     start: int | None = None
+    begin: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -147,7 +157,8 @@ class _Run:
         self.numel = math.prod(sizes)
         given = self.text.constants
         self.flat = "BLOCK" in given
-        self.per_program = given["BLOCK"] if self.flat else given["ROWS"]
+        self.block = given["BLOCK"] if self.flat else given["ROWS"]
+        self.per_program = given.get("CHUNK", self.block)
         self.wide = 1 if self.flat else given["COLUMNS"]
         self.pieces = not self.flat and self.wide < self.columns
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
@@ -155,11 +166,14 @@ class _Run:
         results = output_node(self.body).all_input_nodes
         over = [self.inputs[at] for at in self.writes]
         where = [*self.out_places, *(self.places[at] for at in self.writes)]
-        self.outputs = {node: self._output(node, place) for node, place in zip(results, where, strict=True)}
+        pairs = list(zip(results, where, strict=True))
+        self.outputs = {node: self._output(node, place) for node, place in pairs if not is_sum_over_rows(node)}
         self.over = dict(
             zip(over, results[len(results) - len(over) :], strict=True)
         )  # operand to what is written there
         self._check_apart(where)
+        sums = [node for node in results if is_sum_over_rows(node)]
+        self.partials = PartialRows(sums, self.text.programs, self.columns, self.programs, self.wide) if sums else None
 
     def _check_apart(self, where: Sequence[Place]) -> None:
         """Check that nothing else is stored where an operand is written."""
@@ -188,7 +202,7 @@ class _Run:
         if self.text.programs != wanted:
             raise GroupFault(Verdict.MISSING, f"{self.text.programs} programs are launched, and not {wanted}")
         lanes = self.per_program * (1 if self.flat else max(self.wide, self.columns))
-        count = max(1, min(wanted, LANES // lanes))
+        count = min(wanted, max(1 if self.per_program == self.block else 2, LANES // lanes))
         chosen = np.unique(np.linspace(wanted - 1, 0, count).astype(np.int64))
         shape = (-1, 1) if self.flat else (-1, 1, 1)
         self.programs = torch.from_numpy(chosen).reshape(shape)
@@ -197,8 +211,12 @@ class _Run:
 
     def _rows(self) -> Tensor:
         """The row of each lane; in a kernel without rows, the element."""
-        inside = torch.arange(self.per_program, dtype=torch.int64, device="cpu")
+        inside = torch.arange(self.per_program, dtype=torch.int64, device="cpu")[self._now()]
         return self.programs * self.per_program + (inside if self.flat else inside[:, None])
+
+    def _now(self) -> slice:
+        """The rows of each program that are gone through now."""
+        return slice(None) if self.begin is None else slice(self.begin, self.begin + self.block)
 
     def _columns(self) -> Tensor:
         """The columns of the lanes that are gone through now."""
@@ -218,24 +236,30 @@ class _Run:
 
     def run(self) -> None:
         """Run the kernel, and check that the programs store all of their elements."""
-        names: dict[str, Any] = {"triton": Jit, "tl": Language(self), "range": self._range, "tell_judge": self._tell}
+        names: dict[str, Any] = {"triton": Jit, "tl": Language(self, over_rows=self.partials is not None)}
+        names |= {"range": self._range, "tell_judge": self._tell}
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
         outs = [node for node in self.outputs if node not in self.over.values()]
         given = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.inputs]
         pointers = [*given, *(Pointer(node, first) for node in outs)]
+        pointers += [Pointer(None, first)] if self.partials is not None else []
         names[self.text.function](*pointers, **self.text.constants)
         for output in self.outputs.values():
             missing = (output.seen == 0) & self._valid_results(output)
             if missing.any():
                 said = f"{int(missing.sum())} elements of {len(self.programs)} programs"
                 raise GroupFault(Verdict.MISSING, said, output.node.name)
+        if self.partials is not None:
+            self.partials.check_complete()
+            judge_ends(self.text, self.partials.sums, self.text.programs, _close)
 
     def _range(self, first: int, end: int, step: int) -> Iterator[int]:
+        over_rows = self.partials is not None
         for start in range(first, end, step):
-            self.start = start
+            self.start, self.begin = (None, start) if over_rows else (start, None)
             yield start
-        self.start = None
+        self.start = self.begin = None
 
     def _tell(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)
@@ -249,8 +273,8 @@ class _Run:
     def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
         """Check which elements are read, and return the numbers that are there."""
         node, places = pointer.node, pointer.places
-        if node in self.outputs:
-            raise GroupFault(Verdict.VALUE, "the result is read", node.name)
+        if node is None or node in self.outputs:
+            raise GroupFault(Verdict.VALUE, "the result is read", node.name if node is not None else "")
         elements, valid = self._lanes()
         active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
         active, where = torch.broadcast_tensors(active, places)
@@ -322,9 +346,12 @@ class _Run:
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
         """Check where elements of a result are stored, and keep them."""
-        output = self.outputs.get(self.over.get(pointer.node, pointer.node))
+        if pointer.node is None and self.partials is not None:
+            self.partials.store(pointer.places, value, mask)
+            return
+        output = self.outputs.get(self.over.get(pointer.node, pointer.node)) if pointer.node is not None else None
         if output is None:
-            raise GroupFault(Verdict.PLACE, f"the result is stored over {pointer.node.name}")
+            raise GroupFault(Verdict.PLACE, f"the result is stored over {pointer.node}")
         elements, valid = self._lanes()
         if output.per_row and not self.flat:
             elements, valid = self._rows() * self.columns, self._rows() * self.columns < self.numel
@@ -340,22 +367,24 @@ class _Run:
 
     def _seen_now(self, output: _Output) -> Tensor:
         """How often the elements at the lanes that are gone through now are stored."""
+        seen = output.seen[:, self._now()]
         if self.flat or output.per_row:
-            return output.seen
+            return seen
         columns = self._columns()
-        return output.seen[..., columns[columns < self.columns]]
+        return seen[..., columns[columns < self.columns]]
 
     def _keep(self, output: _Output, value: Tensor, active: Tensor) -> None:
         """Note which elements are stored; ``active`` has the shape of the lanes."""
         value = value.to(WIDE).expand(active.shape)
+        seen, stored = output.seen[:, self._now()], output.stored[:, self._now()]
         if self.flat or output.per_row:
-            output.seen += active
-            output.stored = torch.where(active, value, output.stored)
+            seen += active
+            stored.copy_(torch.where(active, value, stored))
         else:
             columns = self._columns()
             inside = columns < self.columns
-            output.seen[..., columns[inside]] += active[..., inside].to(torch.int32)
-            output.stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
+            seen[..., columns[inside]] += active[..., inside].to(torch.int32)
+            stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
         if (output.seen > 1).any():
             raise GroupFault(Verdict.TWICE, "some programs store an element twice")
 
@@ -394,40 +423,68 @@ class _Run:
             self.elements = elements[valid]
         else:
             rows = self._rows()
+            self.counts = (rows * self.columns < self.numel).sum((1, 2)).tolist()
             rows = rows[rows * self.columns < self.numel]
             self.elements = rows[:, None] * self.columns + torch.arange(self.columns, dtype=torch.int64, device="cpu")
         self.made: dict[fx.Node, Tensor] = {}
         for node in self.members:
-            self.made[node] = self._compute(node)
+            self.made |= self._compute(node)
 
     def is_finite(self) -> bool:
         """Whether all floats of the results are finite."""
-        made = (self.made[node] for node in self.outputs)
+        made = [self.made[node] for node in (*self.outputs, *(self.partials.sums if self.partials is not None else ()))]
         return all(bool(one.isfinite().all()) for one in made if one.is_floating_point())
 
-    def _compute(self, node: fx.Node) -> Tensor:
-        """The result of a member, with an element for each of the matrix or each row."""
-        operator: Any = node.target
+    def _compute(self, node: fx.Node) -> dict[fx.Node, Tensor]:
+        """The results of a member, each with an element for each of the matrix or each row.
+
+        A sum over rows has one for each column and program, of the rows of that program alone.
+        """
+        operands = {name: self._operand(node, need) for name, need in self.needs[node].items()}
+        down = adds_over_rows(node)
+        ends = np.cumsum(self.counts) if down else [None]
+        runs = [self._call(node, operands, slice(a, b)) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
+        made = {}
+        for value in values_of(node):
+            parts = [run[position_of(value)] for run in runs]
+            made[value] = (
+                torch.stack([part.reshape(-1) for part in parts]) if is_sum_over_rows(value) else _joined(parts)
+            )
+        return made
+
+    def _call(self, node: fx.Node, operands: Mapping[str, Tensor], rows: slice) -> Sequence[Tensor]:
+        """The results of a member for some rows of its operands."""
+        called: Any = node.target
         rowwise, names = rows_of(node)
-        given = {name: _wide(node, name, value) for name, value in by_name(operator, node.args, node.kwargs).items()}
+        given = {name: _wide(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
         given |= {
             name: self._number(value).item()
             for name, value in given.items()
             if isinstance(value, fx.Node) and is_number(value)
         }
-        for name, need in self.needs[node].items():
-            given[name] = self._operand(node, need)
+        for name, value in operands.items():
+            given[name] = value if not value.dim() or self.needs[node][name].whole else value[rows]
             if name in {names[at] for at in rowwise.per_row}:
                 given[name] = given[name][:, 0]
+            elif rowwise.sizes is not None:
+                given[name] = self._as_it_is(tensor_of(given_node(node, name)), given[name])
         if rowwise.dim is not None:
-            many = isinstance(given[names[rowwise.dim]], list | tuple)
-            given[names[rowwise.dim]] = [-1] if many else -1
+            dim = 0 if adds_over_rows(node) else -1
+            given[names[rowwise.dim]] = [dim] if isinstance(given[names[rowwise.dim]], list | tuple) else dim
+        if rowwise.sizes is not None:
+            given[names[rowwise.sizes]] = [self.columns]
         if rowwise.keepdim is not None:
             given[names[rowwise.keepdim]] = True
-        alone = {argument.name for argument in operator._schema.arguments if argument.kwarg_only}
+        alone = {argument.name for argument in called._schema.arguments if argument.kwarg_only}
         positional = [value for name, value in given.items() if name not in alone]
-        made: Tensor = operator(*positional, **{name: given[name] for name in given if name in alone})
-        return made
+        made = on_cpu(called)(*positional, **{name: given[name] for name in given if name in alone})
+        return made if isinstance(made, list | tuple) else [made]
+
+    def _as_it_is(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """An operand, with all elements of some rows, as an operator takes it that does not broadcast."""
+        if tensor.dim() == 1:
+            return value[0].contiguous()
+        return value[:, :1].contiguous() if tensor.shape[-1] == 1 else value.contiguous()
 
     def _operand(self, node: fx.Node, need: Need) -> Tensor:
         """What a member reads at the elements; a whole operand as it is."""
@@ -452,6 +509,10 @@ class _Run:
         """Check that the kernel has stored what the operators give; names the first operator that differs."""
         for output in self.outputs.values():
             self._compare(output, self.made[output.node])
+        if self.partials is not None:
+            for node, stored in zip(self.partials.sums, self.partials.stored, strict=True):
+                if not _close(stored[:, 0, : self.columns], self.made[node]):
+                    raise GroupFault(Verdict.NUMBERS, "the kernel adds up other rows or elements", node.name)
 
     def _compare(self, output: _Output, wanted: Tensor) -> None:
         have = output.stored[self._valid_results(output)]
@@ -463,8 +524,8 @@ class _Run:
 
     def _first_wrong(self) -> str:
         """The name of the first member whose variable has other numbers; of the last one if none is found."""
-        for node in self.members if not self.pieces else ():
-            value = self.values.get(node.name)
+        for node in self.members if not self.pieces and self.partials is None else ():
+            value = self.values.get(node.name) if node in self.made else None
             if isinstance(value, Tensor) and value.dtype in (WIDE, torch.bool):
                 _, valid = self._lanes()
                 full = torch.broadcast_to(value.to(WIDE), valid.shape)[valid]
@@ -496,8 +557,19 @@ def _wide(node: fx.Node, name: str, value: Any) -> Any:
     return value
 
 
+def given_node(node: fx.Node, name: str) -> fx.Node:
+    """Return the argument of a call that has this name."""
+    called: Any = node.target
+    argument: fx.Node = by_name(called, node.args, node.kwargs)[name]
+    return argument
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
 def _each_close(have: Tensor, want: Tensor) -> Tensor:
-    scale = torch.where(want.isfinite(), want, 0).abs().amax().clamp_min(1e-30)
+    scale = torch.where(want.isfinite(), want, 0).abs().amax().clamp_min(SMALLEST)
     same = (have == want) | (have.isnan() & want.isnan())
     return same | ((have - want).abs() <= ERROR * (scale + want.abs()))
 

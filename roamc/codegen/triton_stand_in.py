@@ -37,11 +37,11 @@ class Pointer:
     """What the kernel has in the place of an operand or a result.
 
     Attributes:
-        node: the operand, or the member whose result it is.
+        node: the operand, or the member whose result it is; None for partial sums.
         places: offset in elements for every lane.
     """
 
-    node: fx.Node
+    node: fx.Node | None
     places: Tensor
 
     def __add__(self, other: Any) -> Pointer:
@@ -62,7 +62,8 @@ class Language:
 
         ALL = "all"
 
-    def __init__(self, run: Runs) -> None:
+    def __init__(self, run: Runs, *, over_rows: bool = False) -> None:
+        self.over_rows = over_rows
         self.program_id, self.load, self.store = run.program_id, run.load, run.store
 
     @staticmethod
@@ -102,9 +103,10 @@ class Language:
         """Return the quotient."""
         return torch.true_divide(*_pair(one, other))
 
-    @staticmethod
-    def sum(value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
-        """Return the sum along columns, which are axis 1."""
+    def sum(self, value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
+        """Return the sum along columns, which are axis 1, or in kernels ``over_rows`` over rows, which are axis 0."""
+        if axis == 0 and self.over_rows:
+            return value.sum(-2, keepdim=keep_dims)
         _check_axis(axis)
         return value.sum(-1, keepdim=keep_dims)
 

@@ -63,6 +63,8 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
     made = next(tensors_in(node.meta.get("val")), None)
+    if isinstance(node.target, Fused):
+        return group_workspace(node.target, threads)
     if made is None or made.device.type != "cpu":
         return 0
     call = call_of(node)
@@ -82,10 +84,12 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
 def group_workspace(group: Fused, threads: int) -> Bytes:
     """Return the bytes of the values inside a group, of the views that are its blocks, and of its largest member.
 
+    On a GPU, those of its partial sums over rows.
+
     What a member takes beside its buffers for each thread is in proportion to the rows of a block.
     """
     if not group.in_blocks:
-        return 0
+        return group.block_bytes(threads)
     rows, count = group.block_rows(threads), group.matrix.rows
     largest: Bytes = 0
     for member in group.nodes:

@@ -13,6 +13,7 @@ all, if vector code meets its elements in the same groups: see :func:`block_rows
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -239,6 +240,21 @@ def base_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def value_of(node: fx.Node) -> fx.Node:
+    """Return what ``node`` is a view of: an operator with one result, or the pick of one of several results."""
+    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
+        (base, *_) = node.all_input_nodes
+        if node.target is operator.getitem and not ops.is_view(base.target):
+            return node
+        node = base
+    return node
+
+
+def last_of(members: Sequence[fx.Node]) -> fx.Node:
+    """Return the last operator of ``members``, which are in graph order, views and picks of results among them."""
+    return next(node for node in reversed(members) if not ops.is_view(node.target))
 
 
 def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:

@@ -344,8 +344,8 @@ def fuse(
     """Make a group of nodes of a graph.
 
     Args:
-        root: the member that runs last; its result is one of the group's, and it says how operands are seen.
-        members: all nodes of the group in graph order, views between members included; the last is ``root``.
+        root: the member that runs last; it says how operands are seen.
+        members: all nodes of the group in graph order, views between members and picks of results included.
         kind: how the group runs.
         results: the members whose results are the group's, in graph order. () for ``root`` alone, and for no results
             if some member writes an argument.

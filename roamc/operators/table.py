@@ -58,6 +58,9 @@ class Rowwise:
         per_row: positions of the arguments that have one element for each row.
         whole: positions of the arguments that are the same for all rows, such as weights of classes.
         rank: the only number of dimensions for which this holds; 0 for any.
+        sizes: position of the argument that has the sizes of the dimensions along which it works: this holds if that is
+            the last one alone. None if it has no such argument. Arguments of one dimension have an element for each
+            column then.
     """
 
     dim: int | None = None
@@ -65,6 +68,23 @@ class Rowwise:
     per_row: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
     rank: int = 0
+    sizes: int | None = None
+
+
+@dataclass(frozen=True)
+class Columnwise:
+    """How an operator adds up over rows: over all dimensions but the last.
+
+    Run on some rows alone, it gives partial sums, which have to be added.
+
+    Attributes:
+        results: positions of the results that have one element for each column.
+        dim: position of the argument that names the dimensions that are added up: this holds if these are all but the
+            last. None if it has no such argument.
+    """
+
+    results: tuple[int, ...] = (0,)
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +121,7 @@ class Facts:
             then the asynchronous operator reads its arguments and writes its results, whatever runs in between. None if
             this operator does not wait.
         space: the memory that its results lie in.
+        columnwise: how it adds up over rows, if it does; else None.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -121,6 +142,7 @@ class Facts:
     unit_stride: tuple[int, ...] = ()
     finishes: int | None = None
     space: Space = Space.DEVICE
+    columnwise: Columnwise | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +218,9 @@ ROWS: dict[str, Row] = {
     # Take the elements of some arguments from memory one after the other.
     "aten::native_group_norm": Row(dense=(0,), format_of=0),
     "aten::native_group_norm_backward": Row(dense=(0, 1, 2, 3, 4), format_of=1),
-    "aten::native_layer_norm_backward": Row(dense=(3, 4)),
+    "aten::native_layer_norm_backward": Row(
+        dense=(3, 4), rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1, 2))
+    ),
     **dict.fromkeys(["aten::_embedding_bag", "aten::_embedding_bag_forward_only"], Row(dense=(0, 1, 2, 6))),
     "aten::_embedding_bag_per_sample_weights_backward": Row(dense=(2, 3, 4)),
     "aten::mkldnn_rnn_layer": Row(dense=(0, 5, 6)),
@@ -219,9 +243,11 @@ ROWS: dict[str, Row] = {
     "aten::_log_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
     "aten::_to_copy": Row(rowwise=Rowwise()),
     "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), whole=(3, 6), rank=2)),
-    **dict.fromkeys(
-        ["aten::sum.dim_IntList", "aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))
-    ),
+    **dict.fromkeys(["aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))),
+    "aten::sum.dim_IntList": Row(rowwise=Rowwise(dim=1, keepdim=2), columnwise=Columnwise(dim=1)),
+    "aten::native_layer_norm": Row(rowwise=Rowwise(sizes=1)),
+    "aten::_fused_rms_norm": Row(rowwise=Rowwise(sizes=1)),
+    "aten::_fused_rms_norm_backward": Row(rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1,))),
     # The addend is copied into the result first, unless it lies there.
     "aten::addmm": Row(overwrites=(0,)),
     "roamc::onednn_addmm": Row(overwrites=(0,)),

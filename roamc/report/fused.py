@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roamc.graph import TrainGraph, operators
-from roamc.operators.blocks import only_tensor
+from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.operators.fused import Fused
+from roamc.operators.gpu.results import made_by
 from roamc.report.origin import origin, parameter_names
 from roamc.units import Bytes
 
@@ -36,8 +36,9 @@ def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
         if not isinstance(node.target, Fused):
             continue
         key = origin(node, graph.phase[node.name], names), node.target.title
-        within = [only_tensor(member) for member in node.target.nodes if member not in node.target.results]
-        inside = sum(made.numel() * made.itemsize for made in within)
+        read = set(map(made_by, node.target.results))
+        made = [(member, position, t) for member in node.target.nodes for position, t in tensors_of(member)]
+        inside = sum(t.numel() * t.itemsize for member, position, t in made if (member, position) not in read)
         before = found.get(key, Grouped(*key, 0, 0))
         found[key] = replace(before, count=before.count + 1, nbytes=before.nbytes + inside)
     return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))

@@ -22,7 +22,7 @@ class KernelReport:
         source: line of the model, as :func:`roamc.report.origin.origin` gives it.
         operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
         count: number of groups.
-        targets: what it takes, for each target.
+        targets: what it takes, for each target; behind that, what the kernel takes that ends its sums over rows.
     """
 
     source: str
@@ -50,7 +50,7 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     made = []
     for number, ((line, _), groups) in enumerate(alike.items()):
         say(f"compiling kernel {number + 1} of {len(alike)}")
-        targets = tuple(compiled(groups[0], name) for name in CAPABILITIES)
+        targets = tuple(one for name in CAPABILITIES for one in compiled(groups[0], name))
         made.append(KernelReport(line, groups[0].title, len(groups), targets))
     return tuple(made)
 

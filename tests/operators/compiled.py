@@ -6,6 +6,7 @@ Prints one line for each kernel and target: registers, bytes of shared memory, b
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -18,10 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from roamc.operators import blocks
-from roamc.operators.gpu.ahead import assembled, signature_of
+from roamc.operators.gpu.ahead import assembled, sources_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
-from roamc.operators.gpu.launch import jit_function
 from tests.operators.updates import update_of
 
 aten = torch.ops.aten
@@ -35,6 +35,19 @@ TARGETS = {
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def normed(x: Tensor, more: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    total = x + more
+    return total, *aten.native_layer_norm(total, x.shape[-1:], weight, bias, 1e-5)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, more: Tensor
+) -> tuple[Tensor, ...]:
+    inner, *sums = aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, rstd, weight, weight, [True] * 3)
+    total = inner + more
+    return total, *sums, total.sum([0, 1])
 
 
 def gates(grad: Tensor, up: Tensor, gate: Tensor) -> Tensor:
@@ -74,6 +87,19 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
                 rotary,
                 (torch.empty(4, 2048, 32, 64, dtype=half).transpose(1, 2), *(torch.empty(2048, 64) for _ in range(2))),
             ),
+            "normed": (
+                normed,
+                (*(torch.empty(4, 2048, 4096, dtype=half) for _ in range(2)), *(torch.empty(4096) for _ in range(2))),
+            ),
+            "norm backward": (
+                norm_backward,
+                (
+                    *(torch.empty(4, 2048, 4096, dtype=half) for _ in range(2)),
+                    *(torch.empty(4, 2048, 1) for _ in range(2)),
+                    torch.empty(4096, dtype=half),
+                    torch.empty(4, 2048, 4096, dtype=half),
+                ),
+            ),
             "dropped": (
                 dropped,
                 (
@@ -87,7 +113,7 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
         body = make_fx(function, tracing_mode="fake")(*given).graph
     frame = frame_of(blocks.last_member(body))
     assert frame is not None, f"{name} has no frame"
-    return body, kernel_text(f"fused_{name}", body, frame)
+    return body, kernel_text(f"fused_{name.replace(' ', '_')}", body, frame)
 
 
 def spilled(compiled: object, target: str) -> tuple[int, int]:
@@ -106,18 +132,18 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
 def main() -> None:
     """Compile every group for every target; the exit status says whether none spills."""
     wrong = 0
-    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update"):
+    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "normed", "norm backward"):
         body, text = group(name)
-        function = jit_function(text)
-        signature = signature_of(function, body, text)
-        for target, where in TARGETS.items():
-            source = ASTSource(fn=function, signature=signature, constexprs=text.constants)
+        for source, (target, where) in itertools.product(sources_of(body, text), TARGETS.items()):
             compiled = triton.compile(
-                source, target=where, options={"num_warps": text.warps, "enable_fp_fusion": False}
+                ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
+                target=where,
+                options={"num_warps": source.warps, "enable_fp_fusion": False},
             )
             registers, lost = spilled(compiled, target)
             wrong += lost > 0
-            print(f"{name} {target}: {registers} registers, {compiled.metadata.shared} bytes shared, {lost} spilled")
+            taken = f"{registers} registers, {compiled.metadata.shared} bytes shared, {lost} spilled"
+            print(f"{source.name} {target}: {taken}")
     raise SystemExit(bool(wrong))
 
 

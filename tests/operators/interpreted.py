@@ -30,9 +30,10 @@ from roamc.operators import blocks, ops
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
-from roamc.operators.gpu.launch import jit_function
+from roamc.operators.gpu.launch import jit_functions
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
+from roamc.operators.gpu.results import first_of, made_by
 from tests.operators.updates import update_of
 
 aten = torch.ops.aten
@@ -120,6 +121,36 @@ ROWS: dict[str, Unary] = {
     "log softmax backward": lambda x: (
         aten._log_softmax_backward_data(x.float(), -x.float().abs() - 3, -1, torch.float32) / x.shape[-1]
     ),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:], eps=0.1),
+}
+
+
+def over_rows(x: Tensor) -> list[int]:
+    """All dimensions of a tensor but the last."""
+    return list(range(x.dim() - 1))
+
+
+def norm_backward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Layer norm and its backward, whose results are all read, with parameters of their own."""
+    sizes, wide, weight = x.shape[-1:], x.float(), weight.float()
+    value, mean, rstd = aten.native_layer_norm(wide, sizes, weight, weight, 0.1)
+    grad = wide.sigmoid() / x.numel() * x.shape[-1]
+    return (
+        mean,
+        rstd,
+        value,
+        *aten.native_layer_norm_backward(grad, wide, sizes, mean, rstd, weight, weight, [True] * 3),
+    )
+
+
+SEVERAL: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "sum over rows": lambda x, weight: ((x / x.numel() * x.shape[-1]).sum(over_rows(x)),),
+    "sums over rows": lambda x, weight: (
+        y := x.abs(),
+        (y / x.numel() * x.shape[-1]).sum(over_rows(x), keepdim=True),
+        (x.relu() / x.numel() * x.shape[-1]).sum(over_rows(x)),
+    ),
+    "layer norm and backward": norm_backward,
 }
 
 
@@ -148,6 +179,7 @@ def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., 
     ]
 
     more = [at for at in range(count - 1) if rng.random() < 0.15]
+    added = along_rows and rng.random() < 0.4
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         value, others = given[0], list(given)
@@ -157,7 +189,9 @@ def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., 
             else:
                 value = (UNARY.get(name) or ROWS[name])(value)
             others.append(value)
-        return *(others[len(given) + at] for at in more), value
+        read = [*(others[len(given) + at] for at in more), value]
+        share = value.shape[-1] / value.numel() if added and value.dim() else 1.0
+        return *read, *([(value * share).sum(over_rows(value))] if added and value.dim() > 1 else [])
 
     return run
 
@@ -179,9 +213,11 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     body = make_fx(function, tracing_mode="fake")(*given).graph
     body.eliminate_dead_code()
     members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
-    results = [node for node in members if node in blocks.results_of(body)]
+    read = [node for node in body.nodes if node in blocks.results_of(body) and blocks.value_of(node) is node]
+    results = [node for node in read if made_by(node)[0] in members]
     body.output_node().args = (tuple(results),)
-    frame = frame_of(results[-1]) if results and results[-1] is members[-1] else None
+    last = members[-1] if members else None
+    frame = frame_of(last) if last in {made_by(node)[0] for node in results} else None
     if frame is None or any(unfit(node, frame, set(members)) for node in members):
         return "", None
     try:
@@ -199,8 +235,9 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     for out in outs:
         out.fill_(float("nan") if out.is_floating_point() else 1)
     used = [node for node in body.nodes if node.op == "placeholder"]
-    jit_function(text)[(text.programs,)](*given[: len(used)], *outs, **text.constants)
-    narrowest = max((ERROR.get(blocks.only_tensor(node).dtype, 0.0) for node in (*members, *used)), default=0.0)
+    jit_functions(text)(given[: len(used)], outs)
+    dtypes = [first_of(node).dtype for node in (*members, *used)]
+    narrowest = max(ERROR.get(dtype, 0.0) for dtype in dtypes)
     said = [
         difference(out, want, narrowest * (1 + len(members) / 4), members)
         for out, want in zip(outs, wanted, strict=True)
@@ -261,7 +298,7 @@ def written(group: FusedKernel) -> list[str]:
     places = [Place(at) for at, _ in enumerate(given)]
     judge_kernel(group.body, group.text, places, [], group.writes)
     wanted = [made.clone() for made in group.run_members(given)]
-    jit_function(group.text)[(group.text.programs,)](*given, **group.text.constants)
+    jit_functions(group.text)(given, ())
     most = ERROR[wanted[0].dtype] * 2
     said = [difference(given[at], want, most, group.nodes) for at, want in zip(group.writes, wanted, strict=True)]
     return [f"{one}\n{group.text.source}" for one in said if one]
@@ -316,6 +353,8 @@ def random_case(rng: random.Random, name: str | None) -> tuple[Callable[..., Ten
     given = inputs(rng, rng.choice(DTYPES), sizes)
     if name is None:
         return group(rng, rng.randint(2, 12), along_rows=rng.random() < 0.6), given
+    if name in SEVERAL:
+        return SEVERAL[name], [given[0], torch.randn(sizes[-1]).to(given[0].dtype)]
     function = FORMS[name]
     return (lambda *x: function(*(x * 2)[:2]) if name in BINARY else function(x[0])), given
 
@@ -326,11 +365,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--forms", action="store_true", help="every operator alone, in the place of groups")
+    parser.add_argument("--only", nargs="*", help="names of forms, in the place of all")
     how = parser.parse_args()
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
-    wrong = losses() + corners() + updates() if how.forms else []
-    for name in FORMS if how.forms else [None]:
+    wrong = losses() + corners() + updates() if how.forms and not how.only else []
+    for name in (how.only or FORMS) if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:
             function, given = random_case(rng, name)
@@ -342,7 +382,7 @@ def main() -> None:
     raise SystemExit(bool(wrong))
 
 
-FORMS: dict[str, Callable[..., Tensor]] = {**UNARY, **BINARY, **ROWS}
+FORMS: dict[str, Callable[..., Any]] = {**UNARY, **BINARY, **ROWS, **SEVERAL}
 
 if __name__ == "__main__":
     main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from roamc.operators import blocks
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.gpu.launch import jit_function
+from roamc.operators.gpu.partial_sums import WARPS
 from roamc.units import Bytes
 
 CAPABILITIES = {"sm_80": 80, "sm_90": 90}
@@ -58,8 +60,8 @@ class Compiled:
     spilled_bytes: Bytes
 
 
-def compiled(group: FusedKernel, target: str) -> Compiled:
-    """Compile the kernel of ``group`` for ``target``, a key of :data:`CAPABILITIES`; takes about a second.
+def compiled(group: FusedKernel, target: str) -> tuple[Compiled, ...]:
+    """Compile the kernels of ``group`` for ``target``, a key of :data:`CAPABILITIES`; takes about a second for each.
 
     Raises:
         OptionError: Triton is not installed.
@@ -70,29 +72,64 @@ def compiled(group: FusedKernel, target: str) -> Compiled:
         from triton.compiler import ASTSource
     except ImportError:
         raise OptionError(MISSING) from None
-    function = jit_function(group.text)
-    signature = signature_of(function, group.body, group.text)
-    made: Any = triton.compile(
-        ASTSource(fn=function, signature=signature, constexprs=group.text.constants),
-        target=GPUTarget("cuda", CAPABILITIES[target], 32),
-        options={"num_warps": group.text.warps, "enable_fp_fusion": False},
-    )
-    registers, spilled = assembled(made.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
-    return Compiled(group.text.function, target, registers, made.metadata.shared, spilled)
+    made = []
+    for source in sources_of(group.body, group.text):
+        found: Any = triton.compile(
+            ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
+            target=GPUTarget("cuda", CAPABILITIES[target], 32),
+            options={"num_warps": source.warps, "enable_fp_fusion": False},
+        )
+        registers, spilled = assembled(found.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
+        made.append(Compiled(source.name, target, registers, found.metadata.shared, spilled))
+    return tuple(made)
 
 
-def signature_of(function: Any, body: fx.Graph, text: KernelText) -> dict[str, str]:
-    """Return the types of the arguments of a kernel by their names, as Triton's compiler wants them.
+@dataclass(frozen=True)
+class Source:
+    """A kernel as Triton's compiler wants it.
+
+    Attributes:
+        name: of the function.
+        function: the kernel, of ``triton.jit``.
+        signature: the types of its arguments by their names.
+        constants: names and values of the compile-time constants.
+        warps: of 32 threads, for each program.
+    """
+
+    name: str
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, int]
+    warps: int
+
+
+def sources_of(body: fx.Graph, text: KernelText) -> tuple[Source, ...]:
+    """Return the kernels of a group: one, or two if it adds up over rows.
 
     Args:
-        function: the kernel, of ``triton.jit``.
         body: the operators of the group, with fake values.
         text: the kernel as text.
     """
-    inputs = [next((POINTERS[one.dtype] for _, one in tensors_of(node)), NUMBER) for node in placeholders(body)]
-    results = len(function.arg_names) - len(inputs) - len(text.constants)
-    outs = [POINTERS[blocks.only_tensor(node).dtype] for node in blocks.results_of(body)[:results]]
-    return dict(zip(function.arg_names, [*inputs, *outs, *("constexpr" for _ in text.constants)], strict=True))
+    operands = [next((POINTERS[one.dtype] for _, one in tensors_of(node)), NUMBER) for node in placeholders(body)]
+    ends, kernel = text.partials, jit_function(text)
+    # What the members write over operands has no pointer of its own, and partial sums have one for all.
+    stored = len(kernel.arg_names) - len(operands) - len(text.constants)
+    stored += 0 if ends is None else len(ends.results) - 1
+    results = [POINTERS[blocks.only_tensor(node).dtype] for node in blocks.results_of(body)[:stored]]
+    if ends is None:
+        return (_source(kernel, text.function, [*operands, *results], text.constants, text.warps),)
+    others = [kind for at, kind in enumerate(results) if at not in ends.results]
+    partials, sums = POINTERS[torch.float32], [results[at] for at in ends.results]
+    second = jit_function(text, ends.function)
+    return (
+        _source(kernel, text.function, [*operands, *others, partials], text.constants, text.warps),
+        _source(second, ends.function, [partials, *sums], ends.constants, WARPS),
+    )
+
+
+def _source(function: Any, name: str, pointers: Sequence[str], constants: dict[str, int], warps: int) -> Source:
+    types = [*pointers, *("constexpr" for _ in constants)]
+    return Source(name, function, dict(zip(function.arg_names, types, strict=True)), constants, warps)
 
 
 def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:

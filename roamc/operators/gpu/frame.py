@@ -17,6 +17,7 @@ from torch import fx
 
 from roamc.operators import ops
 from roamc.operators.blocks import Matrix
+from roamc.operators.gpu.results import picks
 
 Dims = tuple[tuple[int, int], ...]
 """Sizes and strides in elements, from the outermost dimension to the innermost; those of one element are left out."""
@@ -135,13 +136,16 @@ def along_columns(access: Access) -> Access:
 
 
 def frame_of(node: fx.Node) -> Matrix | None:
-    """Return the matrix of the group that ends with ``node``: of its result, or of what it reduces along rows.
+    """Return the matrix of the group that ends with ``node``: of its result, or of what it reduces.
 
     None if that is no single tensor with elements.
     """
-    rowwise, made = ops.rule(node.target).rowwise, node.meta.get("val")
-    if rowwise is not None and rowwise.keepdim is not None and isinstance(node.args[0], fx.Node):
-        made = made if not isinstance(made, torch.Tensor) else node.args[0].meta.get("val")
+    source = node.args[0] if picks(node) else node
+    assert isinstance(source, fx.Node), f"{node.name} is no result of a node"
+    rowwise, made = ops.rule(source.target).rowwise, source.meta.get("val")
+    if rowwise is not None and isinstance(source.args[0], fx.Node) and made is not None:
+        reduces = isinstance(made, torch.Tensor) and rowwise.keepdim is not None
+        made = source.args[0].meta.get("val") if reduces or rowwise.sizes is not None else made
     if not isinstance(made, torch.Tensor) or not made.numel():
         return None
     columns = int(made.shape[-1]) if made.dim() else 1

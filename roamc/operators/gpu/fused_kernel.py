@@ -15,17 +15,11 @@ from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused, same_geometry
 from roamc.operators.gpu.frame import Access, access_of, frame_of
-from roamc.operators.gpu.kernel import (
-    KernelText,
-    kernel_text,
-    shape_of_operands,
-    unfit,
-    unfit_writes,
-    written_as,
-)
+from roamc.operators.gpu.kernel import KernelText, kernel_text, unfit, unfit_writes, written_as
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
+from roamc.operators.gpu.results import first_of, results_of, shape_of_operands
 from roamc.operators.kernels import Kernel
 from roamc.units import Bytes
 
@@ -60,8 +54,9 @@ class FusedKernel(Fused):
     def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
         """Say why these nodes, views between members included, cannot run as one; "" if they can."""
         called = {node for node in members if not ops.is_view(node.target)}
-        if members[-1].meta["val"].device.type not in DEVICES:
-            return f"{members[-1].name} lies on no GPU"
+        last = blocks.last_of(members)
+        if first_of(last).device.type not in DEVICES:
+            return f"{last.name} lies on no GPU"
         return next((said for node in members if node in called and (said := unfit(node, matrix, called))), "")
 
     @staticmethod
@@ -79,17 +74,17 @@ class FusedKernel(Fused):
 
     @property
     def launches(self) -> int:
-        """One kernel runs."""
-        return 1
+        """One kernel runs, and another one that ends sums over rows, if there are some."""
+        return 1 if self.text.partials is None else 2
 
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: every program reads what it writes, and before.
 
-        No arguments if there are several results.
+        No arguments if there are several results, or sums over rows.
         """
-        if len(self.results) > 1:
+        if len(self.results) > 1 or self.text.partials is not None:
             return ()
-        made = blocks.only_tensor(self.nodes[-1])
+        made = blocks.only_tensor(self.results[0])
         columns = self.matrix.columns
         written = access_of(made, made.shape, columns)
         return tuple(
@@ -120,8 +115,8 @@ class FusedKernel(Fused):
         return self.matrix.rows
 
     def block_bytes(self, threads: int) -> Bytes:
-        """No bytes: values inside a kernel live in registers."""
-        return 0
+        """Return the bytes of partial sums over rows; values inside a kernel live in registers."""
+        return 0 if self.text.partials is None else self.text.partials.nbytes
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -157,7 +152,8 @@ class FusedKernel(Fused):
 
     def _first(self, args: Sequence[torch.Tensor | float], out: Any) -> None:
         """Run for the first time; the kernel may write over an argument, so what is compared is computed before."""
-        compared = sum(made.numel() * made.itemsize for made in map(blocks.only_tensor, self.nodes)) <= COMPARED_BYTES
+        made_inside = [made for node in self.nodes for made in results_of(node) if made is not None]
+        compared = sum(made.numel() * made.itemsize for made in made_inside) <= COMPARED_BYTES
         # A member that changes nothing may return its argument, which is written then.
         want = [made.clone() for made in self.run_members(args)] if compared else None
         try:

@@ -2,7 +2,7 @@
 
 A group of pointwise operators runs over all elements by their number. A group that adds up along rows has whole rows in
 one program; rows that are too long to be held are read once for each sum that depends on another, and once more for the
-result:
+result. A group that adds up over rows ends with a second kernel, see :mod:`roamc.operators.gpu.partial_sums`.
 
     @triton.jit
     def fused_mul_3(x, weight, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,18 @@ from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, in_order, keeps_order, shape_reach
-from roamc.operators.gpu.lines import FLOATS, INTEGERS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.lines import DOWN, FLOATS, INTEGERS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.partial_sums import TOGETHER, WIDEST, PartialSums, partial_sums
 from roamc.operators.gpu.printed import Printed, printed
+from roamc.operators.gpu.results import (
+    first_of,
+    is_sum_over_rows,
+    made_by,
+    picks,
+    results_of,
+    shape_of_operands,
+    sums_over_rows,
+)
 
 LONGEST_ROW = 16384
 """Elements: rows up to this length are held whole, padded to a power of two; longer ones are read in pieces."""
@@ -58,6 +68,7 @@ class KernelText:
         programs: how many programs the launch has.
         warps: of 32 threads, for each program.
         reads: how often an element of an operand is read; 1 if rows are held whole.
+        partials: how sums over rows end; None if there are none.
     """
 
     source: str
@@ -66,6 +77,7 @@ class KernelText:
     programs: int
     warps: int
     reads: int
+    partials: PartialSums | None = None
 
 
 def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
@@ -91,15 +103,15 @@ def _tried(lines: Lines, operand: _Operand) -> Value:
     return lines.constant(given, torch.float32)
 
 
-def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    """Write the lines of a member and return its result, named after it.
+def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> list[Value | None]:
+    """Write the lines of a member and return its results, named after it; None for one that it leaves out.
 
     Args:
         lines: what is written so far.
         node: the member.
         values: its positional arguments, each of its own dtype; a number as one of float32.
     """
-    found, dtype = printed(node.target), node.meta["val"].dtype
+    found, dtype = printed(node.target), first_of(node).dtype
     assert found is not None, f"{node.name} does not print"
     common = _common_dtype(node, found)
     lines.comment = source_line(node)
@@ -107,8 +119,12 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     if common is not None:
         convert = lines.cast if found.rounds_numbers else lines.as_operand
         values = [convert(value, common) for value in values]
-    value = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
-    return lines.named(node.name, value, dtype)
+    made = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
+    several = [made] if isinstance(made, Value) else made
+    return [
+        value if value is None or value.reduced == DOWN else lines.named(node.name, value, tensor.dtype)  # type: ignore[union-attr]
+        for value, tensor in zip(several, results_of(node), strict=True)
+    ]
 
 
 def kernel_text(
@@ -147,15 +163,13 @@ class _Operand:
 
 def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list[_Operand]:
     """Return the positional arguments of a member; raises DoesNotPrintError if the call does not print."""
-    found, made = printed(node.target), node.meta.get("val")
+    found = printed(node.target)
     if found is None:
         raise DoesNotPrintError(f"{node.name} does not print")
-    if set(node.kwargs) - set(found.keywords) or not isinstance(made, torch.Tensor) or made.is_conj():
+    if set(node.kwargs) - set(found.keywords) or not all(map(_is_plain, results_of(node))):
         raise DoesNotPrintError(f"{node.name} has arguments or a result that do not print")
-    if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
-        raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
-    if shape_reach(made.shape, frame) is None:
-        raise DoesNotPrintError(f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row")
+    made = first_of(node)
+    _check_results(node, found, frame)
     _check_dim(node, found, frame)
     given = [argument.name for argument in node.all_input_nodes if is_number(argument)]
     if given and not found.number_arguments:
@@ -174,6 +188,28 @@ def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list
     return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
 
 
+def _is_plain(made: object) -> bool:
+    """Whether a result is a tensor of plain numbers, or one that is left out."""
+    return made is None or (isinstance(made, torch.Tensor) and not made.is_conj())
+
+
+def _check_results(node: fx.Node, found: Printed, frame: Matrix) -> None:
+    """Raise DoesNotPrintError unless results have elements that kernels make, where they make them."""
+    down = sums_over_rows(node)
+    for position, made in enumerate(results_of(node)):
+        if made is None:
+            continue
+        if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
+            raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
+        if position in down:
+            if frame.columns > WIDEST:
+                raise DoesNotPrintError(f"{node.name} adds up over rows of more than {WIDEST} elements")
+        elif shape_reach(made.shape, frame) is None:
+            raise DoesNotPrintError(
+                f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row"
+            )
+
+
 def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
     """Raise DoesNotPrintError unless a member works element by element, or along the rows of the frame."""
     if found.along is None:
@@ -181,9 +217,14 @@ def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
     dims = node.args[found.along] if found.along < len(node.args) else None
     dims = [dims] if isinstance(dims, int) else dims
-    if not source.dim():
+    rowwise = ops.rule(node.target).rowwise
+    by_size = rowwise is not None and rowwise.sizes is not None
+    if source.dim() < (2 if by_size else 1):
         raise DoesNotPrintError(f"{node.name} has no rows")
-    last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
+    if by_size or sums_over_rows(node):
+        last = not by_size or list(dims) == [frame.columns]  # type: ignore[arg-type]
+    else:
+        last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
     if not last or source.shape[-1] != frame.columns or source.numel() != frame.numel:
         raise DoesNotPrintError(f"{node.name} does not work along rows of {frame.columns}")
 
@@ -198,11 +239,13 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
             raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return _Operand(argument)
     tensor, shape = argument.meta["val"], shape_of_operands(node)
-    base = blocks.base_of(argument)
+    base, position = made_by(argument)
     per_row = tensor.dim() == 1 and rowwise is not None and rowwise.per_row != ()
     if base in inside:
+        if position in sums_over_rows(base):
+            raise DoesNotPrintError(f"{node.name} reads {base.name}, a sum over rows, before all rows are added")
         chain = argument
-        while chain is not base:
+        while chain is not base and not picks(chain):
             if len(chain.all_input_nodes) != 1 or not keeps_order(chain, frame):
                 raise DoesNotPrintError(f"{chain.name} has the elements of {base.name} in another order")
             chain = chain.all_input_nodes[0]
@@ -223,14 +266,6 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), float)
 
 
-def shape_of_operands(node: fx.Node) -> torch.Size:
-    """Return the shape that the operands of a member are broadcast to: that of the result, or of what it reduces."""
-    rowwise = ops.rule(node.target).rowwise
-    reduces = rowwise is not None and rowwise.keepdim is not None
-    shape: torch.Size = (node.args[0] if reduces else node).meta["val"].shape  # type: ignore[union-attr]
-    return shape
-
-
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -242,13 +277,18 @@ class _Stored:
         name: of the pointer that it is written to.
         value: what is written.
         written: where its elements lie.
-        per_row: whether it has one element for each row.
+        reach: ALL, or ROW if it has one element for each row, or COLUMN if it is a sum over rows.
     """
 
     name: str
     value: Value
     written: Access
-    per_row: bool
+    reach: Reach
+
+    @property
+    def per_row(self) -> bool:
+        """Whether it has one element for each row."""
+        return self.reach is Reach.ROW
 
 
 class _Kernel:
@@ -259,10 +299,10 @@ class _Kernel:
         self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
         made = blocks.results_of(body)
         results = made[: len(made) - len(written)]
-        per_row = any(node.meta["val"].numel() != frame.numel for node in made)
-        self.rows = per_row or any(_needs_rows(node) for node in self.members)
+        whole = all(node.meta["val"].numel() == frame.numel for node in made)
+        self.rows = not whole or any(_needs_rows(node) for node in self.members)
         self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
-        self.made: dict[fx.Node, Value] = {}
+        self.made: dict[fx.Node, list[Value | None]] = {}
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name)
         outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
@@ -274,12 +314,30 @@ class _Kernel:
         for node in self.members:
             self._member(node, inside)
         self.stored = [self._result(node, name) for node, name in (*self.outs.items(), *self.operands.items())]
+        needed = _closure([one.value for one in self.stored])
+        self.lines.values = [value for value in self.lines.values if value in needed]
+        down = [one for one in self.stored if one.reach is Reach.COLUMN]
+        if down:
+            return self._with_partials(down)
         body = self._in_rows() if self.rows else self._flat()
         constants, programs, warps = self._launch()
-        outs = self.outs.values()
-        names = [*self.lines.pointers.values(), *outs, *(f"{name}: tl.constexpr" for name in constants)]
-        source = f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+        source = self._function(self.outs.values(), constants, body)
         return KernelText(source, self.name, constants, programs, warps, self._passes() if self._pieces else 1)
+
+    def _function(self, outs: Iterable[str], constants: Iterable[str], body: Sequence[str]) -> str:
+        names = [*self.lines.pointers.values(), *outs, *(f"{name}: tl.constexpr" for name in constants)]
+        return f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+
+    def _with_partials(self, down: Sequence[_Stored]) -> KernelText:
+        """The kernel of a group that adds up over rows, and the one that ends these sums."""
+        constants, _, warps = self._launch(TOGETHER)
+        partials = partial_sums(self.name, self.frame, constants["ROWS"], [self.stored.index(one) for one in down])
+        ended = f"{self.lines.name('partials')}"
+        outs = [one.name for one in self.stored[: len(self.outs)] if one.reach is not Reach.COLUMN]
+        constants = {**constants, "CHUNK": partials.chunk}
+        source = self._function([*outs, ended], constants, self._in_chunks(down, partials, ended))
+        source = partials.source([one.name for one in down]) + "\n" + source
+        return KernelText(source, self.name, constants, partials.parts, warps, 1, partials)
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -289,8 +347,14 @@ class _Kernel:
         self.made[node] = _write(self.lines, node, values)
 
     def _result(self, node: fx.Node, name: str) -> _Stored:
-        written, per_row = written_as(node, self.frame), node.meta["val"].numel() != self.frame.numel
-        return _Stored(name, self.made[node], along_columns(written) if per_row else written, per_row)
+        source, position = made_by(node)
+        written, value = written_as(node, self.frame), self.made[source][position]
+        assert value is not None, f"{node.name} is left out"
+        if is_sum_over_rows(node):
+            return _Stored(name, value, written, Reach.COLUMN)
+        if node.meta["val"].numel() == self.frame.numel:
+            return _Stored(name, value, written, Reach.ALL)
+        return _Stored(name, value, along_columns(written), Reach.ROW)
 
     def _value(self, operand: _Operand) -> Value:
         given = operand.value
@@ -300,9 +364,11 @@ class _Kernel:
             return self.lines.constant(given, torch.float32)
         if operand.access is not None:
             return self.lines.load(given, operand.access)
-        base = blocks.base_of(given)
+        base, position = made_by(given)
         # The same for all rows, such as weights of classes: the member's own text reads it.
-        return self.made[base] if base in self.made else self.lines.constant(0, torch.int64)
+        value = self.made[base][position] if base in self.made else self.lines.constant(0, torch.int64)
+        assert value is not None, f"{given.name} is left out"
+        return value
 
     # -- lines ------------------------------------------------------------------------------------------------------
 
@@ -331,13 +397,47 @@ class _Kernel:
                 f"column = tl.arange(0, COLUMNS)[None, :]{self._wide}",
                 f"inside = (row < {rows}) & (column < {columns})",
             ]
-            for value in self.lines.values:
-                lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
-                lines += map(self._store, self._done(value))
-            return lines
+            return [*lines, *self._each(self.lines.values)]
         for level in range(self._passes()):
             lines += self._pass(level)
         return [*lines, *(self._store(one) for one in self.stored if one.per_row)]
+
+    def _each(self, values: Sequence[Value]) -> list[str]:
+        """The lines of values of whole rows, each result stored right behind its line."""
+        lines = []
+        for value in values:
+            lines += [self._reduction(value)] if value.reduced else [_assigned(value, self._mask(value))]
+            lines += map(self._store, self._done(value))
+        return lines
+
+    def _in_chunks(self, down: Sequence[_Stored], partials: PartialSums, ended: str) -> list[str]:
+        """The lines of a kernel in which a program goes through several blocks of rows, and adds up over them."""
+        rows, columns = self.frame.rows, self.frame.columns
+        sums = list(dict.fromkeys(one.value for one in down))
+        shared = self._shared_by_rows()
+        lines = ["part = tl.program_id(0)", f"column = tl.arange(0, COLUMNS)[None, :]{self._wide}"]
+        lines += self._each(shared)
+        lines += [f"{value.name} = tl.zeros((ROWS, COLUMNS), tl.float32)" for value in sums]
+        inner = [
+            f"row = part{self._wide} * CHUNK + start + tl.arange(0, ROWS)[:, None]",
+            f"inside = (row < {rows}) & (column < {columns})",
+        ]
+        inner += self._each([v for v in self.lines.values if v not in shared and v not in sums])
+        inner += [f"{v.name} = {v.name} + tl.where(inside, {v.reads[0].name}, 0.0)" for v in sums]
+        lines += ["for start in range(0, CHUNK, ROWS):", *(f"    {line}" for line in inner)]
+        for number, one in enumerate(down):
+            place = partials.place(number, ended, "part")
+            lines.append(f"tl.store({place}, tl.sum({one.value.name}, 0, keep_dims=True), column < {columns})")
+        return lines
+
+    def _shared_by_rows(self) -> list[Value]:
+        """The values that are the same for all rows, and that are no results, in order."""
+        shared: dict[Value, None] = {}
+        for value in self.lines.values:
+            same = value.reach in (Reach.COLUMN, Reach.ONE) and not value.reduced and not self._done(value)
+            if same and all(read in shared for read in value.reads if read in self.lines.values):
+                shared[value] = None
+        return list(shared)
 
     def _pass(self, level: int) -> list[str]:
         """The lines of one pass over rows in pieces: the sums and results that depend on as many sums before them."""
@@ -399,11 +499,11 @@ class _Kernel:
         largest = max([self.frame.numel, *(access.last for access in accesses)])
         return ".to(tl.int64)" if largest + 2 * PIECE >= 1 << 31 else ""
 
-    def _launch(self) -> tuple[dict[str, int], int, int]:
+    def _launch(self, together: int = BLOCK) -> tuple[dict[str, int], int, int]:
         if not self.rows:
             return {"BLOCK": BLOCK}, -(-self.frame.numel // BLOCK), 4
         columns = PIECE if self._pieces else 1 << (self.frame.columns - 1).bit_length()
-        rows = max(1, BLOCK // columns)
+        rows = max(1, together // columns)
         warps = min(16, max(4, rows * columns // 512))
         return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
 
@@ -416,6 +516,8 @@ def written_as(node: fx.Node, frame: Matrix) -> Access:
     written = access_of(made, made.shape, frame.columns)
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
+    if is_sum_over_rows(node) and not made.is_contiguous():
+        raise DoesNotPrintError(f"elements of {node.name} lie apart")
     return written
 
 
@@ -456,8 +558,7 @@ def _common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
         return torch.result_type(first, second)  # type: ignore[arg-type]
     if found.along is not None:  # it adds up in float32 what it reads
         return torch.float32
-    made: torch.Tensor = node.meta["val"]
-    return made.dtype
+    return first_of(node).dtype
 
 
 def _assigned(value: Value, mask: str) -> str:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import linecache
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.gpu.partial_sums import WARPS
 
 MISSING = "Triton is not installed, so groups of operators run one by one on the GPU: pip install 'roamc[gpu]'"
 
 
-def jit_function(text: KernelText) -> Any:
+def jit_function(text: KernelText, name: str = "") -> Any:
     """Return the kernel as a function of ``triton.jit``; not yet compiled.
+
+    Args:
+        text: the kernel.
+        name: of its second function, which ends sums over rows; "" for the kernel itself.
 
     Raises:
         ImportError: Triton is not installed.
@@ -27,7 +32,32 @@ def jit_function(text: KernelText) -> Any:
     linecache.cache[file] = (len(text.source), None, text.source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"triton": triton, "tl": triton.language}
     exec(compile(text.source, file, "exec"), names)
-    return names[text.function]
+    return names[name or text.function]
+
+
+def jit_functions(text: KernelText) -> Callable[..., None]:
+    """Return a function that launches a kernel, and behind it the one that ends its sums over rows.
+
+    The function takes the operands, the results, and options of the launches; both run on the device and stream of the
+    caller.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    function, ends = jit_function(text), text.partials
+    second = jit_function(text, ends.function) if ends is not None else None
+
+    def run(args: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], **options: Any) -> None:
+        if ends is None:
+            function[(text.programs,)](*args, *outs, **text.constants, num_warps=text.warps, **options)
+            return
+        partials = torch.empty(ends.numel, dtype=torch.float32, device=outs[0].device)
+        others = [out for at, out in enumerate(outs) if at not in ends.results]
+        sums = [outs[at] for at in ends.results]
+        function[(text.programs,)](*args, *others, partials, **text.constants, num_warps=text.warps, **options)
+        second[(ends.programs,)](partials, *sums, **ends.constants, num_warps=WARPS, **options)  # type: ignore[index]
+
+    return run
 
 
 def launcher(text: KernelText) -> Callable[..., None] | None:
@@ -38,7 +68,7 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
     None, and a warning, if Triton is not installed.
     """
     try:
-        function = jit_function(text)
+        run = jit_functions(text)
     except ImportError:
         warnings.warn(MISSING, RuntimeWarning, stacklevel=2)
         return None
@@ -48,6 +78,6 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
         first = next(value for value in (*outs, *args) if isinstance(value, torch.Tensor))
         # No contraction: an operator has the same bits wherever it stands.
         with torch.cuda.device_of(first):
-            function[(text.programs,)](*args, *outs, **text.constants, num_warps=text.warps, enable_fp_fusion=False)
+            run(args, outs, enable_fp_fusion=False)
 
     return launch

@@ -38,6 +38,10 @@ REDUCED = {
 }
 
 
+DOWN = "down"
+"""Marks a sum over rows. No other value reads it: it is there only when all programs are done."""
+
+
 class DoesNotPrintError(Exception):
     """An operator, or a call of it, has no form in a kernel; the message says why."""
 
@@ -54,7 +58,8 @@ class Value:
             rows before it, if they are too long to be held at once.
         dtype: a value of 16 bits is held in float32.
         reads: the values in ``text``.
-        reduced: "sum" or "max" for a reduction along rows of the only value that it reads; else "".
+        reduced: "sum" or "max" for a reduction along rows of the only value that it reads; :data:`DOWN` for the sum of
+            that value over rows; else "".
         aliases: the value whose variable this is, under another dtype.
         number: the number that it is; None for other values, which have a line or are an argument.
         argument: whether it is a number that the kernel is passed.
@@ -106,6 +111,11 @@ class Lines:
     def largest(self, value: Value) -> Value:
         """Write the largest element of ``value`` in each row."""
         return self._reduce(value, "max")
+
+    def total_down(self, value: Value) -> Value:
+        """Write the sum of ``value`` over all rows, for each column, in float32."""
+        value = self._full(value)
+        return self._keep(Value(self.name("down"), "", Reach.COLUMN, value.level, self.dtype, (value,), DOWN))
 
     def pick(self, table: fx.Node, place: Value) -> Value:
         """Write the element of ``table``, one-dimensional, at the index that ``place`` has for each row."""
@@ -199,26 +209,23 @@ class Lines:
         level = max((value.level for value in reads), default=0)
         reach = joined(value.reach for value in reads)
         reach = Reach.ALL if "(column" in text or "COLUMNS" in text else reach
-        made = Value(self.name(name), text, reach, level, dtype, reads, comment=self.comment)
-        self.values.append(made)
-        return made
+        return self._keep(Value(self.name(name), text, reach, level, dtype, reads, comment=self.comment))
 
     def _reduce(self, value: Value, how: str) -> Value:
+        value = self._full(value)
+        name = self.name("total" if how == "sum" else "largest")
+        return self._keep(Value(name, "", Reach.ROW, value.level + 1, self.dtype, (value,), how, comment=self.comment))
+
+    def _full(self, value: Value) -> Value:
+        """Return a value with all elements of the matrix: one that several share counts for each of them."""
         value = value.aliases or value
-        if value.reach is not Reach.ALL:  # the same for several elements: each of them counts
-            value = self._unnamed(f"{value.name} + tl.zeros((ROWS, COLUMNS), tl.float32)", (value,), self.dtype)
-        made = Value(
-            self.name("total" if how == "sum" else "largest"),
-            "",
-            Reach.ROW,
-            value.level + 1,
-            self.dtype,
-            (value,),
-            reduced=how,
-            comment=self.comment,
-        )
-        self.values.append(made)
-        return made
+        if value.reach is Reach.ALL:
+            return value
+        return self._unnamed(f"{value.name} + tl.zeros((ROWS, COLUMNS), tl.float32)", (value,), self.dtype)
+
+    def _keep(self, value: Value) -> Value:
+        self.values.append(value)
+        return value
 
     def name(self, name: str) -> str:
         """Return ``name``, with a number behind it if it is taken, and take it."""

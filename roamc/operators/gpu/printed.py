@@ -18,13 +18,14 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.operators.gpu.lines import DoesNotPrintError
+from roamc.operators.gpu.results import sums_over_rows
 from roamc.operators.schemas import argument_of, stem, value_form
 
 if TYPE_CHECKING:
     from roamc.operators.gpu.lines import Lines, Value
 
-Writer = Callable[["Lines", fx.Node, Sequence["Value"]], "Value"]
-"""Writes the lines of a call and returns its result before it is rounded.
+Writer = Callable[["Lines", fx.Node, Sequence["Value"]], "Value | Sequence[Value | None]"]
+"""Writes the lines of a call and returns its result before it is rounded, or several, None for one that is left out.
 
 It gets the lines written so far, the node, and for each positional argument that is a tensor or a number its value.
 """
@@ -40,7 +41,7 @@ class Printed:
         exact: its bits are those of ATen's kernel on every device; or a function that says so of a call.
         common: what its operands are converted to: "result" for the dtype of the result; "operands" for the dtype that
             torch promotes the operands to; "each" for none.
-        along: position of the argument that names the dimension it works along, which must be the last.
+        along: position of the argument that names the dimension it works along, or its size, which must be the last.
         rounds_numbers: a number among its operands is rounded to their dtype first, even to 16 bits.
         integers: it also makes integers.
         booleans: it also makes booleans.
@@ -63,7 +64,7 @@ class Printed:
 
 
 def _sum(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    return lines.total(values[0])
+    return lines.total_down(values[0]) if sums_over_rows(node) else lines.total(values[0])
 
 
 def _mean(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -82,6 +83,53 @@ def _nans(lines: Lines, value: Value) -> Value:
 def _smallest(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     least = lines.let("-{0}", lines.largest(lines.let("-{0}", values[0])))
     return lines.let("{0} + {1}", least, _nans(lines, values[0]))
+
+
+def _layer_norm(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Sequence[Value | None]:
+    """The mean of a row first, then the mean of the squared distances from it."""
+    x, _, weight, bias, eps = values
+    mean = _mean(lines, node, [x])
+    shifted = lines.let("{0} - {1}", x, mean)
+    variance = _mean(lines, node, [lines.let("{0} * {0}", shifted)])
+    rstd = lines.let("tl.rsqrt({0} + {1})", variance, eps)
+    normed = _scaled_by(lines, lines.let("{0} * {1}", shifted, rstd), node.args[2], weight)
+    return normed if node.args[3] is None else lines.let("{0} + {1}", normed, bias), mean, rstd
+
+
+def _layer_norm_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Sequence[Value | None]:
+    grad, x, _, mean, rstd, weight = values[:6]
+    normed = lines.let("({0} - {1}) * {2}", x, mean, rstd)
+    scaled = _scaled_by(lines, grad, node.args[5], weight)
+    along = _mean(lines, node, [lines.let("{0} * {1}", scaled, normed)])
+    text = "({0} - {1} - {2} * {3}) * {4}"
+    inputs = lines.let(text, scaled, _mean(lines, node, [scaled]), normed, along, rstd)
+    wanted: Sequence[bool] = node.args[7]  # type: ignore[assignment]
+    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if wanted[1] else None
+    return inputs if wanted[0] else None, weights, lines.total_down(grad) if wanted[2] else None
+
+
+def _rms_norm(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Sequence[Value | None]:
+    if node.args[3] is None:
+        raise DoesNotPrintError(f"{node.name} leaves eps to its kernel")
+    x, _, weight, eps = values
+    rstd = lines.let("tl.rsqrt({0} + {1})", _mean(lines, node, [lines.let("{0} * {0}", x)]), eps)
+    return _scaled_by(lines, lines.let("{0} * {1}", x, rstd), node.args[2], weight), rstd
+
+
+def _rms_norm_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Sequence[Value | None]:
+    grad, x, _, rstd, weight = values[:5]
+    normed = lines.let("{0} * {1}", x, rstd)
+    scaled = _scaled_by(lines, grad, node.args[4], weight)
+    along = _mean(lines, node, [lines.let("{0} * {1}", scaled, normed)])
+    inputs = lines.let("({0} - {1} * {2}) * {3}", scaled, normed, along, rstd)
+    wanted: Sequence[bool] = node.args[5]  # type: ignore[assignment]
+    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if wanted[1] else None
+    return inputs if wanted[0] else None, weights
+
+
+def _scaled_by(lines: Lines, value: Value, argument: object, weight: Value) -> Value:
+    """``value`` times ``weight``, unless the argument is left out."""
+    return value if argument is None else lines.let("{0} * {1}", value, weight)
 
 
 def _softmax(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -314,6 +362,10 @@ PRINTED: dict[str, Printed] = {
     "mean": Printed(_mean, along=1),
     "amax": Printed(_largest, along=1),
     "amin": Printed(_smallest, along=1),
+    "native_layer_norm": Printed(_layer_norm, along=1),
+    "native_layer_norm_backward": Printed(_layer_norm_backward, along=2),
+    "_fused_rms_norm": Printed(_rms_norm, along=1),
+    "_fused_rms_norm_backward": Printed(_rms_norm_backward, along=2),
     "_softmax": Printed(_softmax, along=1),
     "_log_softmax": Printed(_log_softmax, along=1),
     "_softmax_backward_data": Printed(_softmax_backward, along=2),
