@@ -24,6 +24,7 @@ def full() -> str:
             *_peak(_rows_of("peak")),
             *_speed(_rows_of("speed")),
             *_fuse(_rows_of("fuse")),
+            *_kernels(_rows_of("kernels")),
             *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
@@ -125,6 +126,41 @@ def _groups_row(row: dict[str, Any]) -> str:
     peaks = {key: megabytes(found["measured"]) for key, found in row["peaks"].items()}
     ours = " | ".join(f"{peaks[f'fused {kind}']} ({peaks[f'unfused {kind}']})" for kind in ("none", "light", "min"))
     return f"| {row['model']} | {len(row['groups'])} | {peaks['compile']} | {ours} | {row['exact / unfused']:.3f} |"
+
+
+def _kernels(rows: list[dict[str, Any]]) -> list[str]:
+    """What programs for a GPU launch, and what their kernels move and take."""
+    if not rows:
+        return []
+    return [
+        "",
+        'Programs for a GPU, bfloat16, `numerics="fast"`, made without one. Launches of kernels and operators of '
+        "forward and backward without and with pass `fuse`, beside what torch.compile's scheduler makes of the same "
+        "graph (generated kernels + operators of ATen), and those of the whole step with AdamW. Bytes are what a "
+        "kernel's text moves, to its operands and results once: of all kernels together, and of the one with most. "
+        "Registers of a thread and spilled bytes are the most of any kernel, compiled for A100 and H100; nothing was "
+        "timed:",
+        "",
+        "| model | groups | without | with | torch.compile | step without | step with | kernels | bytes | most "
+        "| registers, sm_80 | sm_90 | spilled |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_kernels_row(row) for row in rows),
+    ]
+
+
+def _kernels_row(row: dict[str, Any]) -> str:
+    kernels, rival = row["kernels"], row["torch.compile"]
+    moved, least = (sum(kernel[key] * kernel["count"] for kernel in kernels) for key in ("moved", "least"))
+    takes = [one for kernel in kernels for one in kernel["takes"]]
+    registers = (max(one["registers"] for one in takes if one["target"] == target) for target in ("sm_80", "sm_90"))
+    cells = [
+        *(row["model"], row["groups"], row["launches"]["before"], row["launches"]["after"]),
+        f"{rival['triton'] + rival['extern']} ({rival['triton']} + {rival['extern']})",
+        *(row["step launches"]["before"], row["step launches"]["after"], len(kernels)),
+        *(f"{moved / least:.3f}", f"{max(kernel['moved'] / kernel['least'] for kernel in kernels):.3f}"),
+        *(*registers, max(one["spilled_bytes"] for one in takes)),
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _rows_of(name: str) -> list[dict[str, Any]]:

@@ -199,7 +199,7 @@ class Finder:
         """
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
-        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members) if ids_of(argument)}
+        operands = self._operands(members)
         between = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
         if any(operands.intersection(operator.writes) for operator in between):
             return True
@@ -217,6 +217,10 @@ class Finder:
         self.live[begin : begin + len(more)] += more
         self.site.note(members)
 
+    def _operands(self, members: Sequence[fx.Node]) -> set[int]:
+        """The storages that members read and none of them makes."""
+        return {self.memory.owner[argument.name, 0] for argument in operands_of(members) if ids_of(argument)}
+
     def _more(self, members: Sequence[fx.Node]) -> Int64s:
         """Return by how many bytes each step holds more with the group, from the first of its members to the last.
 
@@ -224,7 +228,7 @@ class Finder:
         """
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
-        operands = {self.memory.owner[argument.name, 0] for argument in operands_of(members)}
+        operands = self._operands(members)
         more: Int64s = np.zeros(end + 1 - begin, dtype=np.int64)
 
         def add(nbytes: Bytes, first: int, last: int) -> None:

@@ -1,0 +1,207 @@
+"""The kernels of a GPU's programs: launches, bytes that each moves, what each takes of the GPU; no GPU is needed.
+
+    python -m benchmarks.kernels [MODEL ...]
+
+Models of roamc's zoo in bfloat16 with numerics="fast", captured for a GPU on fake tensors. Launches are counted for
+forward and backward, before and behind pass fuse, beside what Inductor's scheduler makes of the same graph, and for the
+whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once for every line that loads it,
+each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory and spilled
+bytes are what ptxas says for A100 and H100.
+
+Where a GPU is, each kernel is also timed, in turn with its operators and with torch.compile's kernels for them; its
+share is that of the DRAM's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from benchmarks import inductor_kernels
+from benchmarks._measure import fresh, save
+from roamc.cli import zoo
+from roamc.frontends.workload import capture
+from roamc.graph import TrainGraph, operators, placeholders
+from roamc.operators import ops
+from roamc.operators.blocks import only_tensor
+from roamc.operators.gpu.ahead import compiled
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.options import Options
+from roamc.passes import fuse, normalize
+from roamc.units import Bytes, Seconds
+
+HALF = {"dtype": "bfloat16"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2 124M": ("gpt2", {**HALF, "batch": 8}),
+    "LLaMA 1B, 2 layers": ("llama", {**HALF, "layers": 2, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192}),
+    "BERT-large, 2 layers": ("bert", {**HALF, "layers": 2, "width": 1024, "heads": 16, "hidden": 4096}),
+}
+"""Name to the model of the zoo and its settings."""
+
+TARGETS = ("sm_80", "sm_90")
+ROUNDS = 25
+FAST = Options(numerics="fast")
+
+
+def worker(name: str) -> dict[str, Any]:
+    """Count, compile and, where a GPU is, time the kernels of one model."""
+    graph = _captured(name, whole=False)
+    rival = inductor_kernels.kernels(graph)
+    before = launches(graph)
+    graph = _grouped(graph)
+    alike: dict[str, list[FusedKernel]] = {}
+    for node in operators(graph.graph):
+        if isinstance(node.target, FusedKernel):
+            alike.setdefault(_numbered(node.target), []).append(node.target)
+    step = _captured(name, whole=True)
+    step_before = launches(step)
+    return {
+        "model": name,
+        "groups": sum(map(len, alike.values())),
+        "launches": {"before": before, "after": launches(graph)},
+        "step launches": {"before": step_before, "after": launches(_grouped(step))},
+        "torch.compile": rival,
+        "kernels": [_kernel(groups) for groups in alike.values()],
+    }
+
+
+def _captured(name: str, *, whole: bool) -> TrainGraph:
+    """The graph of a model, or of its whole step, on fake tensors of a GPU."""
+    model, settings = MODELS[name]
+    device = torch.device("cuda")
+    graph = capture(zoo.make(model, settings), forward_backward=not whole, device=device)
+    return normalize.apply(graph, normalize.decide(graph, FAST))
+
+
+def _grouped(graph: TrainGraph) -> TrainGraph:
+    return fuse.apply(graph, fuse.decide(graph, FAST))
+
+
+def launches(graph: TrainGraph) -> int:
+    """How many kernels and calls of operators a graph launches; views launch nothing."""
+    return sum(getattr(n.target, "launches", 1) for n in operators(graph.graph) if not ops.is_view(n.target))
+
+
+def _numbered(group: FusedKernel) -> str:
+    """A kernel's text without the names that it has from its graph, so that those of all layers are one."""
+    number: dict[str, str] = {}
+    text = re.sub(r"  # .*", "", group.text.source)
+    return re.sub(r"\b(?!tl\b)[a-z_]\w*\b", lambda name: number.setdefault(name[0], f"v{len(number)}"), text)
+
+
+def _kernel(groups: list[FusedKernel]) -> dict[str, Any]:
+    group = groups[0]
+    moved, least = bytes_moved(group)
+    return {
+        "operators": group.title,
+        "count": len(groups),
+        "rows": group.matrix.rows,
+        "columns": group.matrix.columns,
+        "moved": moved,
+        "least": least,
+        "takes": [asdict(one) for target in TARGETS for one in compiled(group, target)],
+        **({} if not torch.cuda.is_available() else measured(group, least)),
+    }
+
+
+def bytes_moved(group: FusedKernel) -> tuple[Bytes, Bytes]:
+    """Return the bytes that a kernel moves by its text, and those of its operands and results, each once.
+
+    An operand that the text does not load counts nothing. What is the same for several rows is in a cache when it is
+    loaded again.
+    """
+    text = group.text
+    head = re.search(rf"def {text.function}\(([^)]*)\)", text.source)
+    assert head is not None, f"{text.function} has no head"
+    moved = least = 0
+    for node, name in zip(placeholders(group.body), head[1].split(", "), strict=False):
+        count = len(re.findall(rf"tl\.load\({name}\b", text.source))
+        if count:
+            once = _distinct(only_tensor(node))
+            moved, least = moved + count * text.reads * once, least + once
+    results = sum(_distinct(only_tensor(node)) for node in group.results)
+    partials = 0 if text.partials is None else 2 * text.partials.nbytes
+    return moved + results + partials, least + results
+
+
+def _distinct(tensor: torch.Tensor) -> Bytes:
+    """Bytes of the elements of a tensor, each once where a dimension is expanded."""
+    sizes = (size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = 1
+    for size in sizes:
+        count *= int(size)
+    return count * tensor.itemsize
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def measured(group: FusedKernel, least: Bytes) -> dict[str, Any]:
+    """Time a kernel on the GPU that is there, in turn with its operators and with torch.compile's kernels for them."""
+    given = [_filled(only_tensor(node)) for node in placeholders(group.body)]
+    made = [only_tensor(node) for node in group.results]
+    outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in made]
+    module = fx.GraphModule({}, group.body)
+    runs: dict[str, Callable[[], Any]] = {
+        "ours": lambda: group.write(*given, out=outs[0] if len(outs) == 1 else tuple(outs)),
+        "operators": lambda: module(*given),
+        "compile": (lambda function: lambda: function(*given))(torch.compile(module, dynamic=False)),
+    }
+    times = dict(zip(runs, zip(*_rounds(list(runs.values())), strict=True), strict=True))
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    about = torch.cuda.get_device_properties(0)
+    peak = about.memory_clock_rate * 1e3 * 2 * about.memory_bus_width / 8
+    return {"seconds": seconds, "share of DRAM": least / seconds["ours"] / peak, "device": about.name}
+
+
+def _rounds(runs: list[Callable[[], Any]]) -> Iterator[list[Seconds]]:
+    """Yield the seconds of each run, in turn; the first rounds, in which kernels are compiled, are left out."""
+    for number in range(3 + ROUNDS):
+        times = []
+        for run in runs:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        if number >= 3:
+            yield times
+
+
+def _filled(fake: torch.Tensor) -> torch.Tensor:
+    """Random numbers that lie as a fake tensor does; integers and booleans are zero."""
+    made = torch.zeros(1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)), device="cuda")
+    return (
+        made.normal_().to(fake.dtype).as_strided(fake.shape, fake.stride())
+        if fake.is_floating_point()
+        else (made.to(fake.dtype).as_strided(fake.shape, fake.stride()))
+    )
+
+
+def main() -> None:
+    """Count and compile for every model; print a line for each; write the results file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--worker")
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(worker(given.worker)))
+        return
+    rows = []
+    for name in given.models:
+        rows.append(fresh(__file__, name, threads=1))
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
+    print(save("kernels", rows, __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()
