@@ -102,24 +102,27 @@ def trained(name: str, dtype: torch.dtype, run: Callable[..., Any]) -> list[Tens
     return [*model.parameters(), *state]
 
 
-def in_eager(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+def in_eager(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, clip: float | None = None) -> None:
     for _ in range(3):
         optimizer.zero_grad()
         square(model, x).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
 
-def check_steps(name: str, dtype: torch.dtype, *, whole: int, **options: Any) -> None:
+def check_steps(name: str, dtype: torch.dtype, *, whole: int, clip: float | None = None, **options: Any) -> None:
     """Three planned steps have the bits of eager's; ``whole`` parameters are updated by one group each."""
+    members = MEMBERS[name] + (clip is not None)
 
     def planned(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-        step = roamc.train_step(model, square, optimizer, strict=True, **options)
+        step = roamc.train_step(model, square, optimizer, strict=True, clip_grad_norm=clip, **options)
         found = [group for group in step.plan(x).decisions["fuse"]["groups"] if group[-1].startswith("add")]
-        assert [len(group) for group in found if len(group) == MEMBERS[name]] == [MEMBERS[name]] * whole
+        assert [len(group) for group in found if len(group) == members] == [members] * whole
         for _ in range(3):
             step(x)
 
-    assert_same(trained(name, dtype, planned), trained(name, dtype, in_eager), name)
+    assert_same(trained(name, dtype, planned), trained(name, dtype, functools.partial(in_eager, clip=clip)), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -134,6 +137,10 @@ def test_updates_in_blocks_have_the_bits_of_eager(name: str, dtype: torch.dtype)
 def test_members_of_kernels_have_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
     """All six parameters, whatever their dimensions. Operators of ATen stand for those of the kernel."""
     check_steps(name, dtype, whole=6, numerics="fast", disable=("products",))
+
+
+def test_the_gradient_is_clipped_in_the_group() -> None:
+    check_steps("Adam, amsgrad and weight decay", torch.float32, whole=3, clip=0.5, memory_budget="min")
 
 
 @pytest.mark.usefixtures("kernels")
