@@ -45,8 +45,9 @@ def _module_of_torch(error: Exception) -> str:
     """Say in whose ``forward`` the error was raised if that is a module of torch; "" otherwise."""
     calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
     module = calls[-1].f_locals.get("self") if calls else None
-    is_torchs = isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn.")
-    return f" (in {module})" if is_torchs and not list(module.children()) else ""
+    if not isinstance(module, nn.Module) or not type(module).__module__.startswith("torch.nn."):
+        return ""
+    return "" if list(module.children()) else f" (in {module})"
 
 
 @contextlib.contextmanager
