@@ -1,8 +1,9 @@
 """How many kernels torch.compile makes of a graph for a GPU, without one: Inductor's lowerings and scheduler alone.
 
-The graph runs through Inductor's decompositions and passes, is lowered for an H100 that is only described, and fused by
-its scheduler. Nothing is generated or compiled. Forward and backward are one graph here, so that the scheduler may join
-more than torch.compile does, which schedules them apart.
+The graph runs through Inductor's decompositions, is lowered for an H100 that is only described, and fused by its
+scheduler. Its passes behind autograd, which need a GPU's tensors, are left out; nothing is generated or compiled.
+Forward and backward are one graph here, so that the scheduler may join more than torch.compile does, which schedules
+them apart.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def kernels(graph: TrainGraph) -> dict[str, int]:
     from torch._inductor import scheduler as inductor
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes import post_grad, replace_random
+    from torch._inductor.fx_passes import replace_random
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -50,10 +51,11 @@ def kernels(graph: TrainGraph) -> dict[str, int]:
     fakes: list[Any] = [node.meta["val"] for node in placeholders(graph.graph)]
     mode = next(fake.fake_mode for fake in fakes if isinstance(fake, torch.Tensor))  # type: ignore[attr-defined]
     with _described(), mode, torch.no_grad():
-        traced = make_fx(fx.GraphModule(graph.module, graph.graph), select_decomp_table())(*fakes)
+        # Decompositions of operators in place write to a tensor of the GPU; Inductor lowers such operators as they are.
+        table = {target: how for target, how in select_decomp_table().items() if not _writes(target)}
+        traced = make_fx(fx.GraphModule(graph.module, graph.graph), table)(*fakes)
         with V.set_fake_mode(mode):
             replace_random.replace_random_passes(traced)
-            post_grad.post_grad_passes(traced, is_inference=False)
         lowering = GraphLowering(traced, example_inputs=fakes, shape_env=None, is_inference=False)
         with V.set_graph_handler(lowering), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
             lowering.run(*fakes)
@@ -61,6 +63,12 @@ def kernels(graph: TrainGraph) -> dict[str, int]:
     extern = sum(isinstance(node, inductor.ExternKernelSchedulerNode) for node in nodes)
     nothing = sum(isinstance(node, inductor.NopKernelSchedulerNode) for node in nodes)
     return {"triton": len(nodes) - extern - nothing, "extern": extern}
+
+
+def _writes(target: Any) -> bool:
+    """Whether an operator, if it is one of ATen, writes an argument."""
+    schema = getattr(target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
 
 
 @contextlib.contextmanager
