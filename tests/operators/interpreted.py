@@ -308,7 +308,7 @@ SPECIAL = torch.tensor([[torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40], [1
 WHOLE = torch.tensor([2**53 + 1, -5, 0, 2**24 + 1, -(2**31)])
 TENTHS = torch.tensor([0.1, 0.3, -0.1, 3.7]).bfloat16()
 BITS = torch.tensor([[True, False, True], [True, True, False]])
-CORNERS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+CORNERS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "the largest of NaNs": (lambda x: (x * 1).amax(-1), [SPECIAL]),
     "the smallest of NaNs": (lambda x: (x * 1).amin(-1), [SPECIAL]),
     "the largest of NaNs in a long row": (lambda x: (x * 1).amax(-1), [SPECIAL.repeat(1, 3000)]),
@@ -329,6 +329,17 @@ CORNERS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "one column": (lambda x: torch.softmax(x * 2, -1) + x.sum(-1, keepdim=True), [torch.randn(5, 1)]),
     "one element": (lambda x, y: (x * 2) + y, [torch.randn(1, 1), torch.randn(())]),
     "no dimension": (lambda x, y: (x * 2) + y, [torch.randn(()), torch.randn(())]),
+    "layer norm of long rows": (
+        lambda x, w: aten.native_layer_norm(x * 2, x.shape[-1:], w, None, 1e-5),
+        [torch.randn(3, LONGEST_ROW + 3), torch.randn(LONGEST_ROW + 3)],
+    ),
+    "programs that add up several blocks of rows": (
+        lambda x: (x * 0.1).sum([0]),
+        [torch.randn(1029, 1000)],
+    ),
+    "sums over one row": (lambda x: ((y := x * 2), y.sum([0])), [torch.randn(1, 33)]),
+    "sums over rows of one element": (lambda x: ((y := x * 2), y.sum([0, 1])), [torch.randn(5, 3, 1)]),
+    "sums over rows of NaNs": (lambda x: ((y := x * 1), y.sum([0])), [SPECIAL]),
     "windows that overlap": (lambda x, y: (x * 2) + y, [torch.randn(20).as_strided((4, 8), (2, 1)), torch.randn(8)]),
     "expanded along rows": (lambda x: (x * 2).sum(-1), [torch.randn(4, 1).expand(4, 8)]),
     "four dependent sums of long rows": (
