@@ -9,7 +9,7 @@
 
 from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kind import kind_of
-from roamc.cost.predict import prices, seconds, step_seconds
+from roamc.cost.predict import group_seconds, prices, seconds, step_seconds
 from roamc.cost.profile import GENERIC, DeviceProfile, load_profile, read_profile, shipped_names, store_profile
 from roamc.cost.workspace import group_workspace, objects, workspace_bytes, workspaces
 
@@ -18,6 +18,7 @@ __all__ = [
     "DeviceProfile",
     "Traffic",
     "flops",
+    "group_seconds",
     "group_workspace",
     "kind_of",
     "load_profile",

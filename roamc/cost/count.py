@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import flop_counter
 
 from roamc.cost.kind import kind_of
-from roamc.graph import tensors_of
+from roamc.graph import output_node, placeholders, tensors_of
 from roamc.graph.storage_ids import StorageId, placed
 from roamc.operators import ops
 from roamc.operators.call import Call, call_of, fakes, tensors_in
@@ -81,6 +81,12 @@ def traffic(node: fx.Node) -> Traffic:
     if ops.rule(call.target).cost.picks_from is not None or kind == "scatter":
         return _picked(call, mutated, fresh)
     return Traffic(_bytes(_read(call, bool(mutated))), _bytes([*mutated, *fresh]))
+
+
+def group_traffic(body: fx.Graph) -> Traffic:
+    """Count the bytes that a group of operators with this ``body`` reads and writes: its operands and its results."""
+    results = [(tensor, storage) for node in output_node(body).all_input_nodes for _, tensor, storage in placed(node)]
+    return Traffic(_bytes(_placed(placeholders(body))), _bytes(results))
 
 
 def _read(call: Call, in_place: bool) -> list[Placed]:

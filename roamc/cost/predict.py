@@ -14,7 +14,7 @@ import itertools
 import torch
 from torch import fx
 
-from roamc.cost.count import elements, flops, own_bytes, traffic
+from roamc.cost.count import elements, flops, group_traffic, own_bytes, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
 from roamc.graph import TrainGraph, operators, tensors_of
@@ -57,7 +57,7 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     if kind == FREE:
         return profile.overhead
     if isinstance(node.target, Fused):
-        return _group_seconds(node, node.target, profile)
+        return group_seconds(node.target, profile)
     moved = _move_seconds(traffic(node).total, profile)
     if kind == UNKNOWN:
         return profile.overhead + UNKNOWN_PASSES * moved
@@ -70,14 +70,21 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     return profile.overhead + max(products * _share(node), moved)
 
 
-def _group_seconds(node: fx.Node, group: Fused, profile: DeviceProfile) -> Seconds:
-    """Return the seconds of a group: its members one after the other out of a cache, or its operands out of memory."""
-    rates = profile.elements
-    inside = sum(
-        max(traffic(member).total / profile.cache_bandwidth, _per(elements(member), rates, kind_of(member), member))
-        for member in group.nodes
-    )
-    return profile.overhead * group.launches + max(inside, _move_seconds(traffic(node).total, profile))
+def group_seconds(group: Fused, profile: DeviceProfile) -> Seconds:
+    """Predict the seconds that ``group`` takes on the device that ``profile`` describes.
+
+    They are those of its operands and results out of memory, or of its members one after the other if that is longer:
+    out of a cache if values inside lie in memory.
+    """
+    inside = sum(_inside(member, group, profile) for member in group.nodes)
+    moved = _move_seconds(group_traffic(group.body).total, profile)
+    return profile.overhead * group.launches + max(inside, moved)
+
+
+def _inside(member: fx.Node, group: Fused, profile: DeviceProfile) -> Seconds:
+    """The seconds of one member of a group beside the transfers of the group."""
+    computed = _per(elements(member), profile.elements, kind_of(member), member)
+    return max(traffic(member).total / profile.cache_bandwidth, computed) if group.in_blocks else computed
 
 
 def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:

@@ -424,6 +424,7 @@ class Walk:
             result).
         """
         walk, contents = Walk(self.numbers), iter(given)
+        walk.state = self.numbers.of("generator inside")  # no draw outside has it, so that none is repeated inside
         number, contents_made = -1, list[Number]()
         for node in body.nodes:
             if node.op == "placeholder":

@@ -132,17 +132,23 @@ class Versions:
         return made
 
     def finished(self) -> TrainGraph:
-        """Erase nodes without readers, and return the graph with ``phase``, ``waits`` and ``saved`` brought up to date.
+        """Erase nodes without readers, and return the graph, :func:`up_to_date`. Gradients and effects stay."""
+        _erase_dead(self.graph.graph, set(self.graph.gradients))
+        return up_to_date(self.graph, self.phase)
 
-        Gradients and operators with effects stay. The returned train graph has the same FX graph.
-        """
-        graph = self.graph
-        _erase_dead(graph.graph, set(graph.gradients))
-        by_name = {node.name: node for node in graph.graph.nodes}
-        phase = {node.name: self.phase[node.name] for node in operators(graph.graph)}
-        waits = {node: gradient for node, gradient in graph.waits.items() if node in by_name}
-        changed = graph.replace(phase=phase, waits=waits)
-        return changed.replace(saved=_saved(changed)) if graph.boundary else changed
+
+def up_to_date(graph: TrainGraph, phase: Mapping[str, Phase]) -> TrainGraph:
+    """Return ``graph``, whose FX graph was changed, with ``phase``, ``waits`` and ``saved`` brought up to date.
+
+    Args:
+        graph: its FX graph stays as it is now.
+        phase: node name to phase of every operator; names of nodes that were erased are left out.
+    """
+    by_name = {node.name: node for node in graph.graph.nodes}
+    left = {node.name: phase[node.name] for node in operators(graph.graph)}
+    waits = {node: gradient for node, gradient in graph.waits.items() if node in by_name}
+    changed = graph.replace(phase=left, waits=waits)
+    return changed.replace(saved=_saved(changed)) if graph.boundary else changed
 
 
 def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
