@@ -4,10 +4,12 @@
                                             -->  t, r = fused(x, y, z)      (on a GPU, if t is read elsewhere)
               mul_(m, b); add_(m, g); add_(p, m)
                                             -->  fused(m, b, g, p)          (an update: it writes m and p)
+              v = op(x), backward: r = f(v, g)   -->  v = op(x), backward: r = fused(x, g)
     checks:   every operator that the decision names treats rows apart and has one dense result; all of a group are of
               one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
               bits of the whole with as many threads as the plan is made for; what operators in place write is a whole
-              storage, which the group reads element by element, and nobody else touches where order would matter
+              storage, which the group reads element by element, and nobody else touches where order would matter; what
+              runs once more inside a group draws and writes nothing, and stands in front of its readers
 
 A group ends with one operator and has operators before it that lead there. On a CPU only the last result is read
 outside the group; on a GPU others may be, and are written as well. A group is made where it saves a pass over memory
@@ -17,7 +19,8 @@ alone; see :mod:`roamc.operators.in_place`.
 
     decision.py     what is decided
     choose.py       which operators are one group
-    write.py        which nodes fit a group, and how it is written into the graph
+    inline.py       what groups of backward make once more, so that forward need not store it; ledger.py: live bytes
+    write.py        which nodes fit a group, and how it is written into the graph; copies.py: what runs once more
 """
 
 from __future__ import annotations

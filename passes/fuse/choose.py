@@ -19,6 +19,7 @@ from roamc.operators import blocks, in_place, ops
 from roamc.operators.fused import fuse
 from roamc.options import Options
 from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.inline import with_inlines
 from roamc.passes.fuse.write import Site, operands_of
 from roamc.units import Bytes
 
@@ -60,8 +61,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
     Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value
     inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it, and only
-    the peak may not rise. Groups
-    that have other last bits than their operators are chosen under ``numerics="fast"`` alone.
+    the peak may not rise. Groups that have other last bits than their operators are chosen under ``numerics="fast"``
+    alone. Then :func:`roamc.passes.fuse.inline.with_inlines` adds what groups of backward make once more.
     """
     finder = Finder(Site(graph), _least_bytes(graph, options), fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []
@@ -70,7 +71,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         if members:
             finder.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
-    return Decision(tuple(reversed(found)))
+    return with_inlines(graph, Decision(tuple(reversed(found))), options)
 
 
 def _least_bytes(graph: TrainGraph, options: Options) -> float:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision lists the groups.
+    """A decision lists the groups, and the operators of forward that run once more inside a group of backward.
 
     Attributes:
-        groups: for each group the names of its operators in graph order. Its results are that of the last operator and
-            those that are read outside the group.
+        groups: for each group the names of its operators in graph order, copies among them. Its results are that of the
+            last operator and those that are read outside the group.
+        copies: for each copy, in the order in which they are written: its name, which stands in one of ``groups``, the
+            name of the operator that it repeats, and that of the member of its group in front of which it stands. The
+            members from there on read the copy instead of what that operator makes.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
+    copies: tuple[tuple[str, str, str], ...] = ()

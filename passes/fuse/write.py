@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import getitem
 
 import torch
@@ -15,11 +15,12 @@ from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of
 from roamc.operators import blocks, in_place, ops
 from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.passes.fuse.copies import with_copies
 from roamc.passes.fuse.decision import Decision
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Replace each group by one node; changes the FX graph in place.
+    """Write the copies, and replace each group by one node; changes the FX graph in place.
 
     The node stands in the place of the group's first operator in front of which all operands of the group exist. With
     one result it has the name of the group's last operator; with several, each is picked by a node of its old name.
@@ -29,6 +30,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """
     if not decision.groups:
         return graph
+    graph = with_copies(graph, decision)
     nodes = {node.name: node for node in operators(graph.graph)}
     site = Site(graph)
     phase, waits = dict(graph.phase), dict(graph.waits)
@@ -66,24 +68,26 @@ class Site:
     Attributes:
         graph: the graph.
         kind: how groups run on its device.
-        position: node to its index among all nodes, as counted before groups are written.
+        position: node to its index among all nodes, as counted before groups are written; others between them.
         made: node to the place where its result exists: just in front of the group's place, if that has several.
         read: node to the place where it reads: that of its group, if it is in one.
         fixed: names of nodes that the train graph names, which have to stay.
         touched: id of a storage that some operator writes over to all operators that read, make or write it, each with
             whether it makes or writes.
+        idle: views that nothing reads any longer; their bases are not read for them.
     """
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
         self.kind = kind_of_groups(graph)
-        self.position = {node: at for at, node in enumerate(graph.graph.nodes)}
+        self.position: dict[fx.Node, float] = {node: at for at, node in enumerate(graph.graph.nodes)}
         self.made: dict[fx.Node, float] = dict(self.position)
         self.read: dict[fx.Node, float] = dict(self.position)
         self.fixed = {*graph.gradients, *graph.saved, *graph.waits.values()}
         written = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
         self._fit: set[Hashable] = set()  # updates that fit, without their names: those of a model's layers are alike
         self.touched = {own: uses for own, uses in _touched(graph).items() if own in written}
+        self.idle: set[fx.Node] = set()
 
     def place(self, members: Sequence[fx.Node]) -> fx.Node:
         """Return the first member in front of which all operands of the group exist: in its place the group runs."""
@@ -97,7 +101,8 @@ class Site:
         result of its own.
         """
         inside, last = set(members), blocks.last_of(members)
-        needed = {blocks.value_of(node) for node in members if _read_outside(node, inside) or node.name in self.fixed}
+        outside = (node for node in members if self.read_outside(node, inside) or node.name in self.fixed)
+        needed = {blocks.value_of(node) for node in outside}
         ends = isinstance(last.meta["val"], torch.Tensor) and not ops.rule(last.target).mutates
         needed.update([last] if ends else [])
         return [node for node in members if node in needed]
@@ -187,19 +192,59 @@ class Site:
         """Say which node outside reads a member in front of the place where the group runs; "" if none does."""
         inside, place = set(members), self.position[self.place(members)]
         for node in members:
-            early = [user for user in node.users if user not in inside and self.read[user] < place]
+            early = [user for user in node.users if user not in inside | self.idle and self.read[user] < place]
             if early:
                 return f"{early[0].name} reads {node.name} before all that the group reads exists"
         return ""
 
-    def note(self, members: Sequence[fx.Node]) -> None:
-        """Note that ``members`` are one group, for the choice of others."""
+    def read_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a node that is not among ``inside`` reads ``node``."""
+        return any(user not in inside and user not in self.idle for user in node.users)
+
+    def note(self, members: Sequence[fx.Node]) -> Callable[[], None]:
+        """Note that ``members`` are one group, for the choice of others; return what takes the note back."""
+        before = [(member, self.read[member], self.made[member]) for member in members]
         place = self.position[self.place(members)]
         several = len(self.results(members)) > 1
         for member in members:
             self.read[member] = place
-            if several:
-                self.made[member] = place - 0.5
+            self.made[member] = place - 0.5 if several else self.position[member]
+
+        def back() -> None:
+            for member, read, made in before:
+                self.read[member], self.made[member] = read, made
+
+        return back
+
+    def enter(self, nodes: Sequence[fx.Node]) -> Callable[[], None]:
+        """Give ``nodes``, which were inserted, positions between their neighbours; return what takes them back."""
+        for node in sorted(nodes):
+            behind = node.next
+            while behind not in self.position:
+                behind = behind.next
+            self.position[node] = (self.position[node.prev] + self.position[behind]) / 2
+            self.made[node] = self.read[node] = self.position[node]
+
+        def back() -> None:
+            for node in nodes:
+                for places in (self.position, self.made, self.read):
+                    del places[node]
+
+        return back
+
+    def leave_idle(self, views: Iterable[fx.Node]) -> Callable[[], None]:
+        """Note which of ``views``, and of what they view, nothing reads any longer; return what takes the note back."""
+        found: list[fx.Node] = []
+        for view in views:
+            while view.op == "call_function" and ops.is_view(view.target) and not self.read_outside(view, set()):
+                found.append(view)
+                self.idle.add(view)
+                view = view.all_input_nodes[0]
+
+        def back() -> None:
+            self.idle.difference_update(found)
+
+        return back
 
     def write(self, members: Sequence[fx.Node]) -> fx.Node:
         """Note the group and write it into the graph; return its node."""
@@ -211,7 +256,7 @@ class Site:
         elif len(results) == 1 and results[0] is not root:
             root = results[0]  # the last write is to this result
         if len(results) > 1:
-            node = _write_several(self.graph.graph, members, results, place, (group, read))
+            node = self._write_several(members, results, place, (group, read))
             self.read[node] = self.read[root]
             return node
         if place is not root:
@@ -222,31 +267,31 @@ class Site:
                 self.graph.graph.erase_node(member)
         return root
 
-
-def _write_several(
-    graph: fx.Graph,
-    members: Sequence[fx.Node],
-    results: Sequence[fx.Node],
-    place: fx.Node,
-    group: tuple[Fused, list[fx.Node]],
-) -> fx.Node:
-    """Write a group with several results in front of ``place``; views that are read outside stay, behind it."""
-    inside = set(members)
-    views = [node for node in members if node not in results and _read_outside(node, inside)]
-    with graph.inserting_before(place):
-        node = graph.create_node("call_function", group[0], tuple(group[1]), name=f"{results[-1].name}_group")
-    values, ids = (tuple(result.meta["val"] for result in results), tuple(id_of(result) for result in results))
-    node.meta = {**results[-1].meta, "val": values, STORAGES: ids}
-    behind = node
-    for member in [*results, *views]:
-        if member in results:
-            member.target, member.args, member.kwargs = getitem, (node, results.index(member)), {}
-        behind.append(member)
-        behind = member
-    for member in reversed(members):
-        if not member.users and member not in results and member not in views:
-            graph.erase_node(member)
-    return node
+    def _write_several(
+        self,
+        members: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        place: fx.Node,
+        group: tuple[Fused, list[fx.Node]],
+    ) -> fx.Node:
+        """Write a group with several results in front of ``place``; views that are read outside stay, behind it."""
+        inside = set(members)
+        views = [node for node in members if node not in results and self.read_outside(node, inside)]
+        graph = self.graph.graph
+        with graph.inserting_before(place):
+            node = graph.create_node("call_function", group[0], tuple(group[1]), name=f"{results[-1].name}_group")
+        values, ids = (tuple(result.meta["val"] for result in results), tuple(id_of(result) for result in results))
+        node.meta = {**results[-1].meta, "val": values, STORAGES: ids}
+        behind = node
+        for member in [*results, *views]:
+            if member in results:
+                member.target, member.args, member.kwargs = getitem, (node, results.index(member)), {}
+            behind.append(member)
+            behind = member
+        for member in reversed(members):
+            if not member.users and member not in results and member not in views:
+                graph.erase_node(member)
+        return node
 
 
 def _without_names(members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Hashable:
@@ -282,10 +327,6 @@ def _touched(graph: TrainGraph) -> dict[StorageId, list[tuple[fx.Node, bool]]]:
         for own in dict.fromkeys([*read, *made]):
             found.setdefault(own, []).append((node, own in made))
     return found
-
-
-def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    return any(user not in inside for user in node.users)
 
 
 def operands_of(members: Sequence[fx.Node]) -> list[fx.Node]:

@@ -34,6 +34,9 @@ from roamc.operators.schemas import name_of
 from roamc.operators.table import Rowwise
 from roamc.units import Bytes
 
+REBUILDS = "roamc_rebuilds"
+"""Key in the ``meta`` of a member that makes once more, inside a group, what an operator outside has made: its name."""
+
 
 @dataclass(frozen=True)
 class Member:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from roamc.graph import TrainGraph, operators, tensors_of
-from roamc.operators.fused import Fused
+from roamc.operators.fused import REBUILDS, Fused
 from roamc.operators.gpu.results import made_by
 from roamc.report.origin import origin, parameter_names
 from roamc.units import Bytes
@@ -20,12 +20,15 @@ class Grouped:
         operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
         count: number of groups.
         nbytes: bytes of the values inside, which have no storage.
+        rebuilt: those of them that an operator of forward has made before, and that are made once more: forward need
+            not store them for these groups.
     """
 
     source: str
     operators: str
     count: int
     nbytes: Bytes
+    rebuilt: Bytes = 0
 
 
 def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
@@ -38,7 +41,12 @@ def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
         key = origin(node, graph.phase[node.name], names), node.target.title
         read = set(map(made_by, node.target.results))
         made = [(member, position, t) for member in node.target.nodes for position, t in tensors_of(member)]
-        inside = sum(t.numel() * t.itemsize for member, position, t in made if (member, position) not in read)
+        inside = [(member, t.numel() * t.itemsize) for member, position, t in made if (member, position) not in read]
         before = found.get(key, Grouped(*key, 0, 0))
-        found[key] = replace(before, count=before.count + 1, nbytes=before.nbytes + inside)
+        found[key] = replace(
+            before,
+            count=before.count + 1,
+            nbytes=before.nbytes + sum(nbytes for _, nbytes in inside),
+            rebuilt=before.rebuilt + sum(nbytes for member, nbytes in inside if REBUILDS in member.meta),
+        )
     return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))

@@ -335,8 +335,11 @@ def _show_grouped(out: Console, found: tuple[Grouped, ...], top: int) -> None:
     if not found:
         return
     _heading(out, "operators that run as one; values inside have no storage")
-    rows = [(g.source, g.operators, str(g.count), format_bytes(g.nbytes)) for g in found[:top]]
-    show_rows(out, ("line", "operators", "groups", "bytes inside"), rows, right=(2, 3))
+    rows = [
+        (g.source, g.operators, str(g.count), format_bytes(g.nbytes), format_bytes(g.rebuilt) if g.rebuilt else "")
+        for g in found[:top]
+    ]
+    show_rows(out, ("line", "operators", "groups", "bytes inside", "rebuilt, not saved"), rows, right=(2, 3, 4))
 
 
 def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:

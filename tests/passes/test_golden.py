@@ -26,7 +26,7 @@ from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
 from roamc.options import Options, parse_options
-from roamc.passes.fuse import Effort
+from roamc.passes.fuse import Effort, inline
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE
 from tests.graphs import traced
@@ -49,9 +49,12 @@ def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of the smallest tensors as well."""
+    """Groups and copies of the smallest tensors as well."""
     monkeypatch.setattr("roamc.passes.fuse.choose.EFFORT", Effort(least_bytes=1, least_share=0.0))
-    monkeypatch.setattr("roamc.passes.fuse.choose.group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr("roamc.passes.fuse.inline.EFFORT", inline.Effort(least_bytes=1))
+    monkeypatch.setattr(inline._Inliner, "_spare", lambda inliner: 1.0)
+    for file in ("choose", "inline"):
+        monkeypatch.setattr(f"roamc.passes.fuse.{file}.group_workspace", lambda group, threads: 0)
 
 
 def of_normalize() -> Example:
@@ -81,17 +84,22 @@ def of_checkpoint() -> Example:
 
 
 def of_fuse() -> Example:
-    """Backward of a gate, and of cross-entropy; the product between them, and a result that is read twice, stay."""
+    """Backward of a gate, and of cross-entropy; the product between them, and a result that is read twice, stay.
+
+    The gate's function, which forward computes, is computed once more where backward reads it.
+    """
 
     def step(x: Tensor) -> Tensor:
         x = x.view(8, 8)
+        open_ = x.sigmoid()
+        passed = open_ @ x
         kept = x * x
         gradient = aten.silu_backward(kept * 0.5, x) @ x
         target = torch.zeros(8, dtype=torch.int64)
         one_hot = aten.nll_loss_backward(x[0, 0], kept, target, None, 1, -100, x[0, 1])
-        return aten._log_softmax_backward_data(one_hot, kept, 1, torch.float32) + gradient
+        return passed, aten._log_softmax_backward_data(one_hot, kept, 1, torch.float32) + gradient, open_ * gradient
 
-    return traced(step, X), CPU
+    return traced(step, X, phases="FFF" + "B" * 13), CPU
 
 
 def of_products() -> Example:

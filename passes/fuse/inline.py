@@ -1,0 +1,433 @@
+"""Choose what groups of backward rebuild inside, so that forward need not store it for them.
+
+A saved value v = op(leaves) costs its bytes from forward until its last reader. Where all readers behind forward belong
+to groups, or can, a copy of op inside each of these groups makes v once more; then v dies in forward, and the leaves
+live until the groups run. Where the leaves would not live so long, their operators may be copied as well.
+
+A value is rebuilt where the bytes that forward leaves fall, no step holds more than the fullest held before, and the
+predicted time allows it: first what costs none, then what costs least for its bytes, as long as all copies together
+take at most ``Effort.most_added`` of the step, and no more than the groups save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from roamc.cost import group_seconds, group_workspace, load_profile, seconds
+from roamc.graph import Phase, TrainGraph, copied, main_device
+from roamc.graph.memory import Place, Storage, build_memory
+from roamc.operators import blocks, ops
+from roamc.operators.fused import Fused, fuse
+from roamc.operators.gpu.results import made_by
+from roamc.options import Options
+from roamc.passes.fuse.copies import Writer, Written, repeats
+from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.ledger import Ledger, Undo
+from roamc.passes.fuse.write import Site
+from roamc.rewriting.expiry import droppable, expiries
+from roamc.units import Bytes, Seconds
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How far values are rebuilt inside their readers.
+
+    Attributes:
+        most_added: share of the step's predicted seconds that copies add at most. Groups save more, and what they save
+            is the limit as well, so that a step with groups takes no longer than one without.
+        most_operators: operators that are copied for one value at most. From its operand, the hyperbolic tangent
+            in the approximate GELU takes six.
+        most_members: operators in a group at most, copies included.
+        least_bytes: of a value; smaller ones, such as statistics of rows, are worth no copy.
+    """
+
+    most_added: float = 0.003
+    most_operators: int = 8
+    most_members: int = 48
+    least_bytes: Bytes = 1 << 16
+
+
+EFFORT = Effort()
+
+LEAST_GAP = 1e-6
+"""Between two positions of nodes, below which nothing is inserted between them."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Operators that run as one, or a single one.
+
+    Attributes:
+        members: the operators.
+        root: the last of them in the graph.
+        results: those whose results are read outside; all of a single operator.
+    """
+
+    members: frozenset[fx.Node]
+    root: fx.Node
+    results: frozenset[fx.Node]
+
+
+@dataclass
+class _Change:
+    """What one attempt has changed so far.
+
+    Attributes:
+        undo: takes it back, the last entry first.
+        copies: the copies, as :class:`Decision` lists them.
+        took: root of each changed group to the seconds that its parts took before.
+        leaves: storages that copies read.
+    """
+
+    undo: list[Undo] = field(default_factory=list)
+    copies: list[tuple[str, str, str]] = field(default_factory=list)
+    took: dict[fx.Node, Seconds] = field(default_factory=dict)
+    leaves: dict[int, None] = field(default_factory=dict)
+
+    def back(self, begun: int = 0) -> None:
+        """Take back all but the first ``begun`` entries of ``undo``."""
+        while len(self.undo) > begun:
+            self.undo.pop()()
+
+
+@dataclass(frozen=True)
+class _Gain:
+    """What an attempt gives.
+
+    Attributes:
+        nbytes: by how much the bytes fall that forward leaves for backward.
+        seconds: predicted time that is added; below 0 where it falls.
+    """
+
+    nbytes: Bytes
+    seconds: Seconds
+
+
+def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Decision:
+    """Return ``decision``, which has groups alone, with copies of what its groups and others can rebuild inside.
+
+    ``graph`` stays as it is. Operators that read a rebuilt value, and were in no group, become groups.
+    """
+    memory = build_memory(graph)
+    if not any(storage.nbytes >= EFFORT.least_bytes for storage in memory.saved):
+        return decision
+    inliner = _Inliner(copied(graph), decision, options)
+    inliner.run()
+    return inliner.decision() if inliner.copies else decision
+
+
+class _Inliner:
+    """Tries copies in a graph of its own, one value after the other, and takes back what is not worth it."""
+
+    def __init__(self, graph: TrainGraph, decision: Decision, options: Options) -> None:
+        self.memory = build_memory(graph)
+        self.ledger = Ledger(self.memory)
+        self.writer = Writer(dict(graph.phase))
+        self.graph = graph.replace(phase=self.writer.phase)
+        self.site = Site(self.graph)
+        self.kind, self.fast = self.site.kind, options.numerics == "fast"
+        self.profile = load_profile(main_device(graph), options.profile)
+        self.prices: dict[fx.Node, Seconds] = {}
+        self.seconds: dict[_Group, Seconds] = {}
+        self.alone: dict[fx.Node, bool] = {}
+        self.names = {node.name: node for node in graph.graph.nodes}
+        self.group_of: dict[fx.Node, _Group] = {}
+        self.copies: list[tuple[str, str, str]] = []
+        self.saved: dict[fx.Node, list[str]] = {}
+        for name in graph.saved:
+            self.saved.setdefault(blocks.base_of(self.names[name]), []).append(name)
+        self.first = [self._begin(frozenset(self.names[name] for name in names)) for names in reversed(decision.groups)]
+        self.allowed: Seconds = 0.0
+        self.added: Seconds = 0.0
+        self.able = dict(zip(self.memory.counted, droppable(self.memory, self.memory.counted, repeats), strict=True))
+        steps = [operator.node.name for operator in self.memory.operators]
+        self.until = expiries(self.memory, self.names, steps, range(len(steps)), boundary=graph.boundary)
+
+    def _begin(self, members: frozenset[fx.Node]) -> _Group:
+        """Note a group that was chosen before."""
+        root = max(members)
+        nodes = self.site.with_views(root, set(members))
+        group = _Group(members, root, frozenset(self.site.results(nodes)))
+        self._note(group, nodes)
+        return group
+
+    def _spare(self) -> Seconds:
+        """The seconds that all copies may add together, while the graph has none."""
+        saved = sum(sum(map(self._price, group.members)) - self._took(group) for group in self.first)
+        step = sum(self._price(operator.node) for operator in self.memory.operators)
+        return max(0.0, min(saved, EFFORT.most_added * step))
+
+    def _price(self, node: fx.Node) -> Seconds:
+        if node not in self.prices:
+            self.prices[node] = seconds(node, self.profile)
+        return self.prices[node]
+
+    def _took(self, group: _Group) -> Seconds:
+        """The predicted seconds of a group as it is now."""
+        if group not in self.seconds:
+            nodes = self.site.with_views(group.root, set(group.members))
+            alone = len(group.members) == 1
+            self.seconds[group] = self._price(group.root) if alone else group_seconds(self._fused(nodes), self.profile)
+        return self.seconds[group]
+
+    def run(self) -> None:
+        """Choose copies, those first that add no time, then those that add least for their bytes."""
+        pending = [storage for storage in self.memory.saved if self._may_go(storage)]
+        self.allowed = self._spare() if pending else 0.0
+        while pending:
+            worth: list[tuple[float, int, Storage]] = []
+            for storage in pending:
+                change = _Change()
+                gain = self._attempt(storage, change)
+                change.back()
+                if gain is not None and (gain.seconds <= 0 or gain.seconds <= self.allowed):
+                    worth.append((max(gain.seconds, 0.0) / gain.nbytes, storage.index, storage))
+            leaves: dict[int, None] = {}
+            for _, _, storage in sorted(worth, key=lambda entry: entry[:2]):
+                leaves.update(self._take(storage))
+            pending = [self.memory.storages[index] for index in leaves if self._may_go(self.memory.storages[index])]
+
+    def decision(self) -> Decision:
+        """Return the groups with the copies that were taken."""
+        groups = sorted(set(self.group_of.values()), key=lambda group: group.root)
+        return Decision(tuple(tuple(node.name for node in sorted(g.members)) for g in groups), tuple(self.copies))
+
+    def _take(self, storage: Storage) -> dict[int, None]:
+        """Rebuild ``storage`` inside its readers, if time allows it; return the storages that are read in its place."""
+        change = _Change()
+        gain = self._attempt(storage, change)
+        if gain is None or (gain.seconds > 0 and self.added + gain.seconds > self.allowed):
+            change.back()
+            return {}
+        self.added += gain.seconds
+        self.copies += change.copies
+        return change.leaves
+
+    def _may_go(self, storage: Storage) -> bool:
+        """Whether ``storage`` is large enough, and its operator may run once more inside a group."""
+        if storage.nbytes < EFFORT.least_bytes or storage.place is not Place.TEMPORARY or not self.able.get(storage):
+            return False
+        maker = self.memory.operators[storage.producer]
+        return maker.phase is Phase.FORWARD and self.kind.fits_numerics(maker.node, fast=self.fast)
+
+    # -- one value ------------------------------------------------------------------------------------------------
+
+    def _attempt(self, storage: Storage, change: _Change) -> _Gain | None:
+        """Rebuild ``storage`` inside its late readers; return what that gives, None if nothing or it cannot be."""
+        before, most = self.ledger.saved(), int(self.ledger.live().max())
+        cone = self._cone(storage)
+        if not all(self._rebuild(each, change) for each in cone) or not cone:
+            return None
+        left = before - self.ledger.saved()
+        if left <= 0 or not self._holds(most, change):
+            return None
+        self._join_forward([self.memory.operators[each.producer].node for each in cone], most, change)
+        return _Gain(left, self._added(change))
+
+    def _cone(self, storage: Storage) -> list[Storage]:
+        """The storages that are rebuilt for ``storage``: with it what would else live longer, if that is as large.
+
+        Empty if nothing is gained, or some late reader cannot rebuild what it reads.
+        """
+        if not all(map(self._able_reader, self._late(storage))):
+            return []
+        cone, model = [storage], self.memory
+        while len(cone) <= EFFORT.most_operators:
+            read = dict.fromkeys(index for each in cone for index in model.operators[each.producer].reads)
+            longer = [model.storages[index] for index in read if not self.ledger.crosses(index)]
+            longer = [leaf for leaf in longer if leaf not in cone]
+            if sum(leaf.nbytes for leaf in longer) < storage.nbytes:
+                return cone
+            able = [leaf for leaf in longer if self._may_go(leaf)]
+            if not able:
+                return []
+            cone.append(max(able, key=lambda leaf: (leaf.nbytes, -leaf.index)))
+        return []
+
+    def _able_reader(self, node: fx.Node) -> bool:
+        """Whether ``node`` is in a group, or can be one."""
+        if node in self.group_of:
+            return True
+        if node not in self.alone:
+            framed = self.kind.frame(node) is not None and self.kind.fits_numerics(node, fast=self.fast)
+            framed = framed and not ops.rule(node.target).mutates
+            self.alone[node] = framed and not self.site.unfit(self.site.with_views(node, {node}))
+        return self.alone[node]
+
+    def _holds(self, most: Bytes, change: _Change) -> bool:
+        """Whether no step holds more than ``most`` bytes, what the groups take for themselves included."""
+        live = self.ledger.live()
+        if int(live.max()) > most:
+            return False
+        for group in [self.group_of[root] for root in change.took if root in self.group_of]:
+            nodes = self.site.with_views(group.root, set(group.members))
+            own = group_workspace(self._fused(nodes), self.graph.threads)
+            if int(live[self.ledger.runs_at(group.root)]) + own > most:
+                return False
+        return True
+
+    def _added(self, change: _Change) -> Seconds:
+        """The predicted seconds that the changed groups take more than what they consist of took before."""
+        after = sum(self._took(self.group_of[root]) for root in change.took if root in self.group_of)
+        return after - sum(change.took.values())
+
+    def _late(self, storage: Storage) -> list[fx.Node]:
+        """The nodes behind forward that read ``storage``."""
+        readers = self.ledger.readers[storage.index]
+        return [node for node in readers if self.writer.phase[node.name] is not Phase.FORWARD]
+
+    def _rebuild(self, storage: Storage, change: _Change) -> bool:
+        """Copy the operator of ``storage`` into the groups of all its late readers; whether that can be."""
+        maker, late = self.memory.operators[storage.producer].node, self._late(storage)
+        if not late or any(self.writer.phase[node.name] is not Phase.BACKWARD for node in late):
+            return False
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in late:
+            groups.setdefault(self._group(node).root, []).append(node)
+        for root, readers in groups.items():
+            if not self._copy(storage, maker, self._group(root), readers, change):
+                return False
+        names = self.site.fixed.intersection(self.saved.get(maker, ()))
+        self.site.fixed -= names
+        change.undo.append(lambda: self.site.fixed.update(names))
+        if not self.ledger.readers[storage.index]:
+            return self._erase(maker, change)
+        group = self.group_of.get(maker)
+        return group is None or self._regroup(group.members, group.root, {group.root: self._took(group)}, change)
+
+    def _erase(self, maker: fx.Node, change: _Change) -> bool:
+        """Leave out ``maker``, whose result nothing reads any longer; whether that can be: it is in no group."""
+        if maker in self.group_of:
+            return False
+        change.took[maker] = self._price(maker)
+        self.site.idle.add(maker)
+        change.undo.append(lambda: self.site.idle.discard(maker))
+        for index in self.memory.operators[self.ledger.step[maker]].reads:
+            change.undo.append(self.ledger.reread(index, [maker], ()))
+            producer = self.memory.storages[index].producer
+            if not self.ledger.readers[index] and producer >= 0:
+                first = self.memory.operators[producer].node
+                if first in self.writer.copy_of.values() and not self._erase(first, change):
+                    return False
+        return True
+
+    def _group(self, node: fx.Node) -> _Group:
+        """The group of ``node``; one of its own if it is in none."""
+        return self.group_of.get(node) or _Group(frozenset({node}), node, frozenset({node}))
+
+    def _copy(self, storage: Storage, maker: fx.Node, group: _Group, readers: list[fx.Node], change: _Change) -> bool:
+        """Copy ``maker``, which makes ``storage``, into ``group`` in front of its first reader; whether that can be."""
+        if len(group.members) >= EFFORT.most_members:
+            return False
+        if self.ledger.runs_at(group.root) >= self.until[self.ledger.step[maker]]:
+            return False
+        before = min(readers)
+        if self.site.position[before] - self.site.position[before.prev] < LEAST_GAP * len(group.members):
+            return False
+        took = self._took(group)
+        name = f"{maker.name}_in_{group.root.name}"
+        while name in self.names:
+            name += "_"
+        written = self.writer.write(name, maker, before, sorted(group.members))
+        change.undo.append(self._noted(written, before))
+        change.copies.append((name, maker.name, before.name))
+        copy = written.new[0]
+        change.undo.append(self.ledger.reread(storage.index, readers, ()))
+        for index in self._leaves(copy):
+            change.leaves[index] = None
+            change.undo.append(self.ledger.reread(index, (), [copy]))
+        return self._regroup(group.members | {copy}, group.root, {group.root: took}, change)
+
+    def _noted(self, written: Written, before: fx.Node) -> Undo:
+        """Enter new nodes, and leave out views that nothing reads any longer."""
+        copy, old = written.new[0], list[fx.Node]()
+        for _, arguments in written.old:
+            fx.map_arg(arguments, old.append)
+        self.names.update((node.name, node) for node in written.new)
+        self.ledger.step[copy] = self.ledger.step[before]
+        undo = self.site.enter(written.new), self.site.leave_idle(old)
+
+        def back() -> None:
+            for one in undo:
+                one()
+            for node in written.new:
+                del self.names[node.name]
+            del self.ledger.step[copy]
+            written.undo()
+
+        return back
+
+    def _leaves(self, copy: fx.Node) -> list[int]:
+        """The storages that ``copy`` reads; what other copies make is none."""
+        read = [node for node in copy.all_input_nodes if blocks.base_of(node) not in self.writer.copy_of]
+        return list(dict.fromkeys(self.memory.owner[node.name, 0] for node in read))
+
+    def _regroup(
+        self, members: frozenset[fx.Node], root: fx.Node, parts: Mapping[fx.Node, Seconds], change: _Change
+    ) -> bool:
+        """Make a group of ``members``; whether they fit.
+
+        Args:
+            members: of the new group.
+            root: the last of them.
+            parts: roots of the groups that it consists of, beside copies, to the seconds that these take.
+            change: what is changed by it.
+        """
+        nodes = self.site.with_views(root, set(members))
+        if not nodes or len(members) > EFFORT.most_members or self.site.unfit(nodes):
+            return False
+        change.undo.append(self._note(_Group(members, root, frozenset(self.site.results(nodes))), nodes))
+        change.took[root] = sum(change.took.pop(part, took) for part, took in parts.items())
+        return True
+
+    def _note(self, group: _Group, nodes: Sequence[fx.Node]) -> Undo:
+        """Enter ``group``, the nodes of which are ``nodes``, views included."""
+        before = {node: self.group_of.get(node) for node in group.members}
+        self.group_of.update(dict.fromkeys(group.members, group))
+        step = self.ledger.step[self.site.place(nodes)]
+        undo = self.ledger.group(group.members, step, set(map(made_by, group.results)))
+        site = self.site.note(nodes)
+
+        def back() -> None:
+            site()
+            undo()
+            for node, was in before.items():
+                if was is None:
+                    del self.group_of[node]
+                else:
+                    self.group_of[node] = was
+
+        return back
+
+    def _fused(self, nodes: Sequence[fx.Node]) -> Fused:
+        return fuse(blocks.last_of(nodes), nodes, self.kind, self.site.results(nodes))[0]
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _join_forward(self, makers: Sequence[fx.Node], most: Bytes, change: _Change) -> None:
+        """Let what was copied run in the group of its readers in forward as well, where that adds no time.
+
+        On a GPU it does already, where that is worth a group.
+        """
+        for maker in makers if not self.kind.several else ():
+            (birth,) = self.memory.operators[self.ledger.step[maker]].births
+            groups = list(dict.fromkeys(self._group(node) for node in self.ledger.readers[birth]))
+            mine = self._group(maker)
+            if len(groups) != 1 or groups[0] is mine or mine.root is not maker:
+                continue
+            root, members = groups[0].root, groups[0].members | mine.members
+            begun, took = len(change.undo), dict(change.took)
+            parts = {root: self._took(groups[0]), maker: self._took(mine)}
+            joined = not self._written_between(members) and self._regroup(members, root, parts, change)
+            if not joined or self._took(self.group_of[root]) > sum(parts.values()) or not self._holds(most, change):
+                change.back(begun)
+                change.took = took
+
+    def _written_between(self, members: frozenset[fx.Node]) -> bool:
+        """Whether something that ``members`` read is written between the first and the last of them."""
+        steps = [self.ledger.step[node] for node in members]
+        read = {storage for step in steps for storage in self.memory.operators[step].reads}
+        return any(read.intersection(each.writes) for each in self.memory.operators[min(steps) : max(steps)])
