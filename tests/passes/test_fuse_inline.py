@@ -238,7 +238,7 @@ def test_a_copy_of_a_random_operator_is_found_by_the_judge() -> None:
     """Also of the first draw of all, whose state the body of a group could be taken to begin with."""
 
     def step(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        drawn = torch.rand_like(x)
+        drawn = torch.rand_like(gradient)
         return gradient * drawn.exp(), gradient - drawn
 
     graph = traced(step, X, X, phases="FFBB")
