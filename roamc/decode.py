@@ -18,9 +18,9 @@ NOT_DATA = MappingProxyType({"roamc_data": False})
 
 
 def plain(item: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as :func:`read` takes them, with dataclasses inside as mappings."""
-    left = [field.name for field in _fields(type(item))]
-    return {name: value for name, value in dataclasses.asdict(item).items() if name in left}
+    """Return the fields of a dataclass as :func:`read` takes them, with copies of mappings."""
+    values = {field.name: getattr(item, field.name) for field in _fields(item)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def read(kind: type[T], data: object, where: str) -> T:

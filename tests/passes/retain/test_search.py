@@ -168,7 +168,7 @@ def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> N
     free = search.run(graph, Options())
     clean, _ = cleaned(*MODELS[name](), route)
     rows = tuple((*code, 0, 0, 0.0) for code in all_codes(clean))
-    forced = Decision((), (), 0, 0.0, 0.0, "gap", "all", rows)
+    forced = Decision((), 0, 0.0, 0.0, "gap", "all", rows)
     plan = Plan.from_json(free.plan.to_json())
     leading = [row.name for row in same_for_all_budgets(PIPELINE)]
     decisions = {key: plan.decisions[key] for key in leading}
