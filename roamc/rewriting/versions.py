@@ -15,9 +15,9 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, tensors_of
+from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders
 from roamc.graph.memory import MemoryModel, build_memory
-from roamc.graph.rewrite import mode_of, placed_in
+from roamc.graph.rewrite import derived, mode_of
 from roamc.graph.storage_ids import STORAGES, ids_of
 from roamc.operators import ops
 from roamc.rewriting.names import Names
@@ -91,17 +91,10 @@ class Versions:
             now.append(made)
             self.phase[made.name] = self.phase[now.name]
         if now.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
-            made.meta["val"] = self._view_of(node.meta["val"], next(tensors_of(now))[1])
+            made.meta["val"] = derived(made, self.mode)
         (old, *_), (new, *_) = ids_of(base), ids_of(now)
         made.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
         return made
-
-    def _view_of(self, view: Any, base: torch.Tensor) -> Any:
-        """Fake tensors like ``view``, a tensor or several, at the same offsets in the storage of ``base``."""
-        if not isinstance(view, torch.Tensor):
-            return type(view)(self._view_of(one, base) for one in view)
-        with self.mode:
-            return placed_in(view, base.untyped_storage())
 
     def results(self, first: fx.Node) -> list[fx.Node]:
         """Return the nodes that stand for single results of ``first``: the operator itself, or the picks of several."""
