@@ -20,6 +20,7 @@ FLOOR = tuple(
             "compat",
             "compat_aot",
             "compat_dynamo",
+            "compat_groups",
             "compat_hooks",
             "compat_onednn",
             "decode",
@@ -95,7 +96,7 @@ READ_ADDRESSES = {
     "roamc.graph.storage_ids.addresses_of": ("roamc.capture",),
 }
 # The modules that may name what torch keeps to itself.
-COMPAT = ("roamc.compat", "roamc.compat_aot", "roamc.compat_dynamo", "roamc.compat_hooks", "roamc.compat_onednn")
+COMPAT = ("roamc.compat", *(f"roamc.compat_{of}" for of in ("aot", "dynamo", "groups", "hooks", "onednn")))
 
 
 def within(name: str, package: str) -> bool:

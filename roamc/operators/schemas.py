@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from roamc.compat import HigherOrderOperator, OpOverload
 from roamc.operators.composite import Composite
@@ -30,6 +31,11 @@ def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, obj
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return None
+
+
+def group_of(node: fx.Node) -> Any:
+    """Return what a collective calls the group of ranks that it talks to; None for operators that talk to none."""
+    return argument_of(node.target, node.args, node.kwargs, "group_name")
 
 
 def name_of(target: Target) -> str:

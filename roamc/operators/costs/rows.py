@@ -81,6 +81,7 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("where", "masked_fill"), _COPY),
     "copy": Cost("pointwise", any_dtypes=True, unread=(0,)),
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh_copy", "detach_copy", "alias_copy"), _COPY),
+    "roamc::own_part": Cost("pointwise"),
     **dict.fromkeys(("tril", "triu"), Cost("pointwise", read_as={0: in_order})),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _LOSS),
     "pow": Cost("tanh", exponent=1),
