@@ -17,7 +17,7 @@ from torch import fx
 from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.storage_ids import StorageId, ids_of
-from roamc.operators.schemas import name_of
+from roamc.operators.schemas import group_of, name_of
 
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Objects of torch whose text is their value."""
@@ -47,15 +47,29 @@ def _shared(graph: fx.Graph) -> list[str]:
 
 
 def _lines(module: fx.GraphModule) -> list[str]:
-    """One line for each node."""
-    lines = []
+    """One line for each node. Groups of ranks have other names on other ranks: they count by where they come first."""
+    lines, groups = [], dict[str, str]()
     for node in module.graph.nodes:
         geometry = [_geometry(tensor) for _, tensor in tensors_of(node)]
         kept = "|kept" if is_kept(node) else ""
         held = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
-        called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(node.args)}|{_text(node.kwargs)}"
+        args, kwargs = _without_groups(node, groups)
+        called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(args)}|{_text(kwargs)}"
         lines.append(f"{called}|{geometry}{held}{kept}")
     return lines
+
+
+def _without_groups(node: fx.Node, groups: dict[str, str]) -> tuple[Any, Any]:
+    """The arguments of ``node`` with "group k" for the k-th group that the graph talks to; ``groups`` has the names."""
+    named = group_of(node)
+    if named is None:
+        return node.args, node.kwargs
+    known = groups.setdefault(str(named), f"group {len(groups)}")
+
+    def renamed(value: Any) -> Any:
+        return known if value is named else value
+
+    return tuple(map(renamed, node.args)), {key: renamed(value) for key, value in node.kwargs.items()}
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
