@@ -1,0 +1,294 @@
+"""The judge of sharded graphs derives what every operator makes of the rows that a rank has, and compares it.
+
+Both graphs are walked once, with *terms* in the place of values: a term says which operator made the elements of a
+tensor, of which terms, in row-major order, whatever the shape. A rank of the sharded graph has of a term
+
+    R   all of it, as in the captured graph
+    T   its rows: the part that stands at its rank if the elements are cut into as many parts as there are ranks
+    P   an addend: the term is the sum over the ranks
+
+and the states follow from the operators alone:
+
+    own_part(R) = T               all_gather(T) = R           reduce_scatter(p) = T of all_reduce(p)
+    norm, softmax, sums(T) = T    sum over the rows(T) = P    all_reduce(P) = R, reduce_scatter(P) = T
+    element by element: T with T, and with an R that has one element or row for all tokens, gives T
+    anything else takes R and gives R
+
+Every term that an operator of the sharded graph makes must be one of the captured graph's, but for sums on the way to
+a reduce-scatter: sums count as the same in any order, and a sum over the ranks as the sum of the sums of its addends.
+In the end every output must be in state R, with the term that it has in the captured graph.
+
+This module shares no code with pass ``shard``: which operators work on rows, and which values the ranks share, stands
+here a second time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload
+from roamc.compat_groups import ranks_in
+from roamc.errors import VerifyError
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph.shard_states import (
+    COLLECTIVES,
+    HELPERS,
+    RULES,
+    WORDS,
+    R,
+    Value,
+    elementwise,
+    literals,
+    local_shape,
+    shape_of,
+    single,
+)
+from roamc.graph.shard_terms import Term, Terms
+from roamc.graph.storage_ids import StorageId, ids_of
+from roamc.operators import ops
+from roamc.operators.schemas import name_of
+
+
+def check(before: TrainGraph, now: TrainGraph, after: str) -> None:
+    """Check that a sharded graph gives what the captured one gives.
+
+    Args:
+        before: the graph in front of the pass.
+        now: what the pass left.
+        after: name of the pass, for messages.
+
+    Raises:
+        VerifyError: an operator reads rows as if they were whole, or the other way round; makes a value that the
+            captured graph does not have; sums over the ranks what need not be summed, twice, or in another order;
+            communicates with a group of another size; what is gathered in forward is kept for backward; or an output, a
+            write or a random number differs. Names the operator.
+    """
+    terms = Terms()
+    captured = Walk(terms, before, after)
+    captured.run()
+    walk = Walk(terms, now, after, captured)
+    walk.run()
+    walk.compare()
+
+
+class Walk:
+    """One walk over a graph.
+
+    Attributes:
+        values: node to the values of its results.
+        made: all terms of the graph.
+        summed: terms that are summed over ranks in one piece, to the position at which this begins.
+        effects: terms of random operators, of writes, and of operators with another effect, in graph order.
+        writes: storage to the terms that were written to it, in graph order.
+    """
+
+    def __init__(self, terms: Terms, graph: TrainGraph, after: str, captured: Walk | None = None) -> None:
+        self.terms, self.graph, self.after, self.captured = terms, graph, after, captured
+        self.values: dict[fx.Node, tuple[Value | None, ...]] = {}
+        self.made: set[Term] = set()
+        self.summed: dict[Term, int] = {}
+        self.effects: list[tuple[Term, str]] = []
+        self.writes: dict[StorageId, tuple[Term, ...]] = {}
+        self.gathers: dict[StorageId, tuple[str, Phase]] = {}
+        self.draws = 0
+        self.last_sum = -1
+        self.same: dict[object, Callable[[Term], bool]] = {}
+
+    def fail(self, node: fx.Node, what: str) -> Any:
+        """Raise a VerifyError that names ``node``."""
+        raise VerifyError(f"after pass {self.after!r}: {node.name} ({name_of(node.target)}) {what}")
+
+    def run(self) -> None:
+        """Walk over all nodes."""
+        for node in self.graph.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.values[node] = tuple(
+                    Value(self.terms.of("input", node.name, at), R, shape_of(tensor)) for at, tensor in tensors_of(node)
+                )
+            elif node.op == "call_function":
+                self._check_gathers(node)
+                self.values[node] = self._call(node)
+
+    def compare(self) -> None:
+        """Compare outputs and effects with those of the captured graph."""
+        assert self.captured is not None
+        for (mine, name), (theirs, other) in zip(self.effects, self.captured.effects, strict=False):
+            if mine != theirs:
+                self._lost(f"{name} draws, writes or checks something else than {other} in the captured graph")
+        if len(self.effects) != len(self.captured.effects):
+            self._lost(f"{len(self.effects)} operators draw, write or check, {len(self.captured.effects)} are captured")
+        pairs = zip(output_values(self.graph.graph), output_values(self.captured.graph.graph), strict=True)
+        for position, (node, old) in enumerate(pairs):
+            if (node is None) != (old is None):
+                self._lost(f"output {position} is {node} in the place of {old}")
+            if node is not None and old is not None:
+                self._compare_output(position, node, old)
+
+    def _lost(self, what: str) -> None:
+        raise VerifyError(f"after pass {self.after!r}: {what}")
+
+    def _compare_output(self, position: int, node: fx.Node, old: fx.Node) -> None:
+        assert self.captured is not None
+        if not self.values[node] and node.name != old.name:
+            self.fail(node, f"is output {position} in the place of {old.name}")
+        for mine, theirs in zip(self.values[node], self.captured.values[old], strict=True):
+            if mine is None or theirs is None:
+                continue
+            if mine.state != R:
+                self.fail(node, f"is output {position}, and a rank has only {WORDS[mine.state]} of it")
+            if self.read(node, mine) != self.captured.read(old, theirs) or mine.shape != theirs.shape:
+                self.fail(node, f"is output {position}, which is another value than {old.name} of the captured graph")
+
+    def _check_gathers(self, node: fx.Node) -> None:
+        """Nothing that is gathered in one phase may be read in another: its rows are kept, and gathered again."""
+        if ops.is_view(node.target):
+            return
+        for argument in node.all_input_nodes:
+            for storage in ids_of(argument):
+                name, phase = self.gathers.get(storage, ("", self.graph.phase[node.name]))
+                if phase is not self.graph.phase[node.name]:
+                    self.fail(node, f"reads {name} whole, which is gathered in {phase.name}: its rows are to be kept")
+
+    def read(self, node: fx.Node, value: Value) -> Term:
+        """The term of what is read of a value now: what was written to its storage in between counts."""
+        written = tuple(term for storage in ids_of(node) for term in self.writes.get(storage, ()))
+        return self.terms.of("written", value.term, *written) if written else value.term
+
+    def argument(self, node: fx.Node) -> Value | None:
+        """The value of an argument with one tensor; None for other objects."""
+        values = self.values[node]
+        if len(values) != 1 or values[0] is None:
+            return None
+        return replace(values[0], term=self.read(node, values[0]))
+
+    def _call(self, node: fx.Node) -> tuple[Value | None, ...]:
+        target = node.target
+        if target is operator.getitem:
+            return (self.values[node.args[0]][node.args[1]],)  # type: ignore[index]
+        name = str(target._schema.name) if isinstance(target, OpOverload) else ""
+        if name.startswith("roamc_collective::") or name == "roamc::own_part":
+            return self._collective(node, name.rpartition("::")[2])
+        return self.checked(node, self._local(node))
+
+    def _local(self, node: fx.Node) -> tuple[Value | None, ...]:
+        rule = RULES.get(node.target)
+        pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+        facts = ops.rule(node.target)
+        if rule is not None:
+            return rule(self, node)
+        if pointwise and not facts.mutates and not facts.may_draw and single(node):
+            return elementwise(self, node)
+        return self.opaque(node)
+
+    def checked(self, node: fx.Node, results: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
+        """Note the terms that the captured graph makes; in the sharded graph, compare with them."""
+        for at, value in enumerate(results):
+            if value is None:
+                continue
+            if self.captured is None:
+                self.made.add(value.term)
+            elif value.term not in self.captured.made and node.target not in HELPERS:
+                self.fail(node, f"makes a value that the captured graph does not have (result {at})")
+            tensor = dict(tensors_of(node)).get(at)
+            if tensor is not None and local_shape(value) != shape_of(tensor):
+                self.fail(node, f"makes {list(tensor.shape)}, and {WORDS[value.state]} of {list(value.shape)} is due")
+        return results
+
+    def opaque(self, node: fx.Node) -> tuple[Value | None, ...]:
+        """An operator that takes whole values and gives whole values."""
+        facts = ops.rule(node.target)
+
+        def key(argument: fx.Node) -> object:
+            values = self.values[argument]
+            for value in values:
+                if value is not None and value.state != R:
+                    self.fail(node, f"reads {argument.name} as a whole, and a rank has only {WORDS[value.state]} of it")
+            if not values:  # no tensor
+                return argument.name
+            return tuple((self._term(node, argument, value), value.shape) for value in values if value is not None)
+
+        parts: list[object] = [node.target, *literals(node, key)]
+        if facts.may_draw:
+            self.draws += 1
+            parts.append(("draw", self.draws))
+        term = self.terms.of("operator", *parts)
+        if facts.may_draw or facts.mutates or facts.ordered:
+            self.effects.append((term, node.name))
+        written = ops.mutated_arguments(node)
+        for storage in dict.fromkeys(storage for argument in written for storage in ids_of(argument)):
+            self.writes[storage] = (*self.writes.get(storage, ()), term)
+        many = isinstance(node.meta.get("val"), list | tuple)
+        found = {
+            at: Value(self.terms.of("result", term, at) if many else term, R, shape_of(tensor))
+            for at, tensor in tensors_of(node)
+        }
+        return tuple(found.get(at) for at in range(len(node.meta["val"]) if many else 1))
+
+    def _term(self, node: fx.Node, argument: fx.Node, value: Value) -> Term:
+        return value.term if ops.is_view(node.target) else self.read(argument, value)
+
+    def _collective(self, node: fx.Node, kind: str) -> tuple[Value | None, ...]:
+        rule = COLLECTIVES.get(kind)
+        if rule is None:
+            return self.checked(node, self.opaque(node))
+        results = rule(self, node)
+        if self.captured is None:
+            self.made.update(value.term for value in results if value is not None)
+        return results
+
+    def group(self, node: fx.Node, size: Any, name: Any) -> tuple[object, int]:
+        """The group that a collective talks to, if it has the size that the collective says."""
+        ranks = ranks_in(name)
+        if ranks is not None and ranks != size:
+            self.fail(node, f"talks to {size} ranks, and the group has {ranks}")
+        return (name, int(size))
+
+    def reduced(self, node: fx.Node, term: Term, op: Any, group: object) -> Term:
+        """The term that sums ``term`` over the ranks; the captured graph must sum its addends there too."""
+        pieces = self.terms.addends(term) if op == "sum" else (term,)
+        sums = [self.terms.of("all_reduce", op, group, piece) for piece in pieces]
+        if self.captured is None:
+            for each in sums:
+                self.summed.setdefault(each, len(self.summed))
+            return self.terms.total(sums)
+        places = [self.captured.summed.get(each, -1) for each in sums]
+        if min(places) < 0:
+            self.fail(node, "sums over the ranks what the captured graph does not sum over them")
+        if len(places) == 1:  # sums that are added up first may be summed over the ranks later
+            if places[0] < self.last_sum:
+                self.fail(node, "talks to the other ranks out of the captured graph's order")
+            self.last_sum = places[0]
+        return self.terms.total(sums)
+
+    def is_captured(self, node: fx.Node) -> bool:
+        """Whether the captured graph calls the same operator with the same whole values."""
+        values = [value for argument in node.all_input_nodes for value in self.values[argument] if value is not None]
+        if self.captured is None or any(value.state != R for value in values):
+            return self.captured is None
+        (made,) = self.opaque(node)
+        return made is not None and made.term in self.captured.made
+
+    def shared(self, group: object) -> Callable[[Term], bool]:
+        """A function that says of a term whether all ranks of ``group`` have the same."""
+        if group not in self.same:
+            self.same[group] = self._shared(group)
+        return self.same[group]
+
+    def _shared(self, group: object) -> Callable[[Term], bool]:
+        source = self.captured or self
+        fed = zip(placeholders(source.graph.graph), source.graph.inputs, strict=True)
+        inputs = [node for node, port in fed if port.role is not Role.TANGENT]
+        outputs = zip(output_values(source.graph.graph), source.graph.outputs, strict=True)
+        gradients = [node for node, port in outputs if port.role is Role.GRADIENT]
+        pairs: list[tuple[Term, Term]] = []
+        for node, gradient in zip(inputs, gradients, strict=False) if len(inputs) == len(gradients) else ():
+            mine, theirs = source.values[node], () if gradient is None else source.values[gradient]
+            if mine and theirs and mine[0] is not None and theirs[0] is not None:
+                pairs.append((mine[0].term, theirs[0].term))
+        return self.terms.shared(group, tuple(source.summed), tuple(pairs))

@@ -1,0 +1,396 @@
+"""What a rank has of the result of one operator, for :mod:`roamc.graph.shard_judge`: one rule for each family.
+
+The states R, T and P, and what follows from them, are described there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from roamc.graph import tensors_of
+from roamc.graph.shard_terms import Term, merged
+from roamc.graph.storage_ids import ids_of
+from roamc.operators import ops
+
+if TYPE_CHECKING:
+    from roamc.graph.shard_judge import Walk
+
+aten = torch.ops.aten
+
+R, T, P = "R", "T", "P"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a rank has of one tensor.
+
+    Attributes:
+        term: what the tensor stands for.
+        state: R, T or P, see above.
+        shape: shape of the tensor; in state T that of the tensor with the rows of all ranks.
+        group: name and size of the group whose ranks share the rows or the sum; None in state R.
+    """
+
+    term: Term
+    state: str
+    shape: tuple[int, ...]
+    group: tuple[object, int] | None = None
+
+
+WORDS = {R: "the whole", T: "its rows", P: "an addend"}
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor as plain numbers."""
+    return tuple(int(size) for size in tensor.shape)
+
+
+def local_shape(value: Value) -> tuple[int, ...]:
+    """Return the shape of the tensor that a rank has of ``value``."""
+    if value.state != T or value.group is None:
+        return value.shape
+    return (value.shape[0] // value.group[1], *value.shape[1:])
+
+
+def single(node: fx.Node) -> bool:
+    """Return whether the result of ``node`` is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def literals(node: fx.Node, key: Callable[[fx.Node], object], without: Sequence[int] = ()) -> list[object]:
+    """Return the arguments of a call as a key: ``key(argument)`` for nodes, those at positions ``without`` left out."""
+
+    def plain(value: Any) -> object:
+        if isinstance(value, fx.Node):
+            return key(value)
+        if isinstance(value, list | tuple):
+            return ("list", *map(plain, value))
+        if isinstance(value, Mapping):
+            return ("map", *((name, plain(value[name])) for name in sorted(value)))
+        return (type(value).__name__, str(value))
+
+    kept = [value for at, value in enumerate(node.args) if at not in without]
+    while kept and kept[-1] is None:
+        kept.pop()
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
+    return [*map(plain, kept), plain(kwargs)]
+
+
+def _joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tuple[object, int] | None]:
+    """State and group of what is made row by row of ``values``: T if one of them is, else R."""
+    groups = {value.group for value in values if value.state == T}
+    if any(value.state == P for value in values):
+        walk.fail(node, f"reads a value of which a rank has only {WORDS[P]}")
+    if len(groups) > 1:
+        walk.fail(node, "reads rows of ranks of two groups")
+    return (T, groups.pop()) if groups else (R, None)
+
+
+def _same_elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """A view or a copy with the same elements in the same order."""
+    source: Any = node.args[1 if node.target is aten.copy.default else 0]
+    value, tensor, old = walk.values[source][0], node.meta["val"], source.meta["val"]
+    converts = source is not node.args[0] and (old.dtype != tensor.dtype or old.shape != tensor.shape)
+    if value is None or converts:
+        return walk.opaque(node)
+    if not ops.is_view(node.target):
+        value = walk.argument(source)
+        assert value is not None
+    shape = shape_of(tensor)
+    if value.state == T and value.group is not None:
+        shape = (shape[0] * value.group[1], *shape[1:]) if shape else shape
+    return (replace(value, shape=shape),)
+
+
+def _expanded(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    value, shape = walk.values[node.args[0]][0], shape_of(node.meta["val"])  # type: ignore[index]
+    if value is None or value.state == P:
+        return walk.opaque(node)
+    if value.state == T and value.group is not None:
+        shape = (shape[0] * value.group[1], *shape[1:])
+        if len(shape) != len(value.shape) or shape[0] != value.shape[0]:
+            walk.fail(node, "repeats the rows of a rank along the tokens")
+    return (replace(value, term=walk.terms.expanded(value.term, value.shape, shape), shape=shape),)
+
+
+def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """Return what a rank has of a result whose elements are made of the elements at their places."""
+    given: dict[fx.Node, Value] = {}
+    for argument in node.all_input_nodes:
+        value = walk.argument(argument)
+        if value is None:
+            return walk.opaque(node)
+        given[argument] = value
+    plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+    if plain and len(given) == len(node.args) and all(value.state == P for value in given.values()):
+        return (_added(walk, node, given),)
+    state, group = _joined(walk, node, list(given.values()))
+    shape = shape_of(node.meta["val"])
+    if state == T and group is not None:
+        shape = (shape[0] * group[1], *shape[1:])
+    whole: dict[fx.Node, Term] = {}
+    for argument, value in given.items():
+        if state == T:
+            _check_rows(walk, node, argument, value, shape, group)
+        whole[argument] = walk.terms.expanded(value.term, value.shape, shape)
+    if plain and len(given) == len(set(node.args)):
+        parts = [whole[argument] for argument in node.args if isinstance(argument, fx.Node)]
+        if len(parts) == len(node.args) and _one_dtype(node):
+            return (Value(walk.terms.total(parts), state, shape, group),)
+    term = walk.terms.of("elements", node.target, *literals(node, whole.__getitem__))
+    return (Value(term, state, shape, group),)
+
+
+def _one_dtype(node: fx.Node) -> bool:
+    dtypes = {argument.meta["val"].dtype for argument in node.all_input_nodes}
+    return dtypes == {node.meta["val"].dtype}
+
+
+def _added(walk: Walk, node: fx.Node, given: Mapping[fx.Node, Value]) -> Value:
+    """The sum of addends of two sums over the ranks."""
+    values = [given[argument] for argument in node.args if isinstance(argument, fx.Node)]
+    first = values[0]
+    if any(value.group != first.group or value.shape != first.shape for value in values):
+        walk.fail(node, "adds sums over different ranks")
+    return replace(first, term=walk.terms.total([value.term for value in values]))
+
+
+def _check_rows(walk: Walk, node: fx.Node, argument: fx.Node, value: Value, shape: tuple[int, ...], group: Any) -> None:
+    """Check an argument of an operator that works on rows: rows of the same tokens, or the same for all tokens."""
+    if value.state == T:
+        if len(value.shape) != len(shape) or value.shape[0] != shape[0]:
+            walk.fail(node, f"reads rows of other tokens in {argument.name}")
+        return
+    padded = (1,) * (len(shape) - len(value.shape)) + value.shape
+    if padded[0] != 1:
+        walk.fail(node, f"reads {argument.name}, which is whole, as if it were the rows of a rank")
+    if not walk.shared(group[0])(value.term):
+        walk.fail(node, f"reads {argument.name}, which differs from rank to rank, for the rows of a rank")
+
+
+def _along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
+    """The rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
+
+    def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+        given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
+        first = given.get(node.args[0])  # type: ignore[arg-type]
+        if first is None or any(value is None or value.shape != first.shape for value in given.values()):
+            return walk.opaque(node)
+        values = [value for value in given.values() if value is not None]
+        state, group = _joined(walk, node, values)
+        if state == T and any(value.state != T for value in values):
+            walk.fail(node, "reads a whole value as if it were the rows of a rank")
+        named: Any = node.args[position] if position < len(node.args) else None
+        dims = [named] if isinstance(named, int) else list(named or range(len(first.shape)))
+        dims = [dim % len(first.shape) for dim in dims] if first.shape else []
+        shape = shape_of(node.meta["val"])
+        if state == T and 0 in dims:
+            if node.target not in SUMS:
+                walk.fail(node, f"works along the tokens, of which a rank has only {WORDS[T]}")
+            state = P
+        elif state == T and group is not None:
+            shape = (shape[0] * group[1], *shape[1:])
+        keepdim = position + 1 if node.target in REDUCTIONS else position
+        key = literals(node, lambda argument: _of(given, argument).term, without=(position, keepdim))
+        name = aten.sum.dim_IntList if node.target in SUMS else node.target
+        term = walk.terms.of("along", name, merged(first.shape, dims), *key)
+        return (Value(term, state, shape, group),)
+
+    return rule
+
+
+def _of(given: Mapping[fx.Node, Value | None], node: fx.Node) -> Value:
+    value = given[node]
+    assert value is not None
+    return value
+
+
+def _norm(parts: Sequence[int], behind: int, sums: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
+    """The rule of norms: rows at the positions ``parts``, the row's shape at ``behind``, the last ``sums`` results are
+    sums over the rows."""
+
+    def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+        given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
+        if any(value is None for value in given.values()):
+            return walk.opaque(node)
+        rows = [_of(given, node.args[at]) for at in parts]  # type: ignore[arg-type]
+        state, group = _joined(walk, node, [_of(given, argument) for argument in given])
+        width: Any = node.args[behind]
+        if state == T:
+            _check_norm(walk, node, given, rows, width, group)
+        key = literals(node, lambda argument: _of(given, argument).term, without=(behind,))
+        term = walk.terms.of("norm", node.target, tuple(width), *key)
+        results: list[Value | None] = []
+        count = len(node.meta["val"])
+        tensors = dict(tensors_of(node))
+        for at in range(count):
+            if at not in tensors:
+                results.append(None)
+                continue
+            shape = shape_of(tensors[at])
+            summed = at >= count - sums
+            if state == T and not summed and group is not None:
+                shape = (shape[0] * group[1], *shape[1:])
+            form = P if state == T and summed else state
+            results.append(Value(walk.terms.of("result", term, at), form, shape, group))
+        return tuple(results)
+
+    return rule
+
+
+def _check_norm(
+    walk: Walk, node: fx.Node, given: Mapping[fx.Node, Value | None], rows: Sequence[Value], width: Any, group: Any
+) -> None:
+    tokens = {value.shape[0] for value in rows if value.shape}
+    if any(value.state != T for value in rows) or len(tokens) != 1:
+        walk.fail(node, "reads a whole value as if it were the rows of a rank")
+    if len(width) >= len(rows[0].shape):
+        walk.fail(node, f"works along the tokens, of which a rank has only {WORDS[T]}")
+    for argument in given:
+        value = _of(given, argument)
+        if value.state == R and not walk.shared(group[0])(value.term):
+            walk.fail(node, f"reads {argument.name}, which differs from rank to rank, for the rows of a rank")
+
+
+def _dropout(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """A mask that depends on the shape alone, and a product with it: that of dropout's backward."""
+    source: Any = node.args[0]
+    value, share = walk.argument(source), node.args[1]
+    if value is None or value.state != R or node.args[2] is False or not isinstance(share, float) or not 0 < share < 1:
+        return walk.opaque(node)
+    walk.draws += 1
+    mask = walk.terms.of("mask", walk.draws, value.shape, share)
+    walk.effects.append((mask, node.name))
+    scale = literals(node, lambda argument: value.term)[-1:]
+    given = [value.term, mask, ("float", str(1.0 / (1.0 - share))), *scale]
+    dropped = walk.terms.of("elements", aten.native_dropout_backward.default, *given)
+    return tuple(replace(value, term=term) for term in (dropped, mask))
+
+
+def _embedding(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """Rows of a table by index."""
+    table, index = (walk.argument(argument) for argument in node.args[:2])  # type: ignore[arg-type]
+    if table is None or index is None or index.state == R:
+        index = replace(index, state=R) if index is not None else None
+    if table is None or index is None or table.state != R or index.state == P:
+        return walk.opaque(node)
+    shape = (*index.shape, table.shape[-1])
+    if index.state == T and index.group is not None and not walk.shared(index.group[0])(table.term):
+        walk.fail(node, f"reads {node.args[0]}, which differs from rank to rank, for the rows of a rank")
+    key = literals(node, lambda argument: "index" if argument is node.args[1] else "table")
+    term = walk.terms.of("embedding", table.term, table.shape, index.term, *key)
+    return (Value(term, index.state, shape, index.group),)
+
+
+def _all_reduce(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    value = walk.argument(node.args[0])  # type: ignore[arg-type]
+    return (_reduced(walk, node, node.args[0], value),)
+
+
+def _reduced(walk: Walk, node: fx.Node, argument: Any, value: Value | None) -> Value:
+    op, group = node.args[1], node.args[2]
+    if value is None or value.state == T:
+        walk.fail(node, f"sums {argument}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    assert value is not None
+    if value.state == P:
+        if op != "sum" or value.group is None or value.group[0] != group:
+            walk.fail(node, f"reduces {argument}, which is to be summed over the ranks of another group")
+        return replace(value, state=R, group=None)
+    return replace(value, term=walk.reduced(node, value.term, op, group))
+
+
+def _all_reduce_bucket(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    arguments: Any = node.args[0]
+    return tuple(_reduced(walk, node, argument, walk.argument(argument)) for argument in arguments)
+
+
+def _reduce_scatter(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    op, size, name = node.args[1:4]
+    group = walk.group(node, size, name)
+    value = walk.argument(node.args[0])  # type: ignore[arg-type]
+    if value is None or value.state == T:
+        walk.fail(node, f"sums {node.args[0]}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    assert value is not None
+    if walk.is_captured(node):
+        return walk.opaque(node)
+    if op != "sum" or not value.shape or value.shape[0] % group[1]:
+        walk.fail(node, f"does not give each of {size} ranks rows of a sum")
+    if value.state == P:
+        return (replace(value, state=T),)
+    return (Value(walk.reduced(node, value.term, op, name), T, value.shape, group),)
+
+
+def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    group = walk.group(node, node.args[1], node.args[2])
+    value = walk.argument(node.args[0])  # type: ignore[arg-type]
+    if value is None or value.state == R:
+        return walk.checked(node, walk.opaque(node))
+    if value.state == P or value.group != group:
+        walk.fail(node, f"gathers {node.args[0]}, which is not the rows of these {group[1]} ranks")
+    walk.gathers.update(dict.fromkeys(ids_of(node), (node.name, walk.graph.phase[node.name])))
+    return (replace(value, state=R, group=None),)
+
+
+def _own_part(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    group = walk.group(node, node.args[1], node.args[2])
+    value = walk.argument(node.args[0])  # type: ignore[arg-type]
+    if value is None or value.state != R:
+        walk.fail(node, f"takes rows of {node.args[0]}, which is not whole")
+    assert value is not None
+    if not value.shape or value.shape[0] % group[1]:
+        walk.fail(node, f"does not give each of {group[1]} ranks the same number of rows")
+    if not walk.shared(group[0])(value.term):
+        walk.fail(node, f"takes rows of {node.args[0]}, which differs from rank to rank")
+    return (replace(value, state=T, group=group),)
+
+
+Rule = Callable[["Walk", fx.Node], tuple[Value | None, ...]]
+
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default})
+
+HELPERS = frozenset(
+    {
+        *(aten.add.Tensor, aten.expand.default, aten.clone.default, aten.view.default),
+        *(aten.full.default, aten.native_dropout.default),
+    }
+)
+"""Operators that may stand in front of a collective or of ``own_part`` alone, or draw a mask alone."""
+
+SAME_ELEMENTS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.clone.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.detach.default, aten.alias.default),
+    aten.copy.default,
+)
+
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(SAME_ELEMENTS, _same_elements),
+    aten.expand.default: _expanded,
+    **dict.fromkeys(
+        [aten._to_copy.default, aten.native_dropout_backward.default, aten.silu_backward.default], elementwise
+    ),
+    **dict.fromkeys([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default], elementwise),
+    **dict.fromkeys([aten._softmax.default, aten._log_softmax.default, *REDUCTIONS, aten.sum.default], _along(1)),
+    **dict.fromkeys([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], _along(2)),
+    aten.native_dropout.default: _dropout,
+    aten.native_layer_norm.default: _norm((0,), behind=1, sums=0),
+    aten.native_layer_norm_backward.default: _norm((0, 1, 3, 4), behind=2, sums=2),
+    aten.embedding.default: _embedding,
+}
+
+for _name, _parts, _behind, _sums in (("_fused_rms_norm", (0,), 1, 0), ("_fused_rms_norm_backward", (0, 1, 3), 2, 1)):
+    if hasattr(aten, _name):  # torch 2.11 has neither
+        RULES[getattr(aten, _name).default] = _norm(_parts, _behind, _sums)
+
+COLLECTIVES: dict[str, Rule] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_bucket,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_gather_into_tensor": _all_gather,
+    "own_part": _own_part,
+}

@@ -1,0 +1,177 @@
+"""Terms for :mod:`roamc.graph.shard_judge`: numbers for how the elements of tensors come about, equal for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, order=True)
+class Term:
+    """A number that stands for the elements of a tensor in row-major order, whatever its shape."""
+
+    number: int
+
+
+PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.linear.default})
+"""Operators that multiply a value with a parameter."""
+
+TRANSPOSED = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
+
+
+class Terms:
+    """Gives terms: the same for the same key."""
+
+    def __init__(self) -> None:
+        self._number: dict[tuple[object, ...], Term] = {}
+        self._key: list[tuple[object, ...]] = []
+        self._shared: dict[object, _Shared] = {}
+
+    def of(self, *key: object) -> Term:
+        """Return the term that is made of ``key``: words, literals, terms and tuples of them."""
+        if key not in self._number:
+            self._number[key] = Term(len(self._key))
+            self._key.append(key)
+        return self._number[key]
+
+    def key(self, term: Term) -> tuple[object, ...]:
+        """Return what ``term`` is made of."""
+        return self._key[term.number]
+
+    def addends(self, term: Term) -> tuple[Term, ...]:
+        """Return the terms whose sum ``term`` is; itself if it is no sum."""
+        kind, *parts = self.key(term)
+        return tuple(part for part in parts if isinstance(part, Term)) if kind == "sum" else (term,)
+
+    def total(self, parts: Sequence[Term]) -> Term:
+        """Return the sum of ``parts``, in whatever order they are added."""
+        every = sorted(addend for part in parts for addend in self.addends(part))
+        return every[0] if len(every) == 1 else self.of("sum", *every)
+
+    def expanded(self, term: Term, shape: Sequence[int], full: Sequence[int]) -> Term:
+        """Return ``term``, a tensor of ``shape``, broadcast to the shape ``full``."""
+        padded = [1] * (len(full) - len(shape)) + list(shape)
+        repeated = [at for at, (own, size) in enumerate(zip(padded, full, strict=True)) if own != size]
+        return self.of("expanded", term, merged(full, repeated)) if repeated else term
+
+    def shared(
+        self, group: object, summed: tuple[Term, ...], gradients: tuple[tuple[Term, Term], ...]
+    ) -> Callable[[Term], bool]:
+        """Return a function that says whether all ranks of ``group`` have the same elements of a term.
+
+        A parameter in a product that is summed over the ranks differs from rank to rank, and so does one whose gradient
+        differs; so does what is computed of them, up to a sum over the ranks or a gather.
+
+        Args:
+            group: the group's name.
+            summed: terms of all sums over ranks.
+            gradients: pairs of an input and its gradient.
+        """
+        if group not in self._shared:
+            self._shared[group] = _Shared(self, group, summed, gradients)
+        return self._shared[group].holds
+
+
+class _Shared:
+    """Which terms are the same on all ranks of a group."""
+
+    def __init__(
+        self, terms: Terms, group: object, summed: Sequence[Term], gradients: Sequence[tuple[Term, Term]]
+    ) -> None:
+        self.terms, self.group = terms, group
+        self.parts: set[Term] = set()
+        for each in summed:
+            _, _, of, piece = terms.key(each)
+            if of == group and isinstance(piece, Term):
+                self._find_parts(piece)
+        self.differs: list[bool] = []
+        while True:
+            self.differs = []
+            more = {given for given, gradient in gradients if not self.holds(gradient)} - self.parts
+            if not more:
+                break
+            self.parts |= more
+
+    def holds(self, term: Term) -> bool:
+        """Whether all ranks have the same elements of ``term``."""
+        for number in range(len(self.differs), term.number + 1):
+            self.differs.append(self._differs(Term(number)))
+        return not self.differs[term.number]
+
+    def _differs(self, term: Term) -> bool:
+        key = self.terms.key(term)
+        if key[0] == "all_reduce" and key[2] == self.group:
+            return False
+        target = str(key[1]) if key[0] == "operator" else ""
+        if target.startswith("roamc_collective.all_gather") and str(self.group) in _leaves(key):
+            return False
+        return term in self.parts or any(self.differs[part.number] for part in _terms(key))
+
+    def _find_parts(self, summed: Term) -> None:
+        """Inputs that are factors of products of which ``summed`` is made element by element."""
+        waiting, seen = [summed], {summed}
+        while waiting:
+            key = self.terms.key(waiting.pop())
+            if key[0] == "operator" and key[1] in PRODUCTS:
+                self.parts |= {factor for factor in map(self._input, _factors(key)) if factor is not None}
+            elif key[0] == "embedding" and isinstance(key[1], Term):
+                factor = self._input(key[1])
+                self.parts |= {factor} if factor is not None else set()
+            elif key[0] in ("sum", "expanded", "elements"):
+                fresh = [part for part in _terms(key) if part not in seen]
+                seen.update(fresh)
+                waiting += fresh
+
+    def _input(self, factor: Term) -> Term | None:
+        """The input that ``factor`` is a transposed view, a cast or a part of; None for what is computed otherwise."""
+        key = self.terms.key(factor)
+        while key[0] != "input":
+            inner = list(_terms(key))
+            cast = key[0] == "elements" and key[1] is aten._to_copy.default
+            if len(inner) != 1 or not (cast or (key[0] == "operator" and key[1] in TRANSPOSED)):
+                return None
+            factor, key = inner[0], self.terms.key(inner[0])
+        return factor
+
+
+def _factors(key: tuple[object, ...]) -> list[Term]:
+    """The last two operands of a product."""
+    operands = [list(_terms((part,))) for part in key[2:]]
+    return [terms[0] for terms in operands if terms][-2:]
+
+
+def _terms(key: Sequence[object]) -> Iterator[Term]:
+    for part in key:
+        if isinstance(part, Term):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _terms(part)
+
+
+def _leaves(key: Sequence[object]) -> Iterator[object]:
+    for part in key:
+        if isinstance(part, tuple):
+            yield from _leaves(part)
+        else:
+            yield part
+
+
+def merged(shape: Sequence[int], marked: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+    """Return the sizes of ``shape``, each with whether it is in ``marked``; neighbours that agree are multiplied.
+
+    Sizes of 1 are left out, so that the result is the same for tensors with the same elements in the same order.
+    """
+    found: list[tuple[int, bool]] = []
+    for at, size in enumerate(shape):
+        if size == 1:
+            continue
+        mark = at in marked
+        if found and found[-1][1] == mark:
+            found[-1] = (found[-1][0] * size, mark)
+        else:
+            found.append((size, mark))
+    return tuple(found)
