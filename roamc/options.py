@@ -18,6 +18,8 @@ IDLE = ("keep", "free")
 
 NUMERICS = ("exact", "fast")
 
+SHARD = ("off", "sequence")
+
 LARGEST_ALIGNMENT: Bytes = 2 << 20
 """A huge page: no kernel asks for more."""
 
@@ -43,6 +45,9 @@ class Options:
         codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
         numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
             float32 on a CPU may be made by oneDNN where it is faster, which sums in another order.
+        shard: "off", or "sequence": in a model with tensor parallelism, norms, dropouts, residuals and what else works
+            on each token apart runs on a part of the tokens of each rank, which saves a part of the activations. Sums
+            over the ranks are made in another order, so that last bits may differ.
         profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
@@ -57,6 +62,7 @@ class Options:
     max_plans: int = 8
     codecs: tuple[str, ...] = ()
     numerics: str = "exact"
+    shard: str = "off"
     profile: str | None = None
 
     @property
@@ -125,10 +131,11 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
     if options.idle_arena not in IDLE:
         raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}")
-    if options.numerics not in NUMERICS:
-        near = difflib.get_close_matches(str(options.numerics), NUMERICS, n=1, cutoff=0.0)[0]
-        said = f"{options.numerics!r}; did you mean {near!r}?"
-        raise OptionError(f"numerics must be one of {', '.join(NUMERICS)}, not {said}")
+    for name, kinds in (("numerics", NUMERICS), ("shard", SHARD)):
+        value = getattr(options, name)
+        if value not in kinds:
+            near = difflib.get_close_matches(str(value), kinds, n=1, cutoff=0.0)[0]
+            raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}; did you mean {near!r}?")
     if not isinstance(options.strict, bool):
         raise OptionError(f"strict must be True or False, not {options.strict!r}")
     if not isinstance(options.order, str):

@@ -15,16 +15,19 @@ from typing import Any
 
 from roamc import decode, progress
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, value_flow, verify
+from roamc.graph import TrainGraph, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
-from roamc.graph.value_numbers import Flow
+from roamc.graph.value_numbers import Flow, Numbers
 from roamc.options import Options
-from roamc.passes import checkpoint, fuse, layout, normalize, products, reorder, retain, reuse
+from roamc.passes import checkpoint, fuse, layout, normalize, products, reorder, retain, reuse, shard
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
 Facts = frozenset[str]
 """Names of what passes establish about a graph, such as "normal form"; see :data:`PIPELINE`."""
+
+Judge = Callable[[TrainGraph, TrainGraph, str], None]
+"""Function of the graphs before and behind a pass, and the pass's name."""
 
 ORDER = "order"
 """The fact that operators are in the order in which they run. Passes in front of the one that provides it choose what
@@ -41,6 +44,8 @@ class Pass:
         decide: takes the graph and the options, and returns the decision; it changes nothing.
         apply: takes the graph and the decision, and returns the rewritten graph; it may change the given one in place.
         per_budget: whether the decision may depend on the memory budget.
+        judge: compares the graphs before and behind a pass that makes other values, such as rows of them; raises a
+            VerifyError. None for passes that keep the values, which :mod:`roamc.graph.value_flow` compares.
         requires: facts about the graph that must hold in front of the pass.
         provides: facts that hold behind it, also where the user leaves it out.
         invalidates: facts that no longer hold behind it.
@@ -51,21 +56,23 @@ class Pass:
     decide: Callable[[TrainGraph, Options], Any]
     apply: Callable[[TrainGraph, Any], TrainGraph]
     per_budget: bool = True
+    judge: Judge | None = None
     requires: Facts = frozenset()
     provides: Facts = frozenset()
     invalidates: Facts = frozenset()
 
     @staticmethod
-    def of(module: Any, *, per_budget: bool = True, **facts: Iterable[str]) -> Pass:
+    def of(module: Any, *, per_budget: bool = True, judge: Judge | None = None, **facts: Iterable[str]) -> Pass:
         """Make a pass of a module with the names NAME, Decision, decide and apply.
 
         Args:
             module: the module.
             per_budget: whether the decision may depend on the memory budget.
+            judge: as for the class.
             facts: ``requires``, ``provides`` and ``invalidates`` as for the class.
         """
         contract = {key: frozenset(names) for key, names in facts.items()}
-        return Pass(module.NAME, module.Decision, module.decide, module.apply, per_budget, **contract)
+        return Pass(module.NAME, module.Decision, module.decide, module.apply, per_budget, judge, **contract)
 
 
 def checked(*passes: Pass) -> tuple[Pass, ...]:
@@ -88,6 +95,7 @@ def checked(*passes: Pass) -> tuple[Pass, ...]:
 PIPELINE = checked(
     Pass.of(normalize, per_budget=False, provides={"normal form"}),
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
+    Pass.of(shard, per_budget=False, requires={"normal form", "user's recomputation"}, judge=shard_judge.check),
     Pass.of(products, per_budget=False, requires={"normal form"}),
     Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
@@ -187,7 +195,11 @@ class Runner:
             decision = self._decision(each, state.graph)
         with errors_name(each.name):
             graph, flow = each.apply(state.graph, decision), state.flow
-        if graph is not state.graph or kept_memory(graph) is not memory or self.deep:
+        if each.judge is not None and graph.module is not state.graph.module:
+            verify.check_graph(graph, each.name, deep=self.deep)
+            each.judge(state.graph, graph, each.name)
+            flow = value_flow.read(graph, Numbers(), each.name)
+        elif graph is not state.graph or kept_memory(graph) is not memory or self.deep:
             verify.check_graph(graph, each.name, constraints, deep=self.deep)
             flow = value_flow.check(graph, flow, each.name, self.options.codecs, fast=self.options.numerics == "fast")
         seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun

@@ -28,6 +28,7 @@ STAGES = (
     "capture",
     "normalize",
     "checkpoint",
+    "shard",
     "products",
     "fuse",
     "retain",

@@ -126,7 +126,7 @@ class Versions:
 
     def finished(self) -> TrainGraph:
         """Erase nodes without readers, and return the graph, :func:`up_to_date`. Gradients and effects stay."""
-        _erase_dead(self.graph.graph, set(self.graph.gradients))
+        erase_dead(self.graph.graph, set(self.graph.gradients))
         return up_to_date(self.graph, self.phase)
 
 
@@ -141,10 +141,10 @@ def up_to_date(graph: TrainGraph, phase: Mapping[str, Phase]) -> TrainGraph:
     left = {node.name: phase[node.name] for node in operators(graph.graph)}
     waits = {node: gradient for node, gradient in graph.waits.items() if node in by_name}
     changed = graph.replace(phase=left, waits=waits)
-    return changed.replace(saved=_saved(changed)) if graph.boundary else changed
+    return changed.replace(saved=saved_values(changed)) if graph.boundary else changed
 
 
-def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
+def erase_dead(graph: fx.Graph, kept: set[str]) -> None:
     """Erase nodes without readers, such as a first run whose readers all read a later one."""
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
@@ -152,7 +152,7 @@ def _erase_dead(graph: fx.Graph, kept: set[str]) -> None:
             graph.erase_node(node)
 
 
-def _saved(graph: TrainGraph) -> tuple[str, ...]:
+def saved_values(graph: TrainGraph) -> tuple[str, ...]:
     """Names of what passes from forward to backward now: tensors first, as AOTAutograd takes them, then other objects.
 
     Tensors whose version counter AOTAutograd does not check come last among the tensors. Within each group, names that

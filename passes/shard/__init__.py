@@ -1,0 +1,105 @@
+"""shard: activations that every rank of a tensor-parallel group holds whole are split along the tokens.
+
+    rewrite:  y = all_reduce(p); z = norm(y)   -->  y = reduce_scatter(p); z = norm(y), on this rank's tokens
+              mm(z, w), z read as a whole      -->  mm(all_gather(z), w), one gather for each phase
+              g = sum of z over the tokens     -->  g = all_reduce(sum over this rank's tokens), in one bucket
+    checks:   every value that the decision names can be computed from rows of its arguments, or is a sum over the
+              ranks; the ranks divide the tokens; outputs lie as before
+
+This is the sequence parallelism of Korthikanti et al., arXiv 2205.05198: norms, dropouts, residuals and what else works
+on each token apart runs on shards, for the traffic of tensor parallelism alone, since an all-reduce is a reduce-scatter
+and an all-gather. Backward gathers again: what is saved is the shard. Batch and sequence count as one dimension of
+tokens, so that a shard lies in one piece.
+
+Random operators draw what one rank draws, and a rank keeps its rows. The rank is no part of the decision, the graph or
+the plan: :mod:`roamc.operators.shards` reads it where the program runs. Sums of several ranks are made in another order
+than by an all-reduce, so last bits may differ: the pass runs where the user asks for it, ``shard="sequence"``.
+:mod:`roamc.graph.shard_judge` checks what it has written.
+
+Every parameter that meets a sharded value element by element, such as the weight of a norm, must be the same on all
+ranks, and so must the states of their random generators; see :mod:`roamc.passes.shard.varying`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roamc.graph import TrainGraph, operators
+from roamc.operators.schemas import group_of
+from roamc.options import Options
+from roamc.passes.shard import choose
+from roamc.passes.shard.rules import Form
+from roamc.passes.shard.traffic import traffic
+from roamc.passes.shard.write import Region, sharded
+
+NAME = "shard"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision says which values are split among the ranks of which group.
+
+    Attributes:
+        regions: for each region: the name of an operator that talks to its group, the number of ranks, the number of
+            tokens, the names of the values of which a rank has the rows of its tokens, and the names of those of which
+            it has an addend. A value has the name of its node, with ``#k`` for result k of several.
+        uneven: for each region that stays whole because the ranks do not divide its tokens: the name of its first
+            all-reduce, the number of ranks and the number of tokens.
+    """
+
+    regions: tuple[tuple[str, int, int, tuple[str, ...], tuple[str, ...]], ...] = ()
+    uneven: tuple[tuple[str, int, int], ...] = ()
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Find the regions that can be sharded; ``graph`` stays as it is.
+
+    The decision is empty unless ``options.shard`` is "sequence", and for a graph without all-reduces of activations. It
+    is the same on every rank.
+    """
+    if options.shard != "sequence":
+        return Decision()
+    found = choose.regions(graph)
+    regions = tuple(
+        (each.first.name, each.ranks, each.tokens, _named(each, Form.SHARD), _named(each, Form.SUM))
+        for each in found
+        if each.even
+    )
+    return Decision(regions, tuple((each.first.name, each.ranks, each.tokens) for each in found if not each.even))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Return ``graph`` on shards, on a new FX graph; the given one stays as it is.
+
+    Raises:
+        PlanError: the graph lacks a value that the decision names, the value cannot be computed from rows, the group
+            has another number of ranks, or a value that the decision leaves out would have to be sharded.
+    """
+    uneven = [
+        f"shard: {tokens} tokens are left whole on each of {ranks} ranks, which do not divide them: the next number of "
+        f"tokens that fits is {tokens + -tokens % ranks}"
+        for _, ranks, tokens in decision.uneven
+    ]
+    notes: list[str] = []
+    for region in map(Region._make, decision.regions):
+        before, graph = graph, sharded(graph, region)
+        notes.append(_told(before, graph, region))
+    return graph.replace(notes=(*graph.notes, *notes, *uneven)) if notes or uneven else graph
+
+
+def _told(before: TrainGraph, now: TrainGraph, region: Region) -> str:
+    """What became of a region, for the plan."""
+    group = next(group_of(node) for node in operators(before.graph) if node.name == region.first)
+    was, has = (traffic(graph, group, region.ranks) for graph in (before, now))
+    values = f"{len(region.shards)} values of {region.tokens} tokens, from {region.shards[0]} to {region.shards[-1]}"
+    return f"shard: {values}, are split among {region.ranks} ranks; a step has {has}, and had {was}"
+
+
+def _named(found: choose.Found, form: Form) -> tuple[str, ...]:
+    """The names of the region's values that have ``form``; a picked result has that of what it is picked from."""
+    return tuple(
+        name
+        for node, forms in found.forms.items()
+        if choose.maker(node) is node
+        for name in choose.names(node, forms, form)
+    )

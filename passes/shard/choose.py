@@ -1,0 +1,258 @@
+"""Which values of a tensor-parallel graph are sharded: found by propagation from the all-reduces of activations.
+
+1. Every all-reduce of the forward pass that sums activations begins a *region*: its group and its number of tokens.
+2. What is computed row by row from a sharded value is sharded, and so, backwards, is what a sharded value is computed
+   from: the region begins at the embedding. Parameters and random numbers are never computed from rows; a rank takes
+   its rows of them.
+3. An all-reduce whose result no operator reads row by row, such as that of a gradient, stays as it is.
+4. Where all-reduces are added up, as those of three linear layers that read the same value, the addends are summed
+   first: one reduce-scatter in the place of three.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from roamc.compat_groups import ranks_in
+from roamc.graph import Phase, TrainGraph, operators, output_values, storage_name, tensors_of
+from roamc.graph.storage_ids import all_ids, ids_of
+from roamc.operators import ops
+from roamc.operators.collectives import FINISHED
+from roamc.operators.schemas import group_of
+from roamc.passes.shard.rules import Addend, Form, Local, Part, Rows, local
+from roamc.passes.shard.varying import varying
+
+aten = torch.ops.aten
+
+ALL_REDUCE = next((FINISHED[start] for start in FINISHED if start._schema.name.endswith("::all_reduce")), None)
+
+Forms = dict[fx.Node, tuple[Form | None, ...]]
+"""Node to the form of each of its results."""
+
+
+@dataclass
+class Found:
+    """A region.
+
+    Attributes:
+        first: the first all-reduce of it.
+        group: the group's name, as operators are called with it.
+        ranks: how many ranks the group has.
+        tokens: how many tokens its values have.
+        forms: form of every sharded value and of every sum.
+    """
+
+    first: fx.Node
+    group: object
+    ranks: int
+    tokens: int
+    forms: Forms = field(default_factory=dict)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank gets the same number of tokens."""
+        return self.tokens % self.ranks == 0
+
+
+def regions(graph: TrainGraph) -> list[Found]:
+    """Return the regions of ``graph``, also those whose number of tokens the ranks do not divide, without forms.
+
+    A region without any operator that works on shards is left out. ``graph`` stays as it is.
+    """
+    found: list[Found] = []
+    taken: set[fx.Node] = set()
+    for each in _candidates(graph):
+        search = _Search(graph, each, taken)
+        each.forms = search.run()
+        if each.forms:
+            taken |= set(each.forms)
+            found.append(each)
+            if not each.even:
+                each.forms = {}
+    return found
+
+
+def is_source(node: fx.Node) -> bool:
+    """Whether ``node`` sums a floating-point tensor of two dimensions or more over the ranks of its group."""
+    if ALL_REDUCE is None or node.target is not ALL_REDUCE or node.args[1] != "sum":
+        return False
+    value = node.meta["val"]
+    sized = all(isinstance(size, int) for size in value.shape)
+    return bool(value.is_floating_point() and value.dim() >= 2 and value.is_contiguous() and sized and value.numel())
+
+
+def _candidates(graph: TrainGraph) -> Iterator[Found]:
+    """One for each group and number of tokens that an all-reduce in forward has."""
+    seen: set[tuple[object, int]] = set()
+    for node in operators(graph.graph):
+        if not is_source(node) or graph.phase[node.name] is not Phase.FORWARD:
+            continue
+        group, tokens = group_of(node), _tokens(node)
+        ranks = ranks_in(group)
+        if (group, tokens) not in seen and ranks is not None and ranks > 1 and tokens > 1:
+            seen.add((group, tokens))
+            yield Found(node, group, ranks, tokens)
+
+
+def _tokens(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() // value.shape[-1])
+
+
+class _Search:
+    """Finds the forms of one region."""
+
+    def __init__(self, graph: TrainGraph, region: Found, taken: set[fx.Node]) -> None:
+        self.graph, self.region, self.taken = graph, region, taken
+        self.nodes = operators(graph.graph)
+        self.varies = varying(graph, region.group)
+        self.fixed = self._fixed()
+        self.forms: Forms = {}
+        self.calls: dict[fx.Node, Local] = {}
+        self.rows = Rows(region.tokens, region.ranks if region.even else 1, self.form, self.varies.__contains__)
+
+    def form(self, node: fx.Node) -> Form | None:
+        """The form of a single value."""
+        forms = self.forms.get(node)
+        return forms[0] if forms is not None and len(forms) == 1 else None
+
+    def run(self) -> Forms:
+        """Return the forms of the region; empty if nothing is to be gained."""
+        sources = [node for node in self.nodes if self._begins(node)]
+        self._spread(sources, {})
+        useful = [node for node in sources if self._is_used(node)]
+        if not any(self.graph.phase[node.name] is Phase.FORWARD for node in useful):
+            return {}
+        wanted: dict[fx.Node, None] = {}
+        while True:
+            self._spread(useful, wanted)
+            more = {node: None for node in self._read_as_rows() if node not in wanted and self._may_begin(node)}
+            if not more:
+                break
+            wanted |= more
+        self._join()
+        return self.forms
+
+    def _begins(self, node: fx.Node) -> bool:
+        """Whether ``node`` is an all-reduce of the region, of addends that differ from rank to rank."""
+        own = is_source(node) and group_of(node) == self.region.group and _tokens(node) == self.region.tokens
+        return own and node.args[0] in self.varies and node not in self.fixed
+
+    def _fixed(self) -> set[fx.Node]:
+        """Nodes that stay whole: of other regions and updates, written in place, or returned with gaps in memory."""
+        written = all_ids(argument for node in self.nodes for argument in ops.mutated_arguments(node))
+        returned = {node for node in output_values(self.graph.graph) if node is not None}
+        found = set(self.taken)
+        for node in self.nodes:
+            dense = all(tensor.is_contiguous() for _, tensor in tensors_of(node))
+            late = self.graph.phase[node.name] is Phase.UPDATE
+            if late or not written.isdisjoint(ids_of(node)) or (node in returned and not dense):
+                found.add(node)
+        return found
+
+    def _spread(self, sources: list[fx.Node], wanted: dict[fx.Node, None]) -> None:
+        """Derive all forms anew, in graph order, from ``sources`` and the nodes in ``wanted``."""
+        self.forms.clear()
+        self.calls.clear()
+        begin = set(sources)
+        for node in self.nodes:
+            if node in begin:
+                self.forms[node] = (Form.SHARD,)
+            elif node in self.fixed:
+                continue
+            elif len(picked := picked_forms(node, self.forms)) == 1:
+                self.forms[node] = picked
+            elif node in wanted or any(argument in self.forms for argument in node.all_input_nodes):
+                call = local(node, self.rows)
+                if call is not None and self._is_rows(call):
+                    self.calls[node], self.forms[node] = call, call.forms
+
+    @staticmethod
+    def _is_rows(call: Local) -> bool:
+        return any(isinstance(value, Part | Addend) for value in call.args)
+
+    def _is_used(self, source: fx.Node) -> bool:
+        """Whether an operator works on the shard of ``source``, and does not only look at it."""
+        waiting, seen = [source], {source}
+        while waiting:
+            for user in waiting.pop().users:
+                call = self.calls.get(user)
+                if call is not None and call.target is not None and not ops.is_view(user.target):
+                    return True
+                if call is not None and user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+        return False
+
+    def _read_as_rows(self) -> Iterator[fx.Node]:
+        """Values that are whole so far and of which an operator reads this rank's rows."""
+        for call in self.calls.values():
+            for value in call.args:
+                if isinstance(value, Part) and not value.expanded and self.form(value.node) is None:
+                    yield maker(value.node)
+
+    def _may_begin(self, node: fx.Node) -> bool:
+        """Whether a value that is whole can be computed from rows, without a gather that would not be there else.
+
+        Activations are worth one: the region begins at the embedding. Masks and indices are not.
+        """
+        if node.op != "call_function" or node in self.fixed or node.target is aten.detach.default:
+            return False
+        floating = any(tensor.is_floating_point() for _, tensor in tensors_of(node))
+        rows = local(node, self.rows)
+        return rows is not None and self._is_rows(rows) and (floating or all(user in self.forms for user in node.users))
+
+    def _join(self) -> None:
+        """Sum addends first where the results of all-reduces are added up."""
+        for node in reversed(self.nodes):
+            if self._adds(node):
+                inner = self._addends(node, first=True)
+                if sum(1 for part in inner if is_source(part)) > 1:
+                    self.forms.update(dict.fromkeys((part for part in inner if part is not node), (Form.SUM,)))
+
+    def _adds(self, node: fx.Node) -> bool:
+        call = self.calls.get(node)
+        plain = node.target is aten.add.Tensor and not node.kwargs and self.form(node) is Form.SHARD
+        if call is None or not plain:
+            return False
+        return all(isinstance(value, Part) and self.form(value.node) is Form.SHARD for value in call.args)
+
+    def _addends(self, node: fx.Node, *, first: bool = False) -> list[fx.Node]:
+        """The sums, views and all-reduces of which ``node`` is the sum and that nothing else reads; with ``node``."""
+        if not first and (len(node.users) != 1 or self.form(node) is not Form.SHARD):
+            return []
+        if is_source(node):
+            return [node]
+        call = self.calls.get(node)
+        if self._adds(node) or (call is not None and call.target is None):
+            values = [value.node for value in call.args if isinstance(value, Part)] if call is not None else []
+        elif call is not None and call.target is aten.view.default:
+            values = [call.args[0].node]
+        else:
+            return []
+        inner = [part for value in values for part in self._addends(value)]
+        return [*inner, node] if any(is_source(part) for part in inner) else []
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """Return the operator that ``node`` picks a result of; ``node`` itself if it picks none."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def picked_forms(node: fx.Node, forms: Forms) -> tuple[Form | None, ...]:
+    """Return the form of the result that ``node`` picks of an operator with several; () for other nodes."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source not in forms:
+        return ()
+    form = forms[source][node.args[1]]  # type: ignore[index]
+    return () if form is None else (form,)
+
+
+def names(node: fx.Node, forms: tuple[Form | None, ...], form: Form) -> list[str]:
+    """Return the names of those results of ``node`` that have ``form``."""
+    return [storage_name(node, position) for position, found in enumerate(forms) if found is form]

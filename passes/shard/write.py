@@ -1,0 +1,500 @@
+"""A graph on shards, written node by node after a captured one.
+
+What stands for a value of the captured graph:
+
+    captured                     for this rank
+    a sharded value              its rows [tokens / ranks, ...]; a reader of the whole gets a gather, one for each
+                                 value and phase, so that backward gathers again and only the rows are saved
+    a whole value, read as rows  roamc.own_part of it, once, where it is made
+    a sum over the ranks         this rank's addend; what reads the sum gets an all-reduce, one for all sums so far
+    a view of a sharded value    made again in each phase that reads it, of that phase's gather
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from roamc.compat import FakeTensorMode
+from roamc.compat_groups import ranks_in
+from roamc.errors import PlanError
+from roamc.graph import Phase, TrainGraph, operators, output_node, storage_name, tensors_of
+from roamc.graph.rewrite import derived, mode_of
+from roamc.graph.storage_ids import number_result
+from roamc.operators import ops
+from roamc.operators.collectives import FINISHED
+from roamc.operators.corrections import corrected
+from roamc.operators.schemas import group_of
+from roamc.operators.shards import own_part
+from roamc.passes.shard.choose import is_source, maker, picked_forms
+from roamc.passes.shard.rules import Addend, Form, Local, Part, Rows, Whole, local
+from roamc.passes.shard.varying import varying
+from roamc.rewriting.versions import erase_dead, saved_values
+
+aten = torch.ops.aten
+
+
+def _collective(name: str) -> Any:
+    """The operator of ours that runs a collective of ``_c10d_functional`` to its end."""
+    return next(op for start, op in FINISHED.items() if start._schema.name.endswith(f"::{name}"))
+
+
+class Region(NamedTuple):
+    """One region of a decision, see :class:`roamc.passes.shard.Decision`.
+
+    Attributes:
+        first: name of an operator that talks to the region's group.
+        ranks: how many ranks the group has.
+        tokens: how many tokens the values have.
+        shards: names of values of which a rank has rows.
+        sums: names of values of which a rank has an addend.
+    """
+
+    first: str
+    ranks: int
+    tokens: int
+    shards: tuple[str, ...]
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the new graph has of one value of the captured graph.
+
+    Attributes:
+        whole: node of the value itself; None if there is none yet.
+        shard: node of this rank's rows.
+        addend: node of what this rank adds to the sum that the value is.
+        rest: node of this rank's rows of another addend, which all ranks agree on.
+        late: whether the value is a view of a sharded one, made where it is read.
+    """
+
+    whole: fx.Node | None = None
+    shard: fx.Node | None = None
+    addend: fx.Node | None = None
+    rest: fx.Node | None = None
+    late: bool = False
+
+
+def sharded(graph: TrainGraph, region: Region) -> TrainGraph:
+    """Return ``graph`` with one region on shards, on a new FX graph; the given graph stays as it is.
+
+    Raises:
+        PlanError: the region does not fit the graph.
+    """
+    return _Writer(graph, region).run()
+
+
+@dataclass
+class _Calls:
+    """The local calls of a region, checked against the forms that the decision asks for."""
+
+    graph: TrainGraph
+    region: Region
+    group: object
+    forms: dict[fx.Node, tuple[Form | None, ...]] = field(default_factory=dict)
+    calls: dict[fx.Node, Local] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Rows:
+        differ = varying(self.graph, self.group)
+        return Rows(self.region.tokens, self.region.ranks, self.form, differ.__contains__)
+
+    def form(self, node: fx.Node) -> Form | None:
+        forms = self.forms.get(node)
+        return forms[0] if forms is not None and len(forms) == 1 else None
+
+    def read(self) -> Rows:
+        """Fill :attr:`forms` and :attr:`calls`, and return the region for rules.
+
+        Raises:
+            PlanError: a value is missing, or its operator cannot give what the decision asks for.
+        """
+        asked = {**dict.fromkeys(self.region.shards, Form.SHARD), **dict.fromkeys(self.region.sums, Form.SUM)}
+        left = set(asked)
+        nodes = [node for node in operators(self.graph.graph) if maker(node) is node]
+        for node in nodes:
+            names = [storage_name(node, at) for at in range(_results(node))]
+            if any(name in asked for name in names):
+                self.forms[node] = tuple(asked.get(name) for name in names)
+                left.difference_update(names)
+        if left:
+            raise PlanError(f"the plan shards {min(left)!r}, which this graph does not have")
+        for node in operators(self.graph.graph):
+            if picked := picked_forms(node, self.forms):
+                self.forms[node] = picked
+        rows = self.rows
+        for node in nodes:
+            if node in self.forms:
+                self.calls[node] = self._call(node, rows)
+        return rows
+
+    def _call(self, node: fx.Node, rows: Rows) -> Local:
+        asked = self.forms[node]
+        if is_source(node) and group_of(node) == self.group:
+            call: Local | None = Local(None, (Whole(node.args[0]),), (Form.SUM,))  # type: ignore[arg-type]
+        else:
+            call = local(node, rows)
+        gives = None if call is None else call.forms
+        if call is None or (gives != asked and not (gives == (Form.SUM,) and asked == (Form.SHARD,))):
+            raise PlanError(f"{node.name} cannot be computed from the rows of {self.region.tokens} tokens as planned")
+        return call
+
+
+def _results(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, list | tuple) else 1
+
+
+class _Writer:
+    """Writes the new graph from the first node to the last."""
+
+    def __init__(self, graph: TrainGraph, region: Region) -> None:
+        self.old, self.region = graph, region
+        by_name = {node.name: node for node in graph.graph.nodes}
+        if region.first not in by_name or group_of(by_name[region.first]) is None:
+            raise PlanError(f"{region.first!r} is no collective of this graph")
+        self.group: Any = group_of(by_name[region.first])
+        self._check_sizes()
+        self.calls = _Calls(graph, region, self.group)
+        self.rows = self.calls.read()
+        mode = mode_of(graph.graph)
+        if mode is None:
+            raise PlanError("the graph has no tensors")
+        self.mode: FakeTensorMode = mode
+        self.graph = fx.Graph()
+        self.phase: dict[str, Phase] = {}
+        self.held: dict[fx.Node, Held] = {}
+        self.tuples: dict[fx.Node, fx.Node] = {}
+        self.dropouts: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self.kept: dict[tuple[object, ...], fx.Node] = {}
+        self.pending: list[fx.Node] = []
+        self.like: fx.Node | None = None
+
+    def _check_sizes(self) -> None:
+        ranks = ranks_in(self.group)
+        if ranks not in (None, self.region.ranks):
+            raise PlanError(f"the plan shards for {self.region.ranks} ranks, and the group has {ranks}")
+        if self.region.ranks < 2 or self.region.tokens % self.region.ranks:
+            raise PlanError(f"{self.region.ranks} ranks do not divide {self.region.tokens} tokens")
+
+    def run(self) -> TrainGraph:
+        """Write all nodes and return the new train graph."""
+        crossed = not self.old.boundary
+        for node in self.old.graph.nodes:
+            self.like = node
+            if node.op == "call_function":
+                if not crossed and self.old.phase[node.name] is not Phase.FORWARD and not ops.is_view(node.target):
+                    crossed = True
+                    list(self._returned(Phase.FORWARD))
+                self._write(node)
+            elif node.op != "output":
+                self.held[node] = Held(whole=self._copied(node, node.args, {}))
+        self.like = None
+        outputs = dict(self._returned(None))
+        old = output_node(self.old.graph)
+        made = self.graph.output(tuple(outputs.get(at) for at in range(len(self.old.outputs))))
+        made.meta = dict(old.meta)
+        return self._finished()
+
+    def _returned(self, phase: Phase | None) -> Iterator[tuple[int, fx.Node]]:
+        """(position, new node) of every output of ``phase``, all for None."""
+        values: Any = output_node(self.old.graph).args[0]
+        for position, (value, port) in enumerate(zip(values, self.old.outputs, strict=True)):
+            if value is None or (phase is not None and port.phase is not phase):
+                continue
+            node = self._whole(value, port.phase)
+            if _geometry(node) != _geometry(value):
+                raise PlanError(f"the plan shards {value.name}, which the graph returns with gaps in memory")
+            yield position, node
+
+    def _finished(self) -> TrainGraph:
+        old = self.old
+        now = {node.name: name for node, held in self.held.items() if (name := self._name(node, held))}
+        waits = {now.get(name, name): now.get(behind, behind) for name, behind in old.waits.items()}
+        gradients = tuple(now.get(name, name) for name in old.gradients)
+        erase_dead(self.graph, set(gradients))
+        phase = {node.name: self.phase[node.name] for node in operators(self.graph)}
+        new = old.replace(
+            module=fx.GraphModule(old.module, self.graph),
+            phase=phase,
+            waits=waits,
+            gradients=gradients,
+            saved=tuple(dict.fromkeys(now[name] for name in old.saved if name in now)),
+        )
+        return new.replace(saved=saved_values(new)) if old.boundary else new
+
+    def _name(self, node: fx.Node, held: Held) -> str | None:
+        if held.late:
+            return self._name(node.all_input_nodes[0], self.held[node.all_input_nodes[0]])
+        kept = held.shard or held.whole
+        return None if kept is None else kept.name
+
+    def _write(self, node: fx.Node) -> None:
+        if node in self.calls.calls:
+            self._write_local(node, self.calls.calls[node])
+        elif maker(node) in self.tuples:
+            self._pick(node)
+        elif maker(node) in self.dropouts:
+            self.held[node] = Held(shard=self.dropouts[maker(node)][node.args[1]])  # type: ignore[index]
+        elif ops.is_view(node.target) and any(self._is_sharded(argument) for argument in node.all_input_nodes):
+            self.held[node] = Held(late=True)
+        else:
+            self.held[node] = Held(whole=self._again(node, self.old.phase[node.name]))
+
+    def _is_sharded(self, node: fx.Node) -> bool:
+        return self.held[node].late or self.held[node].shard is not None
+
+    def _pick(self, node: fx.Node) -> None:
+        """One result of an operator on rows."""
+        made, form = self.tuples[maker(node)], self.calls.form(node)
+        if form is None:
+            raise PlanError(f"{node.name} is no result on rows")
+        self._hold(node, form, self._call(node.target, (made, node.args[1]), {}, node))
+
+    def _hold(self, node: fx.Node, form: Form, made: fx.Node) -> None:
+        """Note that ``made`` is what this rank has of ``node``."""
+        shape = tuple(node.meta["val"].shape)
+        if form is Form.SUM:
+            if tuple(made.meta["val"].shape) != shape:
+                made = self._call(aten.view.default, (made, list(shape)), {}, node)
+            self.held[node] = Held(addend=made)
+            if self._ends(node):
+                self.pending.append(node)
+            return
+        lead = self.rows.lead(shape)
+        if lead is None or tuple(made.meta["val"].shape) != self.rows.own(shape, lead):
+            raise PlanError(f"{node.name} does not have the rows of {self.region.tokens} tokens")
+        self.held[node] = Held(shard=made)
+
+    def _ends(self, node: fx.Node) -> bool:
+        """Whether an operator reads the sum itself, and no further addend is made of it."""
+        for user in node.users:
+            call = self.calls.calls.get(user)
+            if call is None or Addend(node) not in call.args:
+                return True
+        return False
+
+    def _write_local(self, node: fx.Node, call: Local) -> None:
+        phase, asked = self.old.phase[node.name], self.calls.forms[node]
+        if call.forms == (Form.SUM,) and (is_source(node) or any(isinstance(a, Addend) for a in call.args)):
+            held = self._addend(node, call, phase)
+            self.held[node] = held if asked == (Form.SUM,) else Held(shard=self._scattered(node, held))
+            if asked == (Form.SUM,) and self._ends(node):
+                self.pending.append(node)
+            return
+        if call.target is None:
+            self.held[node] = Held(shard=self._operand(call.args[0], phase))
+            return
+        args = tuple(self._operand(value, phase) for value in call.args)
+        if call.target is aten.native_dropout.default:
+            self.dropouts[node] = self._dropped(node, *args)
+            return
+        made = self._call(call.target, args, dict(call.kwargs), node)
+        if len(asked) == 1 and not isinstance(made.meta["val"], list | tuple):
+            form = asked[0]
+            assert form is not None
+            self._hold(node, form, made)
+        else:
+            self.tuples[node] = made
+
+    def _dropped(self, node: fx.Node, x: fx.Node, share: float) -> tuple[fx.Node, fx.Node]:
+        """The rows of a dropout's result and of its mask, which is drawn for all tokens."""
+        whole, phase = node.meta["val"][0], self.old.phase[node.name]
+        kwargs = {"dtype": whole.dtype, "device": whole.device}
+        blank = self._insert(aten.full.default, (list(whole.shape), 0.0), kwargs, phase, "blank")
+        drawn = self._call(aten.native_dropout.default, (blank, share, True), {}, node)
+        mask = self._insert(operator.getitem, (drawn, 1), {}, phase, "mask")
+        own = self._own_rows(mask, (), phase, behind=False)
+        args = (x, own, 1.0 / (1.0 - share))
+        return self._insert(aten.native_dropout_backward.default, args, {}, phase, "dropout"), own
+
+    def _operand(self, value: Any, phase: Phase) -> Any:
+        if isinstance(value, Part):
+            return self._part(value, phase)
+        if isinstance(value, Whole):
+            whole = self._whole(value.node, phase)
+            return whole if value.shape is None else self._viewed(whole, value.shape, phase)
+        return value
+
+    def _addend(self, node: fx.Node, call: Local, phase: Phase) -> Held:
+        """What this rank adds to a sum that is an all-reduce, a view of a sum, or a sum of sums."""
+        if is_source(node):
+            return Held(addend=self._whole(call.args[0].node, phase))
+        parts = [self.held[value.node] for value in call.args if isinstance(value, Addend)]
+        rests = [self._part(value, phase) for value in call.args if isinstance(value, Part)]
+        rests += [part.rest for part in parts if part.rest is not None]
+        addends = [part.addend for part in parts if part.addend is not None]
+        if call.target is None:
+            return parts[0]
+        shape = tuple(node.meta["val"].shape)
+        if call.target is aten.view.default:
+            lead = self.rows.lead(shape)
+            own = None if lead is None else self.rows.own(shape, lead)
+            rest = self._viewed(rests[0], own, phase) if rests and own else None
+            return Held(addend=self._viewed(addends[0], shape, phase), rest=rest)
+        return Held(addend=self._sum(addends, node), rest=self._sum(rests, node) if rests else None)
+
+    def _sum(self, parts: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._call(aten.add.Tensor, (total, part), {}, like)
+        return total
+
+    def _scattered(self, node: fx.Node, held: Held) -> fx.Node:
+        """This rank's rows of a sum."""
+        assert held.addend is not None
+        phase, shape = self.old.phase[node.name], tuple(node.meta["val"].shape)
+        lead = self.rows.lead(shape)
+        if lead is None:
+            raise PlanError(f"{node.name} does not have {self.region.tokens} tokens")
+        flat = self._viewed(held.addend, (self.region.tokens, *shape[lead:]), phase)
+        args = (flat, "sum", self.region.ranks, self.group)
+        made = self._insert(_collective("reduce_scatter_tensor"), args, {}, phase, "reduce_scatter")
+        return made if held.rest is None else self._sum([held.rest, made], node)
+
+    def _part(self, part: Part, phase: Phase) -> fx.Node:
+        """This rank's rows of a value: what there is, or a part of the whole, taken where the whole is made."""
+        held = self.held[part.node]
+        if held.shard is not None:
+            return held.shard
+        whole = self._whole(part.node, phase)
+        key: tuple[object, ...] = (whole, part.expanded)
+        made_here = whole.op == "call_function"
+        key = key if made_here else (*key, phase)
+        if key in self.kept:
+            return self.kept[key]
+        then = self.phase[whole.name] if made_here else phase
+        self.kept[key] = self._own_rows(whole, part.expanded, then, behind=made_here)
+        return self.kept[key]
+
+    def _own_rows(self, whole: fx.Node, expanded: tuple[int, ...], phase: Phase, *, behind: bool) -> fx.Node:
+        """This rank's rows of ``whole``, written right behind it, or at the end of the graph so far."""
+        last = whole
+
+        def insert(target: Any, *args: Any) -> fx.Node:
+            with self.graph.inserting_after(last) if behind else contextlib.nullcontext():
+                return self._insert(target, (last, *args), {}, phase, target._schema.name.partition("::")[2])
+
+        if expanded:
+            last = insert(aten.expand.default, list(expanded))
+        shape = tuple(last.meta["val"].shape)
+        lead = self.rows.lead(shape) or 0
+        if not last.meta["val"].is_contiguous():
+            last = insert(aten.clone.default)
+            if not last.meta["val"].is_contiguous():
+                self._make_contiguous(last)
+        if lead > 1:
+            last = insert(aten.view.default, [self.region.tokens, *shape[lead:]])
+        return insert(own_part, self.region.ranks, self.group)
+
+    def _make_contiguous(self, copy: fx.Node) -> None:
+        copy.kwargs = {"memory_format": torch.contiguous_format}
+        self._derive(copy)
+
+    def _whole(self, node: fx.Node, phase: Phase) -> fx.Node:
+        """The value of ``node`` itself, for a reader in ``phase``."""
+        held = self.held[node]
+        if held.whole is not None:
+            return held.whole
+        if held.late:
+            key: tuple[object, ...] = (node, phase)
+            if key not in self.kept:
+                self.kept[key] = self._again(node, phase)
+            return self.kept[key]
+        if held.shard is not None:
+            return self._viewed(self._gathered(held.shard, phase), tuple(node.meta["val"].shape), phase)
+        if held.rest is not None or node not in self.pending:
+            raise PlanError(f"the plan leaves {node.name} a sum over the ranks, which is read as a whole")
+        self._reduce_pending()
+        return self._whole(node, phase)
+
+    def _gathered(self, shard: fx.Node, phase: Phase) -> fx.Node:
+        if (shard, phase) not in self.kept:
+            args = (shard, self.region.ranks, self.group)
+            made = self._insert(_collective("all_gather_into_tensor"), args, {}, phase, "all_gather")
+            self.kept[shard, phase] = made
+        return self.kept[shard, phase]
+
+    def _reduce_pending(self) -> None:
+        """Sum all addends that are there over the ranks: one collective for each dtype."""
+        buckets: dict[torch.dtype, list[fx.Node]] = {}
+        for node in self.pending:
+            buckets.setdefault(node.meta["val"].dtype, []).append(node)
+        self.pending = []
+        for bucket in buckets.values():
+            phase = max(self.old.phase[node.name] for node in bucket)
+            addends = [self.held[node].addend for node in bucket]
+            if len(bucket) == 1:
+                once = (addends[0], "sum", self.group)
+                whole = self._insert(_collective("all_reduce"), once, {}, phase, "all_reduce")
+                self.held[bucket[0]] = Held(whole=whole)
+                continue
+            args = (addends, "sum", self.group)
+            made = self._insert(_collective("all_reduce_coalesced"), args, {}, phase, "all_reduce_bucket")
+            for position, node in enumerate(bucket):
+                pick = self._insert(operator.getitem, (made, position), {}, phase, f"sum_of_{node.name}")
+                self.held[node] = Held(whole=pick)
+
+    def _viewed(self, node: fx.Node, shape: Sequence[int], phase: Phase) -> fx.Node:
+        """``node`` in another shape; a copy where it has gaps in memory. Once for each phase."""
+        if tuple(node.meta["val"].shape) == tuple(shape):
+            return node
+        key = (node, tuple(shape), phase)
+        if key not in self.kept:
+            dense = node
+            if not node.meta["val"].is_contiguous():
+                kwargs = {"memory_format": torch.contiguous_format}
+                dense = self._insert(aten.clone.default, (node,), kwargs, phase, "clone")
+            self.kept[key] = self._insert(aten.view.default, (dense, list(shape)), {}, phase, "view")
+        return self.kept[key]
+
+    def _again(self, node: fx.Node, phase: Phase) -> fx.Node:
+        """The operator of the captured graph on whole arguments."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._whole(argument, phase))
+        made = self._copied(node, args, kwargs)
+        self.phase[made.name] = phase
+        pairs = list(zip(node.all_input_nodes, made.all_input_nodes, strict=False))
+        fresh = [new for old, new in pairs if new.meta.get("val") is not old.meta.get("val")]
+        moved = len(node.all_input_nodes) != len(made.all_input_nodes)
+        rule = ops.rule(node.target)
+        if fresh and (rule.view_of or rule.mutates or moved or any(_geometry(n) != _geometry(o) for o, n in pairs)):
+            self._derive(made)
+        return made
+
+    def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        made.meta = dict(node.meta)
+        return made
+
+    def _call(self, target: Any, args: Any, kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
+        """A new node with the name, phase and notes of ``like``, on rows or addends."""
+        made = self.graph.create_node("call_function", target, args, dict(kwargs), name=like.name)
+        made.meta = dict(like.meta)
+        self.phase[made.name] = self.old.phase[like.name]
+        self._derive(made)
+        return made
+
+    def _insert(self, target: Any, args: Any, kwargs: Mapping[str, Any], phase: Phase, name: str) -> fx.Node:
+        """A new node that no node of the captured graph stands for, at the graph's insertion point."""
+        made = self.graph.create_node("call_function", target, args, dict(kwargs), name=f"shard_{name}")
+        if self.like is not None and "stack_trace" in self.like.meta:
+            made.meta["stack_trace"] = self.like.meta["stack_trace"]
+        self.phase[made.name] = phase
+        self._derive(made)
+        return made
+
+    def _derive(self, node: fx.Node) -> None:
+        node.meta["val"] = derived(node, self.mode)
+        node.meta["val"] = corrected(node, node.meta["val"], self.mode)
+        number_result(node)
+
+
+def _geometry(node: fx.Node) -> list[tuple[object, ...]]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for _, tensor in tensors_of(node)]
