@@ -48,6 +48,12 @@ def onednn_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any group, without a process for each."""
+    monkeypatch.setattr("roamc.passes.shard.choose.ranks_in", lambda group: 2)
+
+
+@pytest.fixture(autouse=True)
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups and copies of the smallest tensors as well."""
     monkeypatch.setattr("roamc.passes.fuse.choose.EFFORT", Effort(least_bytes=1, least_share=0.0))
@@ -100,6 +106,19 @@ def of_fuse() -> Example:
         return passed, aten._log_softmax_backward_data(one_hot, kept, 1, torch.float32) + gradient, open_ * gradient
 
     return traced(step, X, phases="FFF" + "B" * 13), CPU
+
+
+def of_shard() -> Example:
+    """A norm and a product of what two ranks have summed, and a sum over the tokens."""
+
+    def step(x: Tensor, part: Tensor) -> Tensor:
+        whole = torch.ops.roamc_collective.all_reduce((x.view(8, 8) @ part).view(2, 4, 8), "sum", "0")
+        norm = F.layer_norm(whole, (8,))
+        late = norm.view(8, 8) @ part
+        return late.sum() + norm.sum((0, 1)).sum()
+
+    graph = traced(step, X, X.view(8, 8), phases="FFFFFFFFFBBBBB")
+    return graph, parse_options({"shard": "sequence", "profile": "cpu"})
 
 
 def of_products() -> Example:
@@ -161,6 +180,7 @@ def of_layout() -> Example:
 EXAMPLES: dict[str, Callable[[], Example]] = {
     "normalize": of_normalize,
     "checkpoint": of_checkpoint,
+    "shard": of_shard,
     "products": of_products,
     "fuse": of_fuse,
     "retain": of_retain,

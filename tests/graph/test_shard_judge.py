@@ -1,0 +1,252 @@
+"""The judge of sharded graphs: it passes what pass shard writes, and names faults that are planted there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from roamc.errors import VerifyError
+from roamc.graph import Phase, TrainGraph, copied, operators, output_node
+from roamc.graph.rewrite import derived, mode_of
+from roamc.graph.shard_judge import check
+from roamc.graph.storage_ids import number_result
+from roamc.graph.verify import check_graph
+from roamc.operators.random import dropout_mask
+from roamc.operators.shards import own_part
+from roamc.options import Options
+from roamc.passes import shard
+from roamc.passes.shard import choose
+from tests.graphs import traced
+from tests.shards import COLLECTIVES, captured
+
+aten = torch.ops.aten
+GATHER = COLLECTIVES.all_gather_into_tensor.default
+SCATTER = COLLECTIVES.reduce_scatter_tensor.default
+SUM = COLLECTIVES.all_reduce.default
+BUCKET = COLLECTIVES.all_reduce_coalesced.default
+
+Pair = tuple[TrainGraph, TrainGraph]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """A captured graph with dropout, and the same on shards of two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "ranks_in", lambda group: 2)
+        graph = captured("bert")
+        yield graph, shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
+
+
+class Editor:
+    """Changes nodes of a graph; what lies behind is derived again."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.train, self.graph = graph, graph.graph
+        self.phase = dict(graph.phase)
+        self.nodes = {node.name: node for node in graph.graph.nodes}
+
+    def all(self, target: Any, phase: Phase | None = None) -> list[fx.Node]:
+        found = [node for node in operators(self.graph) if node.target is target]
+        return [node for node in found if phase is None or self.phase[node.name] is phase]
+
+    def insert(self, before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, args)
+        self.phase[made.name] = self.phase[(like or before).name]
+        self.derive(made)
+        return made
+
+    def derive(self, node: fx.Node) -> None:
+        mode = mode_of(self.graph)
+        assert mode is not None
+        node.meta["val"] = derived(node, mode)
+        number_result(node)
+
+    def replace(self, old: fx.Node, new: fx.Node, readers: Callable[[fx.Node], bool] = lambda reader: True) -> None:
+        old.replace_all_uses_with(new, lambda reader: reader is not new and readers(reader))
+
+    def drop(self, node: fx.Node) -> None:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        self.graph.erase_node(node)
+
+    @property
+    def result(self) -> TrainGraph:
+        known = {node.name for node in operators(self.graph)}
+        return self.train.replace(phase={name: phase for name, phase in self.phase.items() if name in known})
+
+
+def gather_dropped(edit: Editor) -> str:
+    """What reads the whole gets the rows."""
+    node = edit.all(GATHER)[0]
+    name = next(iter(node.users)).name
+    edit.drop(node)
+    return f"{name} .*only its rows"
+
+
+def scatter_dropped(edit: Editor) -> str:
+    """Every rank keeps its own addend of the first all-reduce."""
+    node = edit.all(SCATTER)[0]
+    edit.replace(node, edit.insert(node, own_part, node.args[0], 2, "0"))
+    return "own_part.*differs from rank to rank"
+
+
+def whole_as_rows(edit: Editor) -> str:
+    """A gathered value stands in the place of rows."""
+    node = edit.all(SCATTER)[1]
+    gathered = edit.insert(next(iter(node.users)), GATHER, node, 2, "0")
+    reader = next(user for user in node.users if user is not gathered)
+    edit.replace(node, gathered, lambda user: user is reader)
+    return "which is whole, as if it were the rows of a rank"
+
+
+def sum_missing(edit: Editor) -> str:
+    """The gradient of a norm's weight is that of a rank's tokens alone."""
+    pick = next(user for user in edit.all(BUCKET)[0].users)
+    addend = edit.all(BUCKET)[0].args[0][0]  # type: ignore[index]
+    edit.replace(pick, addend)
+    return "is output .*only an addend"
+
+
+def addend_left_out_of_the_bucket(edit: Editor) -> str:
+    """Two gradients of the bucket are exchanged."""
+    node = edit.all(BUCKET)[0]
+    first, second, *rest = node.args[0]  # type: ignore[misc]
+    node.args = ([second, first, *rest], *node.args[1:])
+    return "is output .*another value"
+
+
+def mask_drawn_per_rank(edit: Editor) -> str:
+    """Each rank draws a mask of the shape of its rows."""
+    mask = edit.all(dropout_mask)[1]
+    part = next(user for user in edit.all(own_part) if _source(user) is mask)
+    with edit.graph.inserting_before(mask):
+        made = edit.graph.call_function(dropout_mask, ([24, 32], [32, 1], 0.9), {"device": torch.device("cpu")})
+    edit.phase[made.name] = Phase.FORWARD
+    edit.derive(made)
+    edit.replace(part, made)
+    return f"{made.name} .*does not have"
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.target in (aten.view.default, own_part):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def rows_of_a_fixed_rank(edit: Editor) -> str:
+    """A slice that begins at the same row on every rank."""
+    node = edit.all(own_part)[1]
+    edit.replace(node, edit.insert(node, aten.slice.Tensor, node.args[0], 0, 0, 24))
+    return "slice"
+
+
+def stale_rows(edit: Editor) -> str:
+    """Backward gathers the rows of an earlier value."""
+    early, *rest = edit.all(GATHER, Phase.BACKWARD)
+    late = next(node for node in rest if node.args[0] is not early.args[0])
+    late.replace_input_with(late.args[0], early.args[0])  # type: ignore[arg-type]
+    return "does not have"
+
+
+def summed_twice(edit: Editor) -> str:
+    """What the bucket has summed is summed again."""
+    pick = next(iter(edit.all(BUCKET)[0].users))
+    again = edit.insert(output_node(edit.graph), SUM, pick, "sum", "0", like=pick)
+    edit.replace(pick, again)
+    return f"{again.name} .*sums over the ranks what the captured graph does not"
+
+
+def bias_before_the_sum(edit: Editor) -> str:
+    """Every rank adds the bias, which is then summed as often as there are ranks."""
+    scatter = edit.all(SCATTER)[0]
+    add = next(user for user in scatter.users if user.target is aten.add.Tensor)
+    early = edit.insert(scatter, aten.add.Tensor, scatter.args[0], add.args[1])
+    scatter.replace_input_with(scatter.args[0], early)  # type: ignore[arg-type]
+    edit.replace(add, scatter)
+    return f"{scatter.name} .*sums over the ranks what the captured graph does not"
+
+
+def group_of_another_size(edit: Editor) -> str:
+    """A gather of four ranks, of rows of two."""
+    node = edit.all(GATHER)[0]
+    node.args = (node.args[0], 4, "0")
+    edit.derive(node)
+    return f"{node.name} .*not the rows of these 4 ranks"
+
+
+def another_group(edit: Editor) -> str:
+    """A gather among other ranks than those that have the rows."""
+    node = edit.all(GATHER)[0]
+    node.args = (node.args[0], 2, "5")
+    return f"{node.name} .*not the rows of these 2 ranks"
+
+
+def whole_saved(edit: Editor) -> str:
+    """Backward reads what forward has gathered."""
+    early = {node.args[0]: node for node in edit.all(GATHER, Phase.FORWARD)}
+    late = next(node for node in edit.all(GATHER, Phase.BACKWARD) if node.args[0] in early)
+    reader = next(user for user in late.users)
+    edit.replace(late, early[late.args[0]])
+    return f"{reader.name} .*its rows are to be kept"
+
+
+FAULTS = (
+    *(gather_dropped, scatter_dropped, whole_as_rows, sum_missing, addend_left_out_of_the_bucket),
+    *(mask_drawn_per_rank, rows_of_a_fixed_rank, stale_rows, summed_twice, bias_before_the_sum),
+    *(group_of_another_size, another_group, whole_saved),
+)
+
+
+def test_what_the_pass_writes_is_right(pair: Pair) -> None:
+    check(*pair, "shard")
+
+
+def test_a_graph_is_itself(pair: Pair) -> None:
+    check(pair[0], copied(pair[0]), "shard")
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_fault_is_named(pair: Pair, plant: Callable[[Editor], str]) -> None:
+    before, now = pair
+    edit = Editor(copied(now))
+    message = plant(edit)
+    with pytest.raises(VerifyError, match=message):
+        check(before, edit.result, "shard")
+
+
+def test_collectives_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "ranks_in", lambda group: 2)
+
+    def step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        one, two = (COLLECTIVES.all_reduce(x @ part, "sum", "0") for part in (w, v))
+        return (one.relu() * two) @ w
+
+    graph = traced(step, torch.zeros(6, 4), torch.zeros(4, 4), torch.zeros(4, 4))
+    found = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
+    check(graph, found, "shard")
+    first, second = Editor(found).all(SCATTER)
+    second.append(first)
+    relu = next(node for node in first.users if node.target is aten.relu.default)
+    first.append(relu)
+    with pytest.raises(VerifyError, match=f"{first.name} .*out of the captured graph's order"):
+        check(graph, found, "shard")
+
+
+def test_a_collective_that_nobody_waits_for_is_named(pair: Pair) -> None:
+    edit = Editor(copied(pair[1]))
+    node = edit.all(GATHER)[0]
+    node.target = torch.ops._c10d_functional.all_gather_into_tensor.default
+    with pytest.raises(VerifyError, match=f"{node.name} may not be finished when it returns"):
+        check_graph(edit.result, "shard")
+
+
+def test_rows_of_a_value_that_differs_from_rank_to_rank_are_named(pair: Pair) -> None:
+    edit = Editor(copied(pair[1]))
+    scatter = edit.all(SCATTER)[0]
+    edit.insert(scatter, own_part, scatter.args[0], 2, "0")
+    with pytest.raises(VerifyError, match=r"takes rows of .*which differs from rank to rank"):
+        check(pair[0], edit.result, "shard")
