@@ -17,7 +17,7 @@ than by an all-reduce, so last bits may differ: the pass runs where the user ask
 :mod:`roamc.graph.shard_judge` checks what it has written.
 
 Every parameter that meets a sharded value element by element, such as the weight of a norm, must be the same on all
-ranks, and so must the states of their random generators; see :mod:`roamc.passes.shard.varying`.
+ranks, and so must be the batch and the states of random generators; see :mod:`roamc.passes.shard.varying`.
 """
 
 from __future__ import annotations
