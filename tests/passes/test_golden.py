@@ -197,6 +197,8 @@ ONLY_NOTES: tuple[str, ...] = ()
 def text_of(name: str) -> str:
     """The three texts of one pass on its example."""
     graph, options = EXAMPLES[name]()
+    for node in graph.graph.nodes:
+        node.meta.pop("stack_trace", None)  # lines of this file
     plan = search.run(copied(graph), options).plan
     for row in PIPELINE:
         decision: Any = decode.read(row.decision, plan.decisions[row.name], row.name)
