@@ -213,6 +213,9 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
             if name in position and name != node.name:
                 _fail(graph, after, node, f"{node.name} stands for {name}, which runs for itself as well")
             position[name], by_name[name] = position[node.name], node
+        source: Any = node.all_input_nodes[0].target if target is operator.getitem else None
+        if isinstance(source, Composite):
+            position[node.name] = position[node.all_input_nodes[0].name]  # a member, which runs there
     for name in kept.effects:
         if name not in position:
             raise VerifyError(

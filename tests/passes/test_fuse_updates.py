@@ -300,7 +300,7 @@ def test_random_updates_leave_the_bits_of_operators(kind: str, seed: int, reques
             first, second = values[one % len(values)], values[other % len(values)]
             own = held[one % len(held)]
             if kind < 3:
-                values.append((first * second, first.sqrt(), first - second)[kind])
+                values.append((first * second, first.abs().sqrt(), first - second)[kind])
             elif kind == 3:
                 own.lerp_(second, 0.25)
             else:
