@@ -285,7 +285,7 @@ def test_a_written_operand_is_read_element_by_element(kind: str, request: pytest
         apply(graph, Decision((("mul_", "add_", "mul__1"),)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 84, 174])  # of the last two, groups have results and write
 @pytest.mark.parametrize("kind", ["blocks", "kernel"])
 def test_random_updates_leave_the_bits_of_operators(kind: str, seed: int, request: pytest.FixtureRequest) -> None:
     """Random operators, in place and not, on a few tensors; whatever is chosen gives the same values."""
