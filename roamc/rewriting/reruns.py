@@ -130,6 +130,8 @@ class _Placing:
                 raise PlanError(f"{one.operator} does not make the storage {storage!r}")
             for reader in readers:
                 self._check_reader(one, storage, reader)
+        if len(dict(one.renews)) < len(one.renews):
+            raise PlanError(f"{one.name} names a storage twice")
         if not one.renews or not all(readers for _, readers in one.renews):
             raise PlanError(f"nothing reads what {one.name} makes: plan again")
 
@@ -170,27 +172,32 @@ class _Placing:
         """The number of the operator in front of which a rerun is written; ``at`` has those of its readers."""
         readers = {reader: None for _, named in one.renews for reader in named}
         places = {reader: at[reader] if reader in at else self.number[reader] for reader in readers}
-        first, late = min(places.values()), self._is_late(one)
-        for reader in readers if late else ():
-            early = not self._is_late(self.reruns[reader]) if reader in at else places[reader] < self.memory.boundary
-            if early:
-                raise PlanError(f"{one.name} would run in {one.phase}, behind {reader}, which reads it: plan again")
         write = self._first_write(one)
-        if write is not None and write < first:
-            first = write
-            if late and write < self.memory.boundary:
-                writer = self.memory.operators[write].node.name
-                raise PlanError(
-                    f"{one.name} would run in {one.phase}, behind {writer}, which writes what it reads: plan again"
-                )
-        return min(first, self.memory.boundary) if self.graph.boundary and not late else first
+        place = min(*places.values(), write)
+        boundary = self.memory.boundary
+        if not self.graph.boundary:
+            return place
+        if not self._is_late(one):
+            if self.number[one.operator] >= boundary:
+                raise PlanError(f"{one.name} would run in {one.phase}, in front of {one.operator}: plan again")
+            return min(place, boundary)
+        for reader in readers:
+            if not self._is_late(self.reruns[reader]) if reader in at else places[reader] < boundary:
+                raise PlanError(f"{one.name} would run in {one.phase}, behind {reader}, which reads it: plan again")
+        if place < boundary:
+            writer = self.memory.operators[write].node.name
+            raise PlanError(
+                f"{one.name} would run in {one.phase}, behind {writer}, which writes what it reads: plan again"
+            )
+        return place
 
     def _is_late(self, one: Rerun) -> bool:
         """Whether a rerun stands behind the boundary, if the graph has one."""
         return self.graph.boundary and PHASES[one.phase] is not Phase.FORWARD
 
-    def _first_write(self, one: Rerun) -> int | None:
-        """The first operator behind the first run that writes what a rerun reads; None if none does."""
+    def _first_write(self, one: Rerun) -> int:
+        """The first operator behind the first run that writes what a rerun reads; the number of all if none does."""
         begun = self.number[one.operator]
         read = reads_again(self.memory, self._node(one.operator)) if self.writers else ()
-        return min((at for storage in read for at in self.writers.get(storage, ()) if at > begun), default=None)
+        later = (at for storage in read for at in self.writers.get(storage, ()) if at > begun)
+        return min(later, default=len(self.number))

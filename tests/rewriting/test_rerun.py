@@ -149,6 +149,7 @@ SINE = ("sin", ("add",))
             [("sin_1", "sin", "backward", (SINE,)), ("sin_2", "sin", "backward", (SINE,))],
             "add would read two versions of sin, one of them that of sin_2",
         ),
+        ([("sin_1", "sin", "backward", (SINE, ("sin", ("cos",))))], "sin_1 names a storage twice"),
         ([("sin_1", "sin", "backward", ())], "nothing reads what sin_1 makes"),
         ([("sin_1", "sin", "backward", (("sin", ()),))], "nothing reads what sin_1 makes"),
         ([("cos_1", "sin", "backward", (SINE,))], "another run of sin cannot have the name 'cos_1'"),
@@ -186,6 +187,11 @@ def test_a_rerun_behind_the_boundary_cannot_be_read_in_front_of_it() -> None:
     ]
     with pytest.raises(PlanError, match="mul_1 would run in backward, behind sin_1, which reads it"):
         rerun(halves(reads_twice, "FFFFBB"), chained)
+
+
+def test_a_rerun_in_front_of_the_boundary_cannot_be_of_an_operator_behind_it() -> None:
+    with pytest.raises(PlanError, match="add_1 would run in forward, in front of add:"):
+        rerun(halves(reads_twice, "FFFFBB"), [Rerun("add_1", "add", "forward", (("add", ("exp",)),))])
 
 
 def test_a_rerun_behind_the_boundary_cannot_read_what_is_written_in_front_of_it() -> None:
