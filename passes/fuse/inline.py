@@ -131,6 +131,7 @@ class _Inliner:
         self.kind, self.fast = self.site.kind, options.numerics == "fast"
         self.profile = load_profile(main_device(graph), options.profile)
         self.prices: dict[fx.Node, Seconds] = {}
+        self.fused: dict[_Group, Fused] = {}
         self.seconds: dict[_Group, Seconds] = {}
         self.alone: dict[fx.Node, bool] = {}
         self.names = {node.name: node for node in graph.graph.nodes}
@@ -168,9 +169,8 @@ class _Inliner:
     def _took(self, group: _Group) -> Seconds:
         """The predicted seconds of a group as it is now."""
         if group not in self.seconds:
-            nodes = self.site.with_views(group.root, set(group.members))
             alone = len(group.members) == 1
-            self.seconds[group] = self._price(group.root) if alone else group_seconds(self._fused(nodes), self.profile)
+            self.seconds[group] = self._price(group.root) if alone else group_seconds(self._fused(group), self.profile)
         return self.seconds[group]
 
     def run(self) -> None:
@@ -178,16 +178,24 @@ class _Inliner:
         pending = [storage for storage in self.memory.saved if self._may_go(storage)]
         self.allowed = self._spare() if pending else 0.0
         while pending:
+            leaves: dict[int, None] = {}
             worth: list[tuple[float, int, Storage]] = []
             for storage in pending:
                 change = _Change()
                 gain = self._attempt(storage, change)
+                if gain is not None and gain.seconds <= 0:
+                    leaves.update(self._taken(gain, change))
+                    continue
                 change.back()
-                if gain is not None and (gain.seconds <= 0 or gain.seconds <= self.allowed):
-                    worth.append((max(gain.seconds, 0.0) / gain.nbytes, storage.index, storage))
-            leaves: dict[int, None] = {}
+                if gain is not None and gain.seconds <= self.allowed:
+                    worth.append((gain.seconds / gain.nbytes, storage.index, storage))
             for _, _, storage in sorted(worth, key=lambda entry: entry[:2]):
-                leaves.update(self._take(storage))
+                change = _Change()
+                gain = self._attempt(storage, change)
+                if gain is not None and self.added + gain.seconds <= self.allowed:
+                    leaves.update(self._taken(gain, change))
+                else:
+                    change.back()
             pending = [self.memory.storages[index] for index in leaves if self._may_go(self.memory.storages[index])]
 
     def decision(self) -> Decision:
@@ -195,13 +203,8 @@ class _Inliner:
         groups = sorted(set(self.group_of.values()), key=lambda group: group.root)
         return Decision(tuple(tuple(node.name for node in sorted(g.members)) for g in groups), tuple(self.copies))
 
-    def _take(self, storage: Storage) -> dict[int, None]:
-        """Rebuild ``storage`` inside its readers, if time allows it; return the storages that are read in its place."""
-        change = _Change()
-        gain = self._attempt(storage, change)
-        if gain is None or (gain.seconds > 0 and self.added + gain.seconds > self.allowed):
-            change.back()
-            return {}
+    def _taken(self, gain: _Gain, change: _Change) -> dict[int, None]:
+        """Keep ``change``; return the storages that are read in the place of what is rebuilt."""
         self.added += gain.seconds
         self.copies += change.copies
         return change.leaves
@@ -263,8 +266,7 @@ class _Inliner:
         if int(live.max()) > most:
             return False
         for group in [self.group_of[root] for root in change.took if root in self.group_of]:
-            nodes = self.site.with_views(group.root, set(group.members))
-            own = group_workspace(self._fused(nodes), self.graph.threads)
+            own = group_workspace(self._fused(group), self.graph.threads)
             if int(live[self.ledger.runs_at(group.root)]) + own > most:
                 return False
         return True
@@ -402,8 +404,12 @@ class _Inliner:
 
         return back
 
-    def _fused(self, nodes: Sequence[fx.Node]) -> Fused:
-        return fuse(blocks.last_of(nodes), nodes, self.kind, self.site.results(nodes))[0]
+    def _fused(self, group: _Group) -> Fused:
+        """The group as it is now; equal groups have equal texts, which take long to print."""
+        if group not in self.fused:
+            nodes = self.site.with_views(group.root, set(group.members))
+            self.fused[group] = fuse(group.root, nodes, self.kind, self.site.results(nodes))[0]
+        return self.fused[group]
 
     # -- forward --------------------------------------------------------------------------------------------------
 
