@@ -542,6 +542,8 @@ def _wide(node: fx.Node, name: str, value: Any) -> Any:
     """An argument for a call on floats of 64 bits."""
     if name == "half_to_float":
         return False
+    if isinstance(value, torch.device):  # the numbers of the judge are on the CPU
+        return torch.device("cpu")
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return WIDE
     if stem(node.target) == "div" and name == "other" and isinstance(value, int | float) and value:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roamc.codegen.group_judge import check_group
 from roamc.cost import workspace_bytes
 from roamc.graph import TrainGraph, operators, value_flow, verify
 from roamc.graph.memory import build_memory, live_bytes
@@ -67,6 +68,20 @@ def test_norms_and_gradients_of_biases_join_what_stands_around_them() -> None:
         "gelu_backward, sum.dim_IntList",
         "native_layer_norm_backward, add.Tensor, sum.dim_IntList",
     ]
+
+
+def test_casts_that_name_their_device_are_members() -> None:
+    """As torch's formulas for gradients write them."""
+
+    def function(x: Tensor) -> Tensor:
+        wide = aten._to_copy(x * 2, dtype=torch.float32, layout=torch.strided, device=x.device)
+        return aten._to_copy(wide * 3, dtype=x.dtype, layout=torch.strided, device=x.device)
+
+    with torch.no_grad():
+        made = traced(function, *on_gpu((8, 16, 64)))
+    (group,) = groups(fuse.apply(made, fuse.decide(made, Options()))).values()
+    assert len(group.target.members) == 4
+    check_group(group.target, 1)
 
 
 def test_exact_groups_have_no_sums() -> None:

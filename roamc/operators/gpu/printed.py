@@ -304,10 +304,12 @@ _SMALLER = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 
 # -- the chapter --------------------------------------------------------------------------------------------------
 
+# Operands are on the device of the result, and the result lies as its fake value says.
+_OF_COPIES = ("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 PRINTED: dict[str, Printed] = {
-    "_to_copy": Printed(_convert, exact=True, keywords=("dtype",), integers=True, booleans=True),
+    "_to_copy": Printed(_convert, exact=True, keywords=_OF_COPIES, integers=True, booleans=True),
     "add": Printed(_add, exact=_unscaled, keywords=("alpha",), integers=True, booleans=True, number_arguments=True),
     "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True, number_arguments=True),
     "mul": Printed("{0} * {1}", exact=True, integers=True, number_arguments=True),
