@@ -114,7 +114,7 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "a statistic of the row before": ("backward", r"mean_1 \+ row,", "mean_1 + (row - 1),", V.OUTSIDE),
     "statistics of the first row": ("backward", r"rstd_1 \+ row,", "rstd_1 + row * 0,", V.ELEMENTS),
     "the mean of the gradient left out": ("backward", r" - \w+ - t \*", " - t *", V.NUMBERS),
-    "not scaled by rstd": ("rms", r"\) \* native_layer_norm_1\n", ")\\n", V.NUMBERS),
+    "not scaled by rstd": ("rms", r"\) \* native_layer_norm_1", ")", V.NUMBERS),
     # the rows that a program adds up
     "the last block of rows left out": (
         "backward",
