@@ -47,6 +47,7 @@ FIRST: dict[str, int] = {
     "tests/end_to_end/test_repeated_arguments.py::test_the_bits_are_those_of_torch": 10,
     "tests/end_to_end/test_semantics.py::test_optimize_equals_aot_eager": 12,
     "tests/end_to_end/test_semantics.py::test_train_step_equals_eager": 24,
+    "tests/end_to_end/test_shard.py::test_gradients_are_those_of_one_rank_and_plans_are_equal": 1,
     "tests/end_to_end/test_surroundings.py::test_change_between_two_calls_of_an_optimized_module": 5,
     "tests/end_to_end/test_whole_storages.py::test_saved_tensors_keep_what_lies_around_them": 6,
     "tests/end_to_end/test_without_arena.py::test_optimize_equals_aot_eager": 12,
