@@ -126,7 +126,7 @@ def bytes_moved(group: FusedKernel) -> tuple[Bytes, Bytes]:
         count = len(re.findall(rf"tl\.load\({name}\b", text.source))
         if count:
             once = _distinct(only_tensor(node))
-            moved, least = moved + count * text.reads * once, least + once
+            moved, least = moved + count * once, least + once
     results = sum(_distinct(only_tensor(node)) for node in group.results)
     partials = 0 if text.partials is None else 2 * text.partials.nbytes
     return moved + results + partials, least + results
