@@ -51,6 +51,7 @@ __all__ = [
     "has_open_size",
     "is_traced",
     "keeps_graph",
+    "lazy_module",
     "node_of",
     "reparametrized",
     "saved_tensor_hooks_active",
@@ -144,6 +145,16 @@ def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return 0
     return identity(tensor) if tensor.untyped_storage().nbytes() else 0
+
+
+def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module of ``graph`` with the attributes of ``root``; its code is written when it is first called.
+
+    To write and compile it takes as long as to copy the graph.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:

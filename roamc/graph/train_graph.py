@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat import lazy_module
 from roamc.graph.layout import Layout
 from roamc.operators.ops import Need
 from roamc.units import Bytes
@@ -159,7 +160,7 @@ def copied(graph: TrainGraph) -> TrainGraph:
     for node in graph.graph.nodes:
         made[node] = fresh.node_copy(node, made.__getitem__)
         made[node].name = node.name  # which fx would not give to a new node where it is a word of Python's
-    return graph.replace(module=fx.GraphModule(graph.module, fresh))
+    return graph.replace(module=lazy_module(graph.module, fresh))
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
