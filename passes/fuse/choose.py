@@ -178,10 +178,10 @@ class Finder:
                 yield larger
 
     def _smaller(self, members: list[fx.Node]) -> list[fx.Node]:
-        """Return the group without its first operator."""
-        first = next(node for node in members if node in self.step)
-        left = {node for node in members if node in self.step and node is not first}
-        return self.site.with_views(blocks.last_of(members), left)
+        """Return the group without its first operator, and without those that fit in none then, such as its copy."""
+        called, root = [node for node in members if node in self.step], blocks.last_of(members)
+        smaller = (self.site.with_views(root, set(called[begin:])) for begin in range(1, len(called)))
+        return next(left for left in smaller if left[0] is root or not self.site.unfit(left))
 
     def _may_join(self, node: fx.Node, root: fx.Node) -> bool:
         if node in self.taken:

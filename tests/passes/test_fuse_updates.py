@@ -143,6 +143,16 @@ def test_the_gradient_is_clipped_in_the_group() -> None:
     check_steps("Adam, amsgrad and weight decay", torch.float32, whole=3, clip=0.5, memory_budget="min")
 
 
+def test_a_group_made_smaller_has_no_copy_without_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group with a copy has so large blocks that its last operator stays alone."""
+
+    def large(group: Fused, threads: int) -> int:
+        return 1_000_000 if len(group.nodes) > 4 else int(not group.block_rows(threads))
+
+    monkeypatch.setattr(choose, "group_workspace", large)
+    check_steps("Adam, amsgrad and weight decay", torch.float32, whole=0)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_exact_kernels_hold_what_rounds_once() -> None:
     """``lerp``, ``addcmul`` and ``addcdiv`` are contracted in ATen's kernels, and run for themselves."""
