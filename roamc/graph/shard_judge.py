@@ -83,7 +83,7 @@ class Walk:
     Attributes:
         values: node to the values of its results.
         made: all terms of the graph.
-        summed: terms that are summed over ranks in one piece, to the position at which this begins.
+        summed: terms that are summed over ranks in one piece, to the positions at which this begins, one for each time.
         effects: terms of random operators, of writes, and of operators with another effect, in graph order.
         writes: storage to the terms that were written to it, in graph order.
     """
@@ -92,7 +92,8 @@ class Walk:
         self.terms, self.graph, self.after, self.captured = terms, graph, after, captured
         self.values: dict[fx.Node, tuple[Value | None, ...]] = {}
         self.made: set[Term] = set()
-        self.summed: dict[Term, int] = {}
+        self.summed: dict[Term, list[int]] = {}
+        self.sums = 0
         self.effects: list[tuple[Term, str]] = []
         self.writes: dict[StorageId, tuple[Term, ...]] = {}
         self.gathers: dict[StorageId, tuple[str, Phase]] = {}
@@ -255,15 +256,17 @@ class Walk:
         sums = [self.terms.of("all_reduce", op, group, piece) for piece in pieces]
         if self.captured is None:
             for each in sums:
-                self.summed.setdefault(each, len(self.summed))
+                self.summed.setdefault(each, []).append(self.sums)
+                self.sums += 1
             return self.terms.total(sums)
-        places = [self.captured.summed.get(each, -1) for each in sums]
-        if min(places) < 0:
+        places = [self.captured.summed.get(each, []) for each in sums]
+        if not all(places):
             self.fail(node, "sums over the ranks what the captured graph does not sum over them")
         if len(places) == 1:  # sums that are added up first may be summed over the ranks later
-            if places[0] < self.last_sum:
+            later = [place for place in places[0] if place >= self.last_sum]
+            if not later:
                 self.fail(node, "talks to the other ranks out of the captured graph's order")
-            self.last_sum = places[0]
+            self.last_sum = later[0]
         return self.terms.total(sums)
 
     def is_captured(self, node: fx.Node) -> bool:

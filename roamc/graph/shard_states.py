@@ -146,6 +146,13 @@ def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     return (Value(term, state, shape, group),)
 
 
+def _elementwise_if_alike(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """An operator that may sum its elements up, which the shape of its result tells."""
+    sizes = [shape_of(argument.meta["val"]) for argument in node.all_input_nodes if single(argument)]
+    broadcast = torch.broadcast_shapes(*sizes) if sizes else None
+    return elementwise(walk, node) if broadcast == shape_of(node.meta["val"]) else walk.opaque(node)
+
+
 def _one_dtype(node: fx.Node) -> bool:
     dtypes = {argument.meta["val"].dtype for argument in node.all_input_nodes}
     return dtypes == {node.meta["val"].dtype}
@@ -354,6 +361,15 @@ Rule = Callable[["Walk", fx.Node], tuple[Value | None, ...]]
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default})
 
+POINTWISE = (
+    *(aten._to_copy.default, aten.native_dropout_backward.default, aten.silu_backward.default),
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
+    *(aten.mish_backward.default, aten.hardtanh_backward.default, aten.hardswish_backward.default),
+    *(aten.hardsigmoid_backward.default, aten.floor_divide.default, aten.complex.default, aten.polar.default),
+)
+"""Operators that work element by element though torch's tags do not say so."""
+
 HELPERS = frozenset(
     {
         *(aten.add.Tensor, aten.expand.default, aten.clone.default, aten.view.default),
@@ -371,10 +387,8 @@ SAME_ELEMENTS = (
 RULES: dict[object, Rule] = {
     **dict.fromkeys(SAME_ELEMENTS, _same_elements),
     aten.expand.default: _expanded,
-    **dict.fromkeys(
-        [aten._to_copy.default, aten.native_dropout_backward.default, aten.silu_backward.default], elementwise
-    ),
-    **dict.fromkeys([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default], elementwise),
+    **dict.fromkeys(POINTWISE, elementwise),
+    **dict.fromkeys([aten.mse_loss.default, aten.smooth_l1_loss.default], _elementwise_if_alike),
     **dict.fromkeys([aten._softmax.default, aten._log_softmax.default, *REDUCTIONS, aten.sum.default], _along(1)),
     **dict.fromkeys([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], _along(2)),
     aten.native_dropout.default: _dropout,

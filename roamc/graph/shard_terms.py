@@ -56,7 +56,12 @@ class Terms:
         """Return ``term``, a tensor of ``shape``, broadcast to the shape ``full``."""
         padded = [1] * (len(full) - len(shape)) + list(shape)
         repeated = [at for at, (own, size) in enumerate(zip(padded, full, strict=True)) if own != size]
-        return self.of("expanded", term, merged(full, repeated)) if repeated else term
+        if not repeated:
+            return term
+        sizes = merged(full, repeated)
+        kind, *parts = self.key(term)
+        inner = _composed(parts[1], sizes) if kind == "expanded" else None  # type: ignore[arg-type]
+        return self.of("expanded", term, sizes) if inner is None else self.of("expanded", parts[0], inner)
 
     def shared(
         self, group: object, summed: tuple[Term, ...], gradients: tuple[tuple[Term, Term], ...]
@@ -160,7 +165,32 @@ def _leaves(key: Sequence[object]) -> Iterator[object]:
             yield part
 
 
-def merged(shape: Sequence[int], marked: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+Sizes = tuple[tuple[int, bool], ...]
+"""Sizes of a tensor that was broadcast, each with whether the elements are repeated along it; see :func:`merged`."""
+
+
+def _composed(inner: Sizes, outer: Sizes) -> Sizes | None:
+    """Return the sizes of what is broadcast by ``inner`` and then by ``outer``; None where these cut it differently."""
+    if not all(size for size, _ in (*inner, *outer)):
+        return None
+    left = list(inner)
+    found: list[tuple[int, bool]] = []
+    for size, repeats in outer:
+        if repeats:
+            found.append((size, True))
+            continue
+        while size > 1:
+            own, mark = left.pop(0)
+            step = min(size, own)
+            if size % step or own % step:
+                return None
+            found.append((step, mark))
+            size //= step
+            left[:0] = [(own // step, mark)] if own > step else []
+    return merged([size for size, _ in found], [at for at, (_, repeats) in enumerate(found) if repeats])
+
+
+def merged(shape: Sequence[int], marked: Sequence[int]) -> Sizes:
     """Return the sizes of ``shape``, each with whether it is in ``marked``; neighbours that agree are multiplied.
 
     Sizes of 1 are left out, so that the result is the same for tensors with the same elements in the same order.

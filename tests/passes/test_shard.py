@@ -289,6 +289,48 @@ def test_values_that_are_written_in_place_stay_whole() -> None:
     assert "relu" not in forms(step, X, W)
 
 
+SPLIT = {
+    "numbers of sequences": lambda v, table: v * torch.arange(4.0).view(4, 1, 1),
+    "numbers of places": lambda v, table: v * table.sum(-1, keepdim=True),
+    "means of sequences": lambda v, table: v * v.mean((1, 2), keepdim=True),
+    "differences": lambda v, table: F.mse_loss(v, table.expand(4, 6, 8), reduction="none"),
+    "differences of the mean": lambda v, table: v * F.mse_loss(v, v.sin()),
+    "rectified gradients": lambda v, table: aten.leaky_relu_backward(v, v, 0.1, self_is_result=False),
+    "gates' gradients": lambda v, table: aten.hardswish_backward(v, v),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_operators_on_shards_give_what_they_gave(name: str) -> None:
+    def step(x: Tensor, part: Tensor, table: Tensor) -> Tensor:
+        return SPLIT[name](reduced(x, part).relu(), table).tanh()
+
+    assert_same_on_shards(step, X, W, torch.zeros(6, 8))
+
+
+def test_a_sum_over_the_ranks_that_is_made_twice_keeps_its_order() -> None:
+    """Such as that of a layer that runs twice on one value."""
+
+    def step(x: Tensor, part: Tensor) -> Tensor:
+        first = reduced(x, part).relu()
+        second = reduced(first, part).relu()
+        return reduced(x, part).cos() + second
+
+    assert_same_on_shards(step, X, W)
+
+
+def assert_same_on_shards(step: Any, x: Tensor, part: Tensor, *shared: Tensor) -> None:
+    """Run ``step`` on two ranks that have parts of their own, as captured and on shards, and compare."""
+    graph = traced(step, x, part, *shared)
+    found = on_shards(graph)
+    assert "reduce_scatter" in str(found.graph)
+    torch.manual_seed(0)
+    same = [torch.randn_like(tensor) for tensor in (x, *shared)]
+    inputs = [[same[0], torch.randn_like(part), *same[1:]] for _ in range(2)]
+    for (wanted,), (given,) in zip(run_ranks(graph, inputs), run_ranks(found, inputs), strict=True):
+        assert torch.allclose(given, wanted, rtol=1e-4, atol=1e-5)
+
+
 def random_step(choice: random.Random) -> Any:
     """Operators of all families on sums over the ranks, whole tensors and tables, and readers of the whole."""
 
