@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from roamc.codegen.group_judge import check_group
-from roamc.cost import workspace_bytes
+from roamc.cost import load_profile, seconds, workspace_bytes
 from roamc.graph import TrainGraph, operators, value_flow, verify
 from roamc.graph.memory import build_memory, live_bytes
 from roamc.graph.value_numbers import Numbers
@@ -100,6 +100,15 @@ def test_partial_sums_are_workspace_and_their_end_is_a_launch() -> None:
     assert workspace_bytes(sums, 1) == 3 * parts * 64 * 4
     whole = groups(made)["mul.Tensor, add.Tensor, native_layer_norm"]
     assert (whole.target.launches, workspace_bytes(whole, 1)) == (1, 0)
+
+
+def test_what_a_kernel_without_sums_takes_is_known_before_it_is_printed() -> None:
+    made = graph()
+    found = groups(fuse.apply(made, fuse.decide(made, FAST)))
+    node = found["mul.Tensor, add.Tensor, native_layer_norm"]
+    assert seconds(node, load_profile("cuda")) > 0
+    assert workspace_bytes(node, 1) == 0
+    assert "text" not in node.target.__dict__
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1 << 14, (1 << 14) + 1, 10**6])

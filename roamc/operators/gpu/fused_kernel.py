@@ -19,7 +19,7 @@ from roamc.operators.gpu.kernel import KernelText, kernel_text, unfit, unfit_wri
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
-from roamc.operators.gpu.results import first_of, results_of, shape_of_operands
+from roamc.operators.gpu.results import first_of, is_sum_over_rows, results_of, shape_of_operands
 from roamc.operators.kernels import Kernel
 from roamc.units import Bytes
 
@@ -75,14 +75,19 @@ class FusedKernel(Fused):
     @property
     def launches(self) -> int:
         """One kernel runs, and another one that ends sums over rows, if there are some."""
-        return 1 if self.text.partials is None else 2
+        return 2 if self._adds_rows else 1
+
+    @functools.cached_property
+    def _adds_rows(self) -> bool:
+        """Whether some result is a sum over rows. To print the kernel, which says so as well, takes long."""
+        return any(map(is_sum_over_rows, self.results))
 
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: every program reads what it writes, and before.
 
         No arguments if there are several results, or sums over rows.
         """
-        if len(self.results) > 1 or self.text.partials is not None:
+        if len(self.results) > 1 or self._adds_rows:
             return ()
         made = blocks.only_tensor(self.results[0])
         columns = self.matrix.columns
@@ -116,7 +121,8 @@ class FusedKernel(Fused):
 
     def block_bytes(self, threads: int) -> Bytes:
         """Return the bytes of partial sums over rows; values inside a kernel live in registers."""
-        return 0 if self.text.partials is None else self.text.partials.nbytes
+        partials = self.text.partials if self._adds_rows else None
+        return 0 if partials is None else partials.nbytes
 
     @functools.cached_property
     def kernel(self) -> Kernel:
