@@ -172,7 +172,7 @@ class _Run:
             zip(over, results[len(results) - len(over) :], strict=True)
         )  # operand to what is written there
         self._check_apart(where)
-        sums = [node for node in results if is_sum_over_rows(node)]
+        sums = {at: node for at, node in enumerate(results) if is_sum_over_rows(node)}
         self.partials = PartialRows(sums, self.text.programs, self.columns, self.programs, self.wide) if sums else None
 
     def _check_apart(self, where: Sequence[Place]) -> None:
@@ -252,7 +252,7 @@ class _Run:
                 raise GroupFault(Verdict.MISSING, said, output.node.name)
         if self.partials is not None:
             self.partials.check_complete()
-            judge_ends(self.text, self.partials.sums, self.text.programs, _close)
+            judge_ends(self.text, self.partials, _close)
 
     def _range(self, first: int, end: int, step: int) -> Iterator[int]:
         over_rows = self.partials is not None

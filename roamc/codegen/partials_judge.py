@@ -12,7 +12,7 @@ Shares nothing with what prints kernels but the stand-in for Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,16 @@ class PartialRows:
     """The rows of partial sums that some programs of a kernel store.
 
     Args:
-        sums: the sums over rows among the results of the group.
+        sums: position among the results of the group to the sum over rows there.
         parts: programs of the launch, each of which stores a row for each sum.
         columns: of the matrix.
         programs: the numbers of those that run, int64[programs, 1, 1].
         wide: columns of a block.
     """
 
-    def __init__(self, sums: Sequence[fx.Node], parts: int, columns: int, programs: Tensor, wide: int) -> None:
-        self.sums, self.parts, self.columns, self.programs = sums, parts, columns, programs
+    def __init__(self, sums: Mapping[int, fx.Node], parts: int, columns: int, programs: Tensor, wide: int) -> None:
+        self.positions, self.sums = tuple(sums), tuple(sums.values())
+        self.parts, self.columns, self.programs = parts, columns, programs
         self.numbers = torch.arange(wide, dtype=torch.int64, device="cpu")
         shape = (len(sums), len(programs), 1, wide)
         self.seen = torch.zeros(shape, dtype=torch.int32, device="cpu")
@@ -69,25 +70,27 @@ class PartialRows:
                 raise GroupFault(Verdict.MISSING, f"{missing} partial sums", node.name)
 
 
-def judge_ends(text: KernelText, sums: Sequence[fx.Node], parts: int, close: Callable[[Tensor, Tensor], bool]) -> None:
-    """Check the source of the kernel that ends sums over rows.
+def judge_ends(text: KernelText, rows: PartialRows, close: Callable[[Tensor, Tensor], bool]) -> None:
+    """Check the source of the kernel that ends sums over rows, and what its launch is told.
 
     Args:
         text: the kernel of the group.
-        sums: the sums over rows among the results of the group.
-        parts: rows of partial sums that there are for each of them.
+        rows: the partial sums that there are.
         close: whether two results are equal up to rounding.
 
     Raises:
         GroupFault: the kernel does something else.
     """
     ends = text.partials
-    if ends is None or ends.parts != parts or len(ends.results) != len(sums):
-        raise GroupFault(Verdict.MISSING, f"{parts} rows of partial sums are there, and others are added up")
-    run = _Ends(sums, parts, ends.columns, ends.programs)
+    if ends is None or (ends.parts, ends.columns) != (rows.parts, rows.columns):
+        there = f"{rows.parts} rows of {rows.columns} partial sums"
+        raise GroupFault(Verdict.MISSING, f"{there} are there, and others are added up")
+    if ends.results != rows.positions:
+        raise GroupFault(Verdict.PLACE, f"results {rows.positions} are sums over rows, and {ends.results} are stored")
+    run = _Ends(rows.sums, rows.parts, rows.columns, ends.programs)
     names: dict[str, Any] = {"triton": Jit, "tl": Language(run, over_rows=True)}
     exec(compile(text.source, "<judged>", "exec"), names)
-    names[ends.function](Pointer(None, FIRST), *(Pointer(node, FIRST) for node in sums), **ends.constants)
+    names[ends.function](Pointer(None, FIRST), *(Pointer(node, FIRST) for node in rows.sums), **ends.constants)
     run.compare(close)
 
 

@@ -189,15 +189,35 @@ def test_a_planted_fault_is_named(fault: str) -> None:
     assert verdict.value in verdict_of(planted(group(name), right, wrong))
 
 
+def with_partials(found: FusedKernel, **changes: Any) -> FusedKernel:
+    """The group, whose launch is told otherwise how its sums end."""
+    partials = found.text.partials
+    assert partials is not None
+    found.__dict__["text"] = dataclasses.replace(found.text, partials=dataclasses.replace(partials, **changes))
+    return found
+
+
+def test_sums_in_half_of_the_columns_are_refused() -> None:
+    found = group("bias")
+    partials = found.text.partials
+    assert partials is not None
+    half = dataclasses.replace(partials, columns=25)
+    source = found.text.source.replace(partials.source(["out"]), half.source(["out"]))
+    found.__dict__["text"] = dataclasses.replace(found.text, source=source, partials=half)
+    assert Verdict.MISSING.value in verdict_of(found)
+
+
+@pytest.mark.parametrize("results", [(3, 1, 0), (1, 2, 3)])
+def test_sums_that_are_stored_to_other_results_are_refused(results: tuple[int, ...]) -> None:
+    assert Verdict.PLACE.value in verdict_of(with_partials(group("backward"), results=results))
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_another_number_of_partial_sums_is_refused(change: int) -> None:
     found = group("bias")
     partials = found.text.partials
     assert partials is not None
-    found.__dict__["text"] = dataclasses.replace(
-        found.text, partials=dataclasses.replace(partials, parts=partials.parts + change)
-    )
-    assert Verdict.MISSING.value in verdict_of(found)
+    assert Verdict.MISSING.value in verdict_of(with_partials(found, parts=partials.parts + change))
 
 
 def test_a_kernel_without_its_second_is_refused() -> None:
