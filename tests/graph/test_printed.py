@@ -74,7 +74,7 @@ def test_encodings_are_named() -> None:
     graph = traced(lambda x: x.sin().cos(), torch.ones(2), phases="FB")
     codec = Encoding("sin", "bits", 0.0, Need.SIGN, fx.Graph(), fx.Graph())
     lines = section(printed(graph.replace(encodings=(codec,))), "operators")
-    assert [line.endswith("sin encoded by bits") for line in lines] == [True, False]
+    assert ["sin encoded by bits" in line for line in lines] == [True, False]
 
 
 @pytest.mark.parametrize("route", ROUTES)
