@@ -174,15 +174,21 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
 def _lines_of_callers() -> Iterator[None]:
     """Within this context, traced operators that no ``forward`` calls, such as those of a loss function, have lines.
 
-    torch keeps the lines of functions named "forward". Where there are none, those between roamc's first call and the
-    operator are kept that are neither roamc's nor torch's, which writes some of its functions as a string.
+    torch keeps the lines of functions named "forward". Where there are none, those between :func:`trace` and the
+    operator are kept that are neither roamc's nor torch's (some are written as a string). Losses of the
+    command line's models are kept; what called roamc, such as the package that reads its command line, is not.
     """
     own, torchs = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+    models = os.path.join(own, "cli", "")
     of_modules = PythonKeyTracer._filter_traceback_frames
 
     def kept(tracer: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
-        within = itertools.dropwhile(lambda frame: not frame.filename.startswith(own), frames)
-        callers = [frame for frame in within if not frame.filename.startswith((own, torchs, "<string>"))]
+        within = itertools.dropwhile(lambda frame: (frame.filename, frame.name) != (__file__, trace.__name__), frames)
+        callers = [
+            frame
+            for frame in within
+            if frame.filename.startswith(models) or not frame.filename.startswith((own, torchs, "<string>"))
+        ]
         return of_modules(tracer, frames) or traceback.StackSummary.from_list(callers)
 
     with mock.patch.object(PythonKeyTracer, "_filter_traceback_frames", kept):

@@ -58,6 +58,13 @@ def run(*arguments: str, code: int = 0) -> Any:
     return result
 
 
+def test_operators_of_the_loss_name_its_line_and_not_that_of_the_package_that_reads_the_command_line() -> None:
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--batch", "2", "--seq", "8", "--vocab", "32")
+    source = run("explain", "gpt", *small, "--source").stdout
+    assert set(re.findall(r"# (\w+\.py):\d+", source)) == {"zoo.py"}
+    assert re.search(r"nll_loss_forward\w*\(.*  # zoo\.py:", source)
+
+
 def test_version() -> None:
     assert run("--version").stdout.strip() == f"roamc {roamc.__version__}"
 
