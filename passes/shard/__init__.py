@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators
 from roamc.operators.schemas import group_of
 from roamc.options import Options
@@ -73,8 +74,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
     Raises:
         PlanError: the graph lacks a value that the decision names, the value cannot be computed from rows, the group
-            has another number of ranks, or a value that the decision leaves out would have to be sharded.
+            has another number of ranks, a value that the decision leaves out would have to be sharded, or the ranks
+            divide the tokens of a region that is said to stay whole.
     """
+    names = {node.name for node in operators(graph.graph)}
+    for name, ranks, tokens in decision.uneven:
+        if name not in names or ranks < 2 or tokens < 1 or tokens % ranks == 0:
+            raise PlanError(f"{tokens} tokens of {name!r} are not left whole for {ranks} ranks: plan again")
     uneven = [
         f"shard: {tokens} tokens are left whole on each of {ranks} ranks, which do not divide them: the next number of "
         f"tokens that fits is {tokens + -tokens % ranks}"

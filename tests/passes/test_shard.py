@@ -166,6 +166,12 @@ def test_tokens_that_the_ranks_do_not_divide_stay_whole_with_a_note(monkeypatch:
     assert "48 tokens are left whole on each of 5 ranks" in note
 
 
+@pytest.mark.parametrize("said", [("all_reduce", 0, 48), ("all_reduce", 2, 48), ("all_reduce", 5, -1), ("no", 5, 48)])
+def test_what_does_not_stay_whole_is_refused(said: tuple[str, int, int]) -> None:
+    with pytest.raises(PlanError, match="are not left whole"):
+        shard.apply(captured("gpt"), Decision(uneven=(said,)))
+
+
 def test_groups_of_other_names_have_the_same_plan() -> None:
     first, second = captured("gpt"), captured("gpt")
     for node in operators(second.graph):
