@@ -144,8 +144,13 @@ def with_copies(graph: TrainGraph, decision: Decision) -> TrainGraph:
         return graph
     nodes = {node.name: node for node in operators(graph.graph)}
     writer = Writer(dict(graph.phase))
+    groups_of: dict[str, list[tuple[str, ...]]] = {name: [] for name, _, _ in decision.copies}
+    for names in decision.groups:
+        for name in dict.fromkeys(names):
+            if name in groups_of:
+                groups_of[name].append(names)
     for name, original, before in decision.copies:
-        groups = [names for names in decision.groups if name in names and before in names]
+        groups = [names for names in groups_of[name] if before in names]
         if len(groups) != 1 or original not in nodes or before not in nodes or name in nodes:
             raise PlanError(f"this graph has no operators {original}, {before} of which {name} could be a copy inside")
         first, at = nodes[original], nodes[before]

@@ -72,7 +72,7 @@ class Ledger:
             made = (at for at, _ in tensors_of(member) if (member, at) not in results)
             hidden = {self.memory.owner[member.name, at] for at in made}.intersection(operator.births, self._row)
             self._nbytes[[self._row[birth] for birth in sorted(hidden)]] = 0
-        undo = self._moved(touched)
+        undo = self._moved(sorted(touched))
 
         def back() -> None:
             self._runs, self._nbytes = before, sized

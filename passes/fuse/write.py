@@ -47,9 +47,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         part = graph.phase[names[-1]]
         node = site.write(members)
         phase[node.name] = part
-        gradient = next((waits.pop(name) for name in names if name in waits), None)
-        waits = {name: made for name, made in waits.items() if name not in names}
-        waits |= {} if gradient is None else {node.name: gradient}
+        gradients = [waits.pop(name) for name in names if name in waits]  # one and the same, see Site.unfit
+        if gradients:
+            waits[node.name] = gradients[0]
         for name in {member.name for member in members} - {node.name}:
             nodes.pop(name)
     left = {node.name for node in operators(graph.graph)}
@@ -179,7 +179,8 @@ class Site:
         """Say which operator outside would run on the other side of a write than it does now; "" if none would."""
         inside, place = set(members), self.position[self.place(members)]
         for node in (node for node in members if not ops.is_view(node.target)):
-            for own in {own for value in (node, *node.all_input_nodes) for own in value.meta.get(STORAGES, ())}:
+            used = (own for value in (node, *node.all_input_nodes) for own in value.meta.get(STORAGES, ()))
+            for own in dict.fromkeys(used):
                 mine = (node, True) in self.touched.get(own, ())
                 for other, writes in self.touched.get(own, ()):
                     if other in inside or not (mine or writes):

@@ -38,7 +38,7 @@ class Versions:
 
     def now(self, node: fx.Node) -> fx.Node:
         """Return the node of the body that has what lies in ``node``, of the outer graph, behind all writes so far."""
-        return next((self._written[own] for own in _ids(node) if own in self._written), None) or self._copies[node]
+        return self.written(node) or self._copies[node]
 
     def written(self, node: fx.Node) -> fx.Node | None:
         """Return the node of the body with the last value that was written to ``node``; None if nothing was."""
