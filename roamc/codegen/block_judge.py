@@ -374,7 +374,7 @@ class _Run:
             if (piece.shape, piece.strides, piece.starts.tolist()) != (need.sizes, need.strides, [need.offset]):
                 self._fault(Verdict.ELEMENTS, f"{name} is not the whole {need.value.name}")
             return
-        starts, step = self._numbers(node, name, piece, need.columns)
+        starts, step = self._numbers(node, name, piece)
         wanted = need.starts[self.rows]
         wrong = np.argwhere(np.broadcast_to(starts != wanted, self.rows.shape))
         if len(wrong):
@@ -386,7 +386,7 @@ class _Run:
             said = f"columns of {name} lie {step} elements of {need.value.name} apart, and not {need.step}"
             self._fault(Verdict.ELEMENTS, said)
 
-    def _numbers(self, node: fx.Node, name: str, piece: _Piece, columns: int) -> tuple[Int64s, int]:
+    def _numbers(self, node: fx.Node, name: str, piece: _Piece) -> tuple[Int64s, int]:
         """The number of the element of its value at which each row of a piece begins, and the step between columns."""
         rowwise, names = rows_of(node)
         if name in {names[at] for at in rowwise.per_row}:

@@ -29,7 +29,6 @@ from roamc.operators.schemas import name_of
 from roamc.operators.table import Rowwise
 
 Int64s = npt.NDArray[np.int64]
-Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -171,11 +171,11 @@ class _Run:
         self.over = dict(
             zip(over, results[len(results) - len(over) :], strict=True)
         )  # operand to what is written there
-        self._check_apart(where)
+        self._check_apart()
         sums = {at: node for at, node in enumerate(results) if is_sum_over_rows(node)}
         self.partials = PartialRows(sums, self.text.programs, self.columns, self.programs, self.wide) if sums else None
 
-    def _check_apart(self, where: Sequence[Place]) -> None:
+    def _check_apart(self) -> None:
         """Check that nothing else is stored where an operand is written."""
         for operand, node in self.over.items():
             for output in self.outputs.values():

@@ -86,6 +86,10 @@ class Walk:
         summed: terms that are summed over ranks in one piece, to the positions at which this begins, one for each time.
         effects: terms of random operators, of writes, and of operators with another effect, in graph order.
         writes: storage to the terms that were written to it, in graph order.
+        gathers: storage of what is gathered, views of it included, to the gather's name and phase.
+        draws: number of random operators so far.
+        last_sum: place, in :attr:`summed` of the captured graph, of the last sum over ranks that was made in one piece.
+        same: group to whether all its ranks have the same of a term, as far as that was asked for.
     """
 
     def __init__(self, terms: Terms, graph: TrainGraph, after: str, captured: Walk | None = None) -> None:

@@ -29,7 +29,6 @@ class Terms:
     def __init__(self) -> None:
         self._number: dict[tuple[object, ...], Term] = {}
         self._key: list[tuple[object, ...]] = []
-        self._shared: dict[object, _Shared] = {}
 
     def of(self, *key: object) -> Term:
         """Return the term that is made of ``key``: words, literals, terms and tuples of them."""
@@ -76,9 +75,7 @@ class Terms:
             summed: terms of all sums over ranks.
             gradients: pairs of an input and its gradient.
         """
-        if group not in self._shared:
-            self._shared[group] = _Shared(self, group, summed, gradients)
-        return self._shared[group].holds
+        return _Shared(self, group, summed, gradients).holds
 
 
 class _Shared:

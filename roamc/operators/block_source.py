@@ -208,7 +208,7 @@ class _Writer:
         steps = blocks.result_steps(node, self.matrix) or (0, 0)
         arguments = self._arguments(node, steps)
         self.seen[node], self.names[node] = steps, self._place(node, steps)
-        called = self._constant(_function_name(node, function), function)
+        called = self._constant(_function_name(function), function)
         line = source_line(node)
         comment = f"  # {line}" if line else ""
         return f"{called}({', '.join([*arguments, f'{keyword_of_result}={self.names[node]}'])}){comment}"
@@ -278,7 +278,7 @@ class _Writer:
         return known
 
 
-def _function_name(node: fx.Node, function: Any) -> str:
+def _function_name(function: Any) -> str:
     schema = getattr(function, "_schema", None)
     if schema is None:
         return str(function.__name__)
