@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+_EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Group to how often its ranks have exchanged texts."""
 
 
 def ranks_in(group_name: Any) -> int | None:
@@ -27,6 +31,44 @@ def rank_in(group_name: Any) -> int:
     if group is None:
         raise RuntimeError(f"no group of ranks is called {group_name!r}: torch.distributed is not initialized")
     return int(group.rank())
+
+
+def numbers_in(group_name: Any) -> list[int]:
+    """Return the numbers, among all ranks of the job, of the ranks in the group of a collective."""
+    return list(torch.distributed.get_process_group_ranks(_group(group_name)))
+
+
+def exchanged(group_name: Any, text: str) -> list[str | None]:
+    """Return what each rank of a group calls this function with, by position; every rank must call it.
+
+    Texts go by the store in which the ranks of the group have found each other. Collectives of the group are left
+    alone: a rank that runs one in the meantime, as its program is another one, is missed here, and nothing is mixed up.
+
+    Args:
+        group_name: as for :func:`ranks_in`.
+        text: what the other ranks get.
+
+    Returns:
+        A text for each rank; None for a rank that has not called within the timeout of the process group.
+    """
+    from torch.distributed import distributed_c10d
+
+    group = _group(group_name)
+    ranks, (kind, store) = int(group.size()), distributed_c10d._world.pg_map.get(group, ("", None))
+    if kind == "fake" or ranks == 1:  # one process that stands for all
+        return [text] * ranks
+    if store is None:
+        texts: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(texts, text, group)
+        return texts
+    count = _EXCHANGES[group] = _EXCHANGES.get(group, 0) + 1
+    keys = [f"roamc/{count}/{position}" for position in range(ranks)]
+    store.set(keys[int(group.rank())], text)
+    try:
+        store.wait(keys)
+    except RuntimeError:  # the timeout
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    return [store.get(key).decode() for key in keys]
 
 
 def _group(group_name: Any) -> Any:

@@ -57,3 +57,7 @@ class UnfinishedError(RoamcError, RuntimeError):
 
 class StaleError(RoamcError):
     """A compiled module has changed since it was planned, and torch did not compile it again."""
+
+
+class RanksError(RoamcError, RuntimeError):
+    """Ranks that share the work on one batch have other inputs, parameters, random states or plans; says which."""

@@ -32,6 +32,7 @@ FIRST: dict[str, int] = {
     "tests/cli/test_zoo.py::test_model_is_planned_without_weights": 3,
     "tests/codegen/test_group_judge.py::test_groups_that_fit_pass_and_forced_ones_pass_only_with_right_numbers": 3,
     "tests/cost/test_cost.py::test_every_operator_of_the_models_has_a_price": 2,
+    "tests/end_to_end/test_agreement.py::test_ranks_that_have_other_values_are_refused_on_all_ranks": 1,
     "tests/end_to_end/test_budget.py::test_budget_leaves_every_bit": 1,
     "tests/end_to_end/test_changes.py::test_nothing_has_changed": 6,
     "tests/end_to_end/test_eager_peak.py::test_eagers_peak_is_what_the_allocator_sees": 12,

@@ -17,7 +17,8 @@ than by an all-reduce, so last bits may differ: the pass runs where the user ask
 :mod:`roamc.graph.shard_judge` checks what it has written.
 
 Every parameter that meets a sharded value element by element, such as the weight of a norm, must be the same on all
-ranks, and so must be the batch and the states of random generators; see :mod:`roamc.passes.shard.varying`.
+ranks, and so must be the batch and the states of random generators; see :mod:`roamc.passes.shard.varying`. The ranks
+compare them before the first step: :mod:`roamc.passes.shard.agree` says what, :mod:`roamc.runtime.agreement` does it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, operators
+from roamc.graph import Agreement, TrainGraph, operators
 from roamc.operators.schemas import group_of
 from roamc.options import Options
 from roamc.passes.shard import choose
+from roamc.passes.shard.agree import agreement
 from roamc.passes.shard.rules import Form
 from roamc.passes.shard.traffic import traffic
 from roamc.passes.shard.write import Region, sharded
@@ -87,10 +89,22 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         for _, ranks, tokens in decision.uneven
     ]
     notes: list[str] = []
+    captured = graph
     for region in map(Region._make, decision.regions):
         before, graph = graph, sharded(graph, region)
         notes.append(_told(before, graph, region))
-    return graph.replace(notes=(*graph.notes, *notes, *uneven)) if notes or uneven else graph
+    if not notes and not uneven:
+        return graph
+    return graph.replace(notes=(*graph.notes, *notes, *uneven), agreements=_agreements(captured, decision))
+
+
+def _agreements(graph: TrainGraph, decision: Decision) -> tuple[Agreement, ...]:
+    """What the ranks of each group must have the same of; ranks whose regions stay whole compare their decision."""
+    groups = {node.name: group_of(node) for node in operators(graph.graph)}
+    sharded_by: dict[object, list[str]] = {groups[first]: [] for first, *_ in decision.uneven if first in groups}
+    for first, _, _, shards, sums in decision.regions:
+        sharded_by.setdefault(groups[first], []).extend((*shards, *sums))
+    return tuple(agreement(graph, group, names, repr(decision)) for group, names in sharded_by.items())
 
 
 def _told(before: TrainGraph, now: TrainGraph, region: Region) -> str:

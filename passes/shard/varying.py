@@ -113,15 +113,15 @@ def _spread(graph: TrainGraph, group: object, parts: set[fx.Node]) -> frozenset[
     differ = set(parts)
     for node in operators(graph.graph):
         same = node.target in SAME_AFTER and group_of(node) == group
-        if not same and not differ.isdisjoint(_read(node)):
+        if not same and not differ.isdisjoint(read(node)):
             differ.add(node)
     return frozenset(differ)
 
 
-def _read(node: fx.Node) -> set[fx.Node]:
-    """The arguments of which ``node`` reads more than the shape."""
+def read(node: fx.Node) -> set[fx.Node]:
+    """Return the arguments of which ``node`` reads more than the shape."""
     rule = ops.rule(node.target)
     shapes = (*rule.shape_of, *((0,) if rule.broadcasts else ()))
-    read: set[fx.Node] = set()
-    fx.map_arg(([value for at, value in enumerate(node.args) if at not in shapes], node.kwargs), read.add)
-    return read
+    found: set[fx.Node] = set()
+    fx.map_arg(([value for at, value in enumerate(node.args) if at not in shapes], node.kwargs), found.add)
+    return found

@@ -5,6 +5,7 @@ the arena. ``rewrite`` writes nodes, ``verify`` and ``value_flow`` check what a 
 """
 
 from roamc.graph.train_graph import (
+    Agreement,
     Encoding,
     Phase,
     Port,
@@ -24,6 +25,7 @@ from roamc.graph.train_graph import (
 )
 
 __all__ = [
+    "Agreement",
     "Encoding",
     "Phase",
     "Port",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from roamc.operators.schemas import group_of, name_of
 PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Objects of torch whose text is their value."""
 
+_GPU = re.compile(r"\bcuda:\d+\b")
+
 
 def fingerprint(graph: TrainGraph) -> str:
     """Return a hash, in hexadecimal, of all in ``graph`` that plans depend on; it is the same in every process.
@@ -29,12 +32,20 @@ def fingerprint(graph: TrainGraph) -> str:
     It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
     elements of tensors that the graph holds are no part of it.
     """
-    digest = hashlib.sha256("\n".join(_lines(graph.module)).encode())
+    digest = hashlib.sha256("\n".join(_lines(graph.module, graph.graph.nodes)).encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
     digest.update("|".join(_shared(graph.graph)).encode())
     return digest.hexdigest()
+
+
+def text_of(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> str:
+    """Return one line for each of ``nodes``, which are of the graph of ``module``: the same on every rank.
+
+    A line has the node's name, operator, arguments and geometry. Groups of ranks and GPUs have no names in it.
+    """
+    return _GPU.sub("cuda", "\n".join(_lines(module, nodes)))
 
 
 def _shared(graph: fx.Graph) -> list[str]:
@@ -46,10 +57,13 @@ def _shared(graph: fx.Graph) -> list[str]:
     return [f"{name} in {other}" for name, other in pairs if name != other]
 
 
-def _lines(module: fx.GraphModule) -> list[str]:
-    """One line for each node. Groups of ranks have other names on other ranks: they count by where they come first."""
+def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> list[str]:
+    """One line for each of ``nodes``.
+
+    Groups of ranks have other names on other ranks: they count by where they come first.
+    """
     lines, groups = [], dict[str, str]()
-    for node in module.graph.nodes:
+    for node in nodes:
         geometry = [_geometry(tensor) for _, tensor in tensors_of(node)]
         kept = "|kept" if is_kept(node) else ""
         held = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
@@ -95,5 +109,5 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor{_geometry(value)}"
     if isinstance(value, fx.GraphModule):
-        return f"graph({'; '.join(_lines(value))})"
+        return f"graph({'; '.join(_lines(value, value.graph.nodes))})"
     return name_of(value)

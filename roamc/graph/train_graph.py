@@ -97,6 +97,25 @@ class Encoding:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What all ranks of a group must have the same of, because the graph gives other numbers where they do not.
+
+    Attributes:
+        group: the group's name, as operators are called with it.
+        inputs: names of the placeholders whose values must be the same.
+        held: names of the module's own tensors that must be the same.
+        draws: phase and device of the random operators whose numbers must be the same.
+        digest: hash, in hexadecimal, of what was decided and of the operators that must be the same.
+    """
+
+    group: Any
+    inputs: tuple[str, ...]
+    held: tuple[str, ...]
+    draws: tuple[tuple[Phase, torch.device], ...]
+    digest: str
+
+
+@dataclass(frozen=True)
 class TrainGraph:
     """One training step, or the forward and backward of one module, as ATen operators.
 
@@ -121,6 +140,8 @@ class TrainGraph:
             both keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
         layout: offsets in the arena; None until the layout pass has run.
         encodings: the storages that some readers read from a smaller form.
+        agreements: what ranks must have the same of, at most one for each group;
+            :mod:`roamc.runtime.agreement` compares it before the first step.
     """
 
     name: str
@@ -139,6 +160,7 @@ class TrainGraph:
     reuse: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
+    agreements: tuple[Agreement, ...] = field(default=(), repr=False)
 
     @property
     def graph(self) -> fx.Graph:

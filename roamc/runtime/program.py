@@ -24,7 +24,7 @@ from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
 from roamc.operators import kernels, ops
 from roamc.planning.planned import Planned
-from roamc.runtime import blocks, fallback
+from roamc.runtime import agreement, blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
 from roamc.runtime.whole_storage import extent_of, own, put, together
 
@@ -74,8 +74,23 @@ class Executable:
         self._on_failure = on_failure
         self._dtypes = {name: _dtypes(entry) for name, entry in self.program.entries.items()}
         self._checked: set[str] = set()
+        self._agreed: set[str] = set()
         self._plain: dict[str, fallback.Boxed] = {}
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
+
+    def agree(self, entry: str, args: Sequence[Any]) -> None:
+        """Compare with the other ranks what they must have the same of, before function ``entry`` first runs.
+
+        Args:
+            entry: name of the function: "step", "forward" or "backward".
+            args: one value per parameter of the function.
+
+        Raises:
+            RanksError: the ranks have other values; they compare again in the next call.
+        """
+        if self.planned.graph.agreements and entry not in self._agreed:
+            agreement.check(self.planned.graph, self.program.entries[entry], args)
+            self._agreed.add(entry)
 
     def arena(self) -> Arena | None:
         """Take an arena for a step, which the caller gives back by ``pool.release``.
@@ -268,6 +283,7 @@ class Whole:
         Raises:
             Exception: as :meth:`Executable.run` raises.
         """
+        self.executable.agree("step", args)
         arena = None if self.executable.broken else self.executable.arena()
         if arena is None:
             return self.executable.run_plain("step", args)
@@ -332,6 +348,7 @@ class Pair:
         Raises:
             Exception: as :meth:`Executable.run` raises.
         """
+        self.executable.agree("forward", args)
         pool = self.executable.pool
         arena = None if self.executable.broken else self.executable.arena()
         if arena is None:
@@ -382,6 +399,7 @@ class Pair:
             Exception: as :meth:`Executable.run` raises.
         """
         self._warn_of_threads()
+        self.executable.agree("backward", args)
         pool = self.executable.pool
         saved = [args[index] for index in self.in_arena]
         found = pool.take(saved[0]) if saved else None

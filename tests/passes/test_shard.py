@@ -22,7 +22,7 @@ from roamc.options import Options, parse_options
 from roamc.passes import shard
 from roamc.passes.shard import Decision, choose
 from tests.graphs import joint_graph, traced
-from tests.parallel import BOUND, KINDS, batch, build, worst_error
+from tests.parallel import BOUND, COLUMNS, KINDS, ROWS, batch, build, worst_error
 from tests.shards import COLLECTIVES, captured, counted, inputs_of, normal_form, one_rank, run_ranks, split
 
 aten = torch.ops.aten
@@ -180,6 +180,58 @@ def test_groups_of_other_names_have_the_same_plan() -> None:
     assert fingerprint(first) == fingerprint(second)
     assert shard.decide(first, SEQUENCE) == shard.decide(second, SEQUENCE)
     assert fingerprint(on_shards(first)) == fingerprint(on_shards(second))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_compare_what_is_no_part_and_the_random_numbers(kind: str) -> None:
+    graph = captured(kind)
+    (agreement,) = on_shards(graph).agreements
+    names = [name for name, _ in build(kind, 1).named_parameters()]
+    whole = [f"primals_{at}" for at, name in enumerate(names, 1) if not _is_part(name)]
+    head = [f"primals_{names.index('head.weight') + 1}"]
+    assert set(agreement.inputs) <= {*whole, f"primals_{len(names) + 1}", "tangents_1"}
+    assert set(agreement.inputs) >= {*whole, f"primals_{len(names) + 1}", "tangents_1"} - {*head, *_biases(names)}
+    assert [(phase.name, device.type) for phase, device in agreement.draws] == (
+        [("FORWARD", "cpu")] if kind == "bert" else []
+    )
+
+
+def _is_part(name: str) -> bool:
+    layer, _, kind = name.rpartition(".")
+    layer = layer.rpartition(".")[2]
+    return layer in COLUMNS or (layer in ROWS and kind == "weight")
+
+
+def _biases(names: Sequence[str]) -> set[str]:
+    """Inputs on which the values on shards need not depend, such as a bias that is added behind them."""
+    return {f"primals_{at}" for at, name in enumerate(names, 1) if name.endswith("bias")}
+
+
+def test_ranks_do_not_compare_parts_without_a_gradient() -> None:
+    """Nothing in a graph without backward says that the first product, its bias and the last are parts."""
+
+    def step(x: Tensor, up: Tensor, bias: Tensor, part: Tensor, gain: Tensor, last: Tensor) -> Tensor:
+        return (reduced((x @ up + bias).relu(), part) * gain).view(24, 8) @ last
+
+    graph = traced(step, X, W, torch.zeros(8), W, torch.zeros(8), W)
+    (agreement,) = on_shards(graph).agreements
+    gain = [node.name for node in graph.graph.nodes if node.op == "placeholder"][4]
+    assert agreement.inputs == (gain,)
+    assert agreement.draws == ()
+
+
+def test_what_ranks_compare_has_no_names_of_groups_and_gpus_and_has_numbers() -> None:
+    def hashed(group: str, number: float) -> str:
+        def step(x: Tensor, w: Tensor) -> Tensor:
+            y = COLLECTIVES.all_reduce(x @ w, "sum", group) * number
+            return y.relu() @ w
+
+        found = traced(step, W, W)
+        (agreement,) = on_shards(found).agreements
+        assert agreement.group == group
+        return agreement.digest
+
+    assert hashed("0", 2.0) == hashed("17", 2.0) != hashed("0", 3.0)
 
 
 def test_the_captured_graph_stays_as_it_is() -> None:

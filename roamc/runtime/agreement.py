@@ -1,0 +1,142 @@
+"""Ranks compare what they must have the same of, before the first step of a program on shards.
+
+A program on shards gives the numbers of the captured graph if all ranks of the group have the same batch, the same
+values of the parameters that are no parts, and the same states of random generators; see
+:class:`roamc.graph.Agreement`. Nothing in a graph says whether they do: each rank hashes what it has, and the hashes
+are compared, once for each program and each of its functions. Every rank of the group gets the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from roamc.codegen.source import Entry
+from roamc.compat_groups import exchanged, numbers_in
+from roamc.errors import RanksError
+from roamc.graph import Agreement, Phase, TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.operators.random import save_rng_state
+from roamc.operators.schemas import group_of, name_of
+
+CHUNK = 1 << 24
+"""Bytes of a tensor that are copied to the CPU and hashed at a time."""
+
+PLAN = "plan (sizes of the batch, model or options)"
+
+Hashes = dict[str, str]
+"""What is compared, in words, to the hash of it."""
+
+
+def check(graph: TrainGraph, entry: Entry, args: Sequence[Any]) -> None:
+    """Compare what the ranks have, before a function of the program of ``graph`` runs for the first time.
+
+    Args:
+        graph: the planned graph.
+        entry: the function.
+        args: what it is called with, one value for each parameter.
+
+    Raises:
+        RanksError: the ranks of a group have other values, or a rank does not come to compare them.
+    """
+    for agreement in graph.agreements:
+        mine = _hashes(graph, agreement, entry, args)
+        if not mine:
+            continue
+        brief = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+        if len(set(_of_all(graph, agreement, brief))) > 1:
+            all_hashes = [json.loads(text) for text in _of_all(graph, agreement, json.dumps(mine))]
+            raise RanksError(_said(graph, agreement, all_hashes))
+
+
+def _of_all(graph: TrainGraph, agreement: Agreement, text: str) -> list[str]:
+    """What every rank of the group has in the place of ``text``.
+
+    Raises:
+        RanksError: a rank is missing.
+    """
+    texts = exchanged(agreement.group, text)
+    numbers = numbers_in(agreement.group)
+    missing = [number for number, found in zip(numbers, texts, strict=True) if found is None]
+    if missing:
+        raise RanksError(
+            f"{graph.name} is on shards, and {_ranks(missing)} of the group of {_ranks(numbers)} ran something else "
+            "and did not compare its batch within the timeout of the process group: give all ranks of the group the "
+            "same batch and options, or set shard='off'"
+        )
+    return [found for found in texts if found is not None]
+
+
+def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, str]]) -> str:
+    """The error for ranks that have other hashes than the first of their group."""
+    numbers = numbers_in(agreement.group)
+    first, parts = found[0], []
+    by_difference: dict[tuple[str, ...], list[int]] = {}
+    for number, other in zip(numbers, found, strict=True):
+        differ = tuple(name for name in dict.fromkeys((*first, *other)) if first.get(name) != other.get(name))
+        by_difference.setdefault((PLAN,) if PLAN in differ else differ, []).append(number)
+    for names, ranks in by_difference.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            what = f"another {', '.join(names[:3])}{more} than rank {numbers[0]}"
+            parts.append(f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
+    return (
+        f"{graph.name} is on shards, and {'; '.join(parts)}: give all ranks of the group the same batch, "
+        "parameters and seed (torch.manual_seed), or set shard='off'"
+    )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _hashes(graph: TrainGraph, agreement: Agreement, entry: Entry, args: Sequence[Any]) -> Hashes:
+    """What this rank has, for one function of the program; empty if there is nothing to compare."""
+    ports = {node.name: port for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
+    found: Hashes = {}
+    if Phase.FORWARD in entry.phases:
+        found[PLAN] = hashlib.sha256(
+            "\n".join((agreement.digest, *_collectives(graph, agreement))).encode()
+        ).hexdigest()
+        for name in agreement.held:
+            found[f"constant {name!r}"] = _hash(attribute(graph.module, name))
+    for node, value in zip(entry.parameters, args, strict=True):
+        port = ports.get(node.name)
+        if port is not None and node.name in agreement.inputs and port.phase in entry.phases:
+            found[f"{port.role.value} {port.name}{_kind(value)}"] = _hash(value)
+    for phase, device in agreement.draws:
+        if phase in entry.phases:
+            found[f"state of random numbers on {device.type}"] = _hash(save_rng_state(device))
+    return found
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f" ({str(value.dtype).removeprefix('torch.')} {list(value.shape)})"
+
+
+def _collectives(graph: TrainGraph, agreement: Agreement) -> Iterator[str]:
+    """A line for each collective of the group, in the order in which they run."""
+    for node in operators(graph.graph):
+        if group_of(node) == agreement.group:
+            sizes = "" if "all_to_all" in name_of(node.target) else [tuple(t.shape) for _, t in tensors_of(node)]
+            dtypes = [str(tensor.dtype) for _, tensor in tensors_of(node)]
+            yield f"{name_of(node.target)} {graph.phase[node.name].name} {dtypes} {sizes}"
+
+
+def _hash(value: Any) -> str:
+    """A hash of a tensor's bytes, dtype and shape, of a generator's state, or of a number's text."""
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if not isinstance(value, torch.Tensor):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+    with torch.no_grad():
+        dense = value.detach().resolve_conj().resolve_neg().contiguous()
+        for part in dense.view(-1).view(torch.uint8).split(CHUNK):
+            digest.update(part.cpu().numpy())
+    return digest.hexdigest()

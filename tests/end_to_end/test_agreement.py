@@ -1,0 +1,91 @@
+"""Two ranks on shards that do not have the same: an error on both, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.end_to_end.ranks import run_ranks
+from tests.parallel import Columns, Rows
+
+SCRIPT = """
+from tests.end_to_end.test_agreement import tried
+for change in sys.argv[5:]:
+    torch._dynamo.reset()
+    print(f"[{rank}] {change}:", tried(sys.argv[4], change), flush=True)
+"""
+TOLD = {
+    "own part": "",
+    "batch": "another input primals_1 (float32 [4, 7, 8])",
+    "weight of the norm": "another parameter ",
+    "seed": "another state of random numbers on cpu",
+    "size": "another plan ",
+}
+"""What rank 1 has in another way, and what both ranks are told."""
+
+CASES = {
+    "quick": ("roamc", "own part", "batch", "seed"),
+    "all by optimize": ("optimize", *TOLD),
+    "all": ("roamc", *TOLD),
+}
+"""Name to the way in and what is changed."""
+
+
+class Tiny(nn.Module):
+    """Two products that the ranks share, a norm and a dropout; ``model(x)`` is a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = Columns(nn.Linear(8, 8)), Rows(nn.Linear(8, 8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.down(self.up(x).relu()) + x), 0.5).square().mean()
+
+
+def tried(way: str, change: str) -> str:
+    """What a step gives in this rank, which differs from rank 0 by ``change`` if it is rank 1."""
+    import torch.distributed as dist
+
+    import roamc
+
+    torch.manual_seed(0)
+    model, x = Tiny(), torch.randn(4, 7, 8)
+    if dist.get_rank() == 1:
+        x = x + 1 if change == "batch" else x[:3] if change == "size" else x
+        changed = {"weight of the norm": model.norm.weight, "own part": model.down.weight}.get(change)
+        if changed is not None:
+            changed.data += 1
+    options: dict[str, Any] = {"strict": True, "shard": "sequence"}
+    compiled = (
+        roamc.optimize(model, **options)
+        if way == "optimize"
+        else torch.compile(model, backend="roamc", options=options, dynamic=False)
+    )
+    torch.manual_seed(dist.get_rank() if change == "seed" else 7)
+    try:
+        loss = compiled(x)
+    except roamc.RanksError as error:
+        torch.manual_seed(7)
+        return f"refused: {error}" + ("; passes with one seed" * (compiled(x) is not None) if change == "seed" else "")
+    loss.backward()
+    return f"passed with {loss.item()}, shards: {'reduce_scatter' in roamc.plans()[-1].to_json()}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_have_other_values_are_refused_on_all_ranks(case: str, tmp_path: Path) -> None:
+    _, *changes = CASES[case]
+    said = run_ranks(tmp_path, SCRIPT, 2, CASES[case])
+    for change in changes:
+        for rank in (0, 1):
+            (line,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {change}: ")]
+            if TOLD[change]:
+                assert f"refused: Tiny is on shards, and rank 1 has {TOLD[change]}" in line, line
+            else:
+                assert "passed with" in line, line
+                assert line.endswith("shards: True"), line
+    assert said.count("; passes with one seed") == 2
