@@ -276,8 +276,7 @@ class Site:
         group: tuple[Fused, list[fx.Node]],
     ) -> fx.Node:
         """Write a group with several results in front of ``place``; views that are read outside stay, behind it."""
-        inside = set(members)
-        views = [node for node in members if node not in results and self.read_outside(node, inside)]
+        views = self._views_outside(members, results)
         graph = self.graph.graph
         with graph.inserting_before(place):
             node = graph.create_node("call_function", group[0], tuple(group[1]), name=f"{results[-1].name}_group")
@@ -293,6 +292,14 @@ class Site:
             if not member.users and member not in results and member not in views:
                 graph.erase_node(member)
         return node
+
+    def _views_outside(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
+        """The views among ``members`` that are read outside, and those that these are views of, in graph order."""
+        inside, left = set(members), set[fx.Node]()
+        for node in reversed(members):
+            if node not in results and (self.read_outside(node, inside) or not left.isdisjoint(node.users)):
+                left.add(node)
+        return [node for node in members if node in left]
 
 
 def _without_names(members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Hashable:
