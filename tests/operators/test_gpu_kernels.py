@@ -179,6 +179,23 @@ def test_what_is_read_outside_is_a_result_of_the_group_as_well() -> None:
     assert "tl.store(rsqrt_out + row, rsqrt, row < 128)" in group.text.source
 
 
+def viewed_twice(x: Tensor, y: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+    """A product reads a view of a view of a value, as does a group; the first view has no other reader."""
+    rows = (x * 2).view(32, 4, 64).view(-1, 64)
+    return (rows + y.sin()).cos(), rows @ matrix
+
+
+def test_views_of_views_that_are_read_outside_move_with_the_group() -> None:
+    with torch.no_grad():
+        graph = traced(viewed_twice, *on_gpu((8, 16, 64), (128, 64), (64, 64)))
+    before, kept = value_flow.read(graph, Numbers(), "capture"), verify.constraints(graph)
+    graph = fuse.apply(graph, Decision((("mul", "sin", "add", "cos"),)))
+    verify.check_graph(graph, "fuse", kept, deep=True)
+    value_flow.check(graph, before, "fuse", fast=True)
+    (group,) = [node for node in operators(graph.graph) if isinstance(node.target, FusedKernel)]
+    assert len(group.users) == 2
+
+
 def test_what_leaves_a_group_must_not_come_back() -> None:
     with torch.no_grad():
         graph = traced(lambda x, m: (y := x * 2) + (y @ m), *on_gpu((64, 64), (64, 64)))
