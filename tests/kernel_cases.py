@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
+from roamc.operators.shards import own_part
 
 aten = torch.ops.aten
 collective = torch.ops.roamc_collective
@@ -455,6 +456,11 @@ def reduce_scatter_tensor(dtype: torch.dtype) -> list[Call]:
 @cases((*NUMBERS, torch.complex64), collective.broadcast.default)
 def broadcast(dtype: torch.dtype) -> list[Call]:
     return [call(x, 0, alone()) for x in dense(dtype)]
+
+
+@cases((*NUMBERS, torch.complex64), own_part)
+def rows_of_a_rank(dtype: torch.dtype) -> list[Call]:
+    return [call(x, 1, alone()) for x in dense(dtype)]
 
 
 def dense(dtype: torch.dtype) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from roamc.passes import normalize
 from tests.graphs import joint_graph
 from tests.parallel import COLUMNS, ROWS, Model, batch, build
 
-GROUP = "0"
+GROUP = "ranks of this test"  # and no process group of another one
 COLLECTIVES: Any = torch.ops.roamc_collective
 
 

@@ -21,7 +21,7 @@ from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose
 from tests.graphs import traced
-from tests.shards import COLLECTIVES, captured
+from tests.shards import COLLECTIVES, GROUP, captured
 
 aten = torch.ops.aten
 GATHER = COLLECTIVES.all_gather_into_tensor.default
@@ -90,14 +90,14 @@ def gather_dropped(edit: Editor) -> str:
 def scatter_dropped(edit: Editor) -> str:
     """Every rank keeps its own addend of the first all-reduce."""
     node = edit.all(SCATTER)[0]
-    edit.replace(node, edit.insert(node, own_part, node.args[0], 2, "0"))
+    edit.replace(node, edit.insert(node, own_part, node.args[0], 2, GROUP))
     return "own_part.*differs from rank to rank"
 
 
 def whole_as_rows(edit: Editor) -> str:
     """A gathered value stands in the place of rows."""
     node = edit.all(SCATTER)[1]
-    gathered = edit.insert(next(iter(node.users)), GATHER, node, 2, "0")
+    gathered = edit.insert(next(iter(node.users)), GATHER, node, 2, GROUP)
     reader = next(user for user in node.users if user is not gathered)
     edit.replace(node, gathered, lambda user: user is reader)
     return "which is whole, as if it were the rows of a rank"
@@ -155,7 +155,7 @@ def stale_rows(edit: Editor) -> str:
 def summed_twice(edit: Editor) -> str:
     """What the bucket has summed is summed again."""
     pick = next(iter(edit.all(BUCKET)[0].users))
-    again = edit.insert(output_node(edit.graph), SUM, pick, "sum", "0", like=pick)
+    again = edit.insert(output_node(edit.graph), SUM, pick, "sum", GROUP, like=pick)
     edit.replace(pick, again)
     return f"{again.name} .*sums over the ranks what the captured graph does not"
 
@@ -173,7 +173,7 @@ def bias_before_the_sum(edit: Editor) -> str:
 def group_of_another_size(edit: Editor) -> str:
     """A gather of four ranks, of rows of two."""
     node = edit.all(GATHER)[0]
-    node.args = (node.args[0], 4, "0")
+    node.args = (node.args[0], 4, GROUP)
     edit.derive(node)
     return f"{node.name} .*not the rows of these 4 ranks"
 
@@ -222,7 +222,7 @@ def test_collectives_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(choose, "ranks_in", lambda group: 2)
 
     def step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        one, two = (COLLECTIVES.all_reduce(x @ part, "sum", "0") for part in (w, v))
+        one, two = (COLLECTIVES.all_reduce(x @ part, "sum", GROUP) for part in (w, v))
         return (one.relu() * two) @ w
 
     graph = traced(step, torch.zeros(6, 4), torch.zeros(4, 4), torch.zeros(4, 4))
@@ -247,6 +247,6 @@ def test_a_collective_that_nobody_waits_for_is_named(pair: Pair) -> None:
 def test_rows_of_a_value_that_differs_from_rank_to_rank_are_named(pair: Pair) -> None:
     edit = Editor(copied(pair[1]))
     scatter = edit.all(SCATTER)[0]
-    edit.insert(scatter, own_part, scatter.args[0], 2, "0")
+    edit.insert(scatter, own_part, scatter.args[0], 2, GROUP)
     with pytest.raises(VerifyError, match=r"takes rows of .*which differs from rank to rank"):
         check(pair[0], edit.result, "shard")

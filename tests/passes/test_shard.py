@@ -23,7 +23,7 @@ from roamc.passes import shard
 from roamc.passes.shard import Decision, choose
 from tests.graphs import joint_graph, traced
 from tests.parallel import BOUND, COLUMNS, KINDS, ROWS, batch, build, worst_error
-from tests.shards import COLLECTIVES, captured, counted, inputs_of, normal_form, one_rank, run_ranks, split
+from tests.shards import COLLECTIVES, GROUP, captured, counted, inputs_of, normal_form, one_rank, run_ranks, split
 
 aten = torch.ops.aten
 SEQUENCE = Options(shard="sequence")
@@ -282,7 +282,7 @@ W = torch.zeros(8, 8)
 
 def reduced(x: Tensor, w: Tensor) -> Tensor:
     """A sum over the ranks of a product with a part of a matrix."""
-    return COLLECTIVES.all_reduce((x.view(24, 8) @ w).view(4, 6, 8), "sum", "0")  # type: ignore[no-any-return]
+    return COLLECTIVES.all_reduce((x.view(24, 8) @ w).view(4, 6, 8), "sum", GROUP)  # type: ignore[no-any-return]
 
 
 def forms(function: Any, *inputs: Tensor) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ def test_rows_are_told_by_where_they_come_from_and_not_by_sizes() -> None:
     square = torch.zeros(8)
 
     def step(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
-        y = COLLECTIVES.all_reduce(x @ w, "sum", "0") * gain  # 8 tokens of width 8
+        y = COLLECTIVES.all_reduce(x @ w, "sum", GROUP) * gain  # 8 tokens of width 8
         return y @ y
 
     split_values = forms(step, W, W, square)
@@ -306,7 +306,7 @@ def test_rows_are_told_by_where_they_come_from_and_not_by_sizes() -> None:
 def test_what_differs_from_rank_to_rank_is_never_cut() -> None:
     def step(x: Tensor, w: Tensor) -> Tensor:
         y = reduced(x, w).relu()
-        return COLLECTIVES.all_reduce(y / 2 + (y.view(24, 8) @ w).view(4, 6, 8), "sum", "0") * 2
+        return COLLECTIVES.all_reduce(y / 2 + (y.view(24, 8) @ w).view(4, 6, 8), "sum", GROUP) * 2
 
     graph = traced(step, X, W)
     found = on_shards(graph)
