@@ -30,6 +30,7 @@ from roamc.passes.fuse import Effort, inline
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE
 from tests.graphs import traced
+from tests.shards import GROUP
 
 GOLDEN = Path(__file__).parent / "golden"
 X = torch.zeros(64)  # 256 bytes
@@ -112,7 +113,7 @@ def of_shard() -> Example:
     """A norm and a product of what two ranks have summed, and a sum over the tokens."""
 
     def step(x: Tensor, part: Tensor) -> Tensor:
-        whole = torch.ops.roamc_collective.all_reduce((x.view(8, 8) @ part).view(2, 4, 8), "sum", "0")
+        whole = torch.ops.roamc_collective.all_reduce((x.view(8, 8) @ part).view(2, 4, 8), "sum", GROUP)
         norm = F.layer_norm(whole, (8,))
         late = norm.view(8, 8) @ part
         return late.sum() + norm.sum((0, 1)).sum()
