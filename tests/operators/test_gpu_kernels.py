@@ -26,12 +26,13 @@ from roamc.operators.gpu.kernel import kernel_text, unfit
 from roamc.operators.gpu.printed import is_exact
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, choose, write
+from roamc.passes.fuse import Decision
 from roamc.passes.fuse.choose import Finder
 from roamc.passes.fuse.write import Site
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
+from tests.kernel_groups import use_kernels
 from tests.planning.test_pipeline import run_program
 
 aten = torch.ops.aten
@@ -290,10 +291,7 @@ def test_programs_with_several_results_of_a_group_have_the_bits_of_the_operators
     made = Gated(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
     plain, _ = graph_and_inputs(*made, route)
     free = search.run(plain, Options(disable=("fuse", "products")))
-    monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
-    monkeypatch.setattr(write, "kind_of_groups", lambda graph: FusedKernel)
-    monkeypatch.setattr(choose, "_least_bytes", lambda graph, options: 1)
+    use_kernels(monkeypatch)
     graph, inputs = graph_and_inputs(*made, route)
     options = Options(numerics=numerics, disable=("products",), memory_budget=budget)
     planned = search.run(graph, options, deep=True)

@@ -17,9 +17,9 @@ from roamc.operators.gpu import fused_kernel, partial_sums
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import write
 from roamc.planning import search
 from tests.graphs import assert_same, clones, graph_and_inputs, traced
+from tests.kernel_groups import use_kernels
 from tests.operators.test_gpu_kernels import on_gpu, print_alone
 from tests.planning.test_pipeline import run_program
 
@@ -160,10 +160,7 @@ def test_programs_have_the_bits_of_the_operators(
     made = Layers(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
     plain, _ = graph_and_inputs(*made, route)
     free = search.run(plain, Options(disable=("fuse", "products")))
-    monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
-    monkeypatch.setattr(write, "kind_of_groups", lambda graph: FusedKernel)
-    monkeypatch.setattr(fuse.choose, "_least_bytes", lambda graph, options: 1)
+    use_kernels(monkeypatch)
     planned, inputs = graph_and_inputs(*made, route)
     result = search.run(planned, Options(numerics="fast", disable=("products",), memory_budget=budget), deep=True)
     titles = groups(result.graph)

@@ -19,15 +19,14 @@ from roamc.graph.storage_ids import number_result
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
 from roamc.operators.fused import Fused
-from roamc.operators.gpu import fused_kernel
-from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, Effort, choose, inline, write
+from roamc.passes.fuse import Decision, Effort, choose, inline
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.report.fused import grouped
 from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.kernel_groups import use_kernels
 from tests.models import make
 from tests.planning.test_pipeline import run_program
 from tests.random_graphs import random_model
@@ -51,10 +50,7 @@ def any_value_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups of a GPU in programs for a CPU, where their operators run one by one."""
-    monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
-    monkeypatch.setattr(write, "kind_of_groups", lambda graph: FusedKernel)
-    monkeypatch.setattr(choose, "_least_bytes", lambda graph, options: 1)
+    use_kernels(monkeypatch)
 
 
 def decided(function: Callable[..., Any], *inputs: Tensor, phases: str) -> Decision:

@@ -20,13 +20,12 @@ from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
 from roamc.operators.fused import Fused
-from roamc.operators.gpu import fused_kernel
-from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
-from roamc.passes.fuse import Decision, apply, choose, decide, write
+from roamc.passes.fuse import Decision, apply, choose, decide
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, captured_step, clones, run_real, traced
+from tests.kernel_groups import use_kernels
 
 FAST = Options(numerics="fast")
 X = torch.randn(40, 24)
@@ -43,10 +42,7 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups of a GPU on a CPU, where their operators run one by one."""
-    monkeypatch.setattr(fused_kernel, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(fused_kernel, "launcher", lambda text: None)
-    monkeypatch.setattr(write, "kind_of_groups", lambda graph: FusedKernel)
-    monkeypatch.setattr(choose, "_least_bytes", lambda graph, options: 1)
+    use_kernels(monkeypatch)
 
 
 class Small(nn.Module):
