@@ -35,7 +35,7 @@ from roamc.operators.shards import own_part
 from roamc.passes.shard.choose import is_source, maker, picked_forms
 from roamc.passes.shard.rules import Addend, Form, Local, Part, Rows, Whole, local
 from roamc.passes.shard.varying import varying
-from roamc.rewriting.versions import erase_dead, saved_values
+from roamc.rewriting.versions import erase_dead, up_to_date
 
 aten = torch.ops.aten
 
@@ -220,15 +220,13 @@ class _Writer:
         waits = {now.get(name, name): now.get(behind, behind) for name, behind in old.waits.items()}
         gradients = tuple(now.get(name, name) for name in old.gradients)
         erase_dead(self.graph, set(gradients))
-        phase = {node.name: self.phase[node.name] for node in operators(self.graph)}
         new = old.replace(
             module=fx.GraphModule(old.module, self.graph),
-            phase=phase,
             waits=waits,
             gradients=gradients,
             saved=tuple(dict.fromkeys(now[name] for name in old.saved if name in now)),
         )
-        return new.replace(saved=saved_values(new)) if old.boundary else new
+        return up_to_date(new, self.phase)
 
     def _name(self, node: fx.Node, held: Held) -> str | None:
         if held.late:
@@ -378,25 +376,19 @@ class _Writer:
         """This rank's rows of ``whole``, written right behind it, or at the end of the graph so far."""
         last = whole
 
-        def insert(target: Any, *args: Any) -> fx.Node:
+        def insert(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             with self.graph.inserting_after(last) if behind else contextlib.nullcontext():
-                return self._insert(target, (last, *args), {}, phase, target._schema.name.partition("::")[2])
+                return self._insert(target, (last, *args), kwargs, phase, target._schema.name.partition("::")[2])
 
         if expanded:
             last = insert(aten.expand.default, list(expanded))
         shape = tuple(last.meta["val"].shape)
         lead = self.rows.lead(shape) or 0
         if not last.meta["val"].is_contiguous():
-            last = insert(aten.clone.default)
-            if not last.meta["val"].is_contiguous():
-                self._make_contiguous(last)
+            last = insert(aten.clone.default, memory_format=torch.contiguous_format)
         if lead > 1:
             last = insert(aten.view.default, [self.region.tokens, *shape[lead:]])
         return insert(own_part, self.region.ranks, self.group)
-
-    def _make_contiguous(self, copy: fx.Node) -> None:
-        copy.kwargs = {"memory_format": torch.contiguous_format}
-        self._derive(copy)
 
     def _whole(self, node: fx.Node, phase: Phase) -> fx.Node:
         """The value of ``node`` itself, for a reader in ``phase``."""
