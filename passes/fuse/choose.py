@@ -18,7 +18,7 @@ from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import blocks, in_place, ops
 from roamc.operators.fused import fuse
 from roamc.options import Options
-from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.inline import with_inlines
 from roamc.passes.fuse.write import Site, operands_of
 from roamc.units import Bytes
@@ -38,14 +38,11 @@ class Effort:
         least_update_bytes: fewest bytes of a parameter whose update, operators in place, is one group on a CPU. With
             AdamW blocks take 0.84 to 0.91 of the time for parameters of 67 and 154 MB, 0.88 to 1.1 for 13 to 21 MB, and
             1.0 to 1.3 for 2 to 8 MB.
-        most_members: operators in a group at most. A kernel of more takes long to compile, and to choose: each operator
-            that might join is tried with all that have joined. Groups of language models have up to 12.
     """
 
     least_bytes: Bytes = 4 * blocks.BLOCK_BYTES
     least_share: float = 1 / 16
     least_update_bytes: Bytes = 1 << 25
-    most_members: int = 48
 
 
 EFFORT = Effort()
@@ -114,7 +111,7 @@ class Finder:
         if self.site.unfit(members):
             return []
         members = self._update(members)
-        while len(members) < EFFORT.most_members and (larger := self._larger(members)) is not None:
+        while len(members) < MOST_MEMBERS and (larger := self._larger(members)) is not None:
             members = larger
         while sum(node in self.step for node in members) > 1 and self._holds_more(members):
             members = self._smaller(members)
@@ -141,7 +138,7 @@ class Finder:
         if not ops.rule(root.target).mutates:
             return alone
         members, size = alone, root.meta["val"].numel()
-        while len(members) < EFFORT.most_members:
+        while len(members) < MOST_MEMBERS:
             more = (
                 larger for larger in self._larger_by_one(members) if all(_elements(node) == size for node in larger)
             )

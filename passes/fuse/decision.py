@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_MEMBERS = 48
+"""Operators in a group at most, copies included. A kernel of more takes long to compile, and to choose: each operator
+that might join is tried with all that have joined. Groups of language models have up to 12."""
+
 
 @dataclass(frozen=True)
 class Decision:

@@ -24,7 +24,7 @@ from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.results import made_by
 from roamc.options import Options
 from roamc.passes.fuse.copies import Writer, Written, repeats
-from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.ledger import Ledger, Undo
 from roamc.passes.fuse.write import Site
 from roamc.rewriting.expiry import droppable, expiries
@@ -40,13 +40,11 @@ class Effort:
             is the limit as well, so that a step with groups takes no longer than one without.
         most_operators: operators that are copied for one value at most. From its operand, the hyperbolic tangent
             in the approximate GELU takes six.
-        most_members: operators in a group at most, copies included.
         least_bytes: of a value; smaller ones, such as statistics of rows, are worth no copy.
     """
 
     most_added: float = 0.003
     most_operators: int = 8
-    most_members: int = 48
     least_bytes: Bytes = 1 << 16
 
 
@@ -322,7 +320,7 @@ class _Inliner:
 
     def _copy(self, storage: Storage, maker: fx.Node, group: _Group, readers: list[fx.Node], change: _Change) -> bool:
         """Copy ``maker``, which makes ``storage``, into ``group`` in front of its first reader; whether that can be."""
-        if len(group.members) >= EFFORT.most_members:
+        if len(group.members) >= MOST_MEMBERS:
             return False
         if self.ledger.runs_at(group.root) >= self.until[self.ledger.step[maker]]:
             return False
@@ -379,7 +377,7 @@ class _Inliner:
             change: what is changed by it.
         """
         nodes = self.site.with_views(root, set(members))
-        if not nodes or len(members) > EFFORT.most_members or self.site.unfit(nodes):
+        if not nodes or len(members) > MOST_MEMBERS or self.site.unfit(nodes):
             return False
         change.undo.append(self._note(_Group(members, root, frozenset(self.site.results(nodes))), nodes))
         change.took[root] = sum(change.took.pop(part, took) for part, took in parts.items())
