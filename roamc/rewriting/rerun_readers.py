@@ -86,7 +86,7 @@ class _Naming:
         for index in reversed(range(len(self.runs))):
             if self.readers[index]:  # else it is left out, and reads nothing
                 node = self.memory.operators[self.number[self.runs[index].operator]].node
-                for storage in reads_again(self.memory, node) & self.versions.keys():
+                for storage in sorted(reads_again(self.memory, node) & self.versions.keys()):
                     self._note(storage, (self.runs[index].before, index), self.names[index])
         return [(run.before, self._rerun(index)) for index, run in enumerate(self.runs) if self.readers[index]]
 
