@@ -231,7 +231,7 @@ def test_what_ranks_compare_has_no_names_of_groups_and_gpus_and_has_numbers() ->
         assert agreement.group == group
         return agreement.digest
 
-    assert hashed("0", 2.0) == hashed("17", 2.0) != hashed("0", 3.0)
+    assert hashed(GROUP, 2.0) == hashed("other ranks", 2.0) != hashed(GROUP, 3.0)
 
 
 def test_the_captured_graph_stays_as_it_is() -> None:
