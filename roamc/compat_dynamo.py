@@ -56,9 +56,9 @@ def compiled_function() -> str:
 
 
 def eager_caller() -> CodeType | None:
-    """Return the code that calls the function that dynamo compiles now and runs in eager itself, under torch.compile.
+    """Return the code that calls the function that dynamo is compiling, if that caller runs in eager.
 
-    None if it is the function that torch.compile was given, or if dynamo has compiled a part of the caller as well.
+    None if torch.compile was given that function itself, or if dynamo has compiled a part of the caller.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and not _is_entry(frame):

@@ -81,7 +81,13 @@ def _least_bytes(graph: TrainGraph, options: Options) -> float:
 
 
 class Finder:
-    """Finds the group that ends with a node, with a value inside of at least ``least`` bytes."""
+    """Finds the group that ends with a node; knows the groups that were noted before.
+
+    Args:
+        site: the graph, in which no group is written yet.
+        least: fewest bytes of the largest value inside a group.
+        fast: groups may have other last bits than their operators.
+    """
 
     def __init__(self, site: Site, least: float, *, fast: bool) -> None:
         self.site, self.graph, self.kind = site, site.graph, site.kind

@@ -33,14 +33,15 @@ from roamc.units import Bytes, Seconds
 
 @dataclass(frozen=True)
 class Effort:
-    """How far values are rebuilt inside their readers.
+    """How far saved values are rebuilt inside the groups that read them.
 
     Attributes:
-        most_added: share of the step's predicted seconds that copies add at most. Groups save more, and what they save
-            is the limit as well, so that a step with groups takes no longer than one without.
-        most_operators: operators that are copied for one value at most. From its operand, the hyperbolic tangent
-            in the approximate GELU takes six.
-        least_bytes: of a value; smaller ones, such as statistics of rows, are worth no copy.
+        most_added: share of the step's predicted seconds that all copies add at most. What all groups save is a second
+            limit, so that a step with groups takes no longer than one without.
+        most_operators: most operators that are copied for one value. The hyperbolic tangent in the approximate GELU
+            takes six, from the operand of the GELU.
+        least_bytes: bytes of the smallest value that is rebuilt; smaller ones, such as statistics of rows, are worth no
+            copy.
     """
 
     most_added: float = 0.003
@@ -105,9 +106,17 @@ class _Gain:
 
 
 def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Decision:
-    """Return ``decision``, which has groups alone, with copies of what its groups and others can rebuild inside.
+    """Return ``decision`` with copies of operators of forward in groups of backward, so that forward saves fewer bytes.
 
-    ``graph`` stays as it is. Operators that read a rebuilt value, and were in no group, become groups.
+    Args:
+        graph: the graph that the groups are chosen for; stays as it is.
+        decision: groups without copies.
+        options: device profile and numerics.
+
+    Returns:
+        The groups and the copies in them. An operator that reads a copied value and was in no group becomes a group
+        with the copy, and on a CPU a copied operator may join the group of its readers in forward. ``decision`` itself
+        if no copy is worth its time.
     """
     memory = build_memory(graph)
     if not any(storage.nbytes >= EFFORT.least_bytes for storage in memory.saved):

@@ -38,11 +38,11 @@ class Ledger:
         return self._runs.get(node, self.step[node])
 
     def live(self) -> Int64s:
-        """Return the bytes that live at each step."""
+        """Return the live bytes at each step, int64[operators]."""
         return timeline(self._nbytes, self._born, self._dead, len(self.memory.operators))
 
     def saved(self) -> Bytes:
-        """Return the bytes that forward leaves for what comes behind it."""
+        """Return the bytes of storages that are born in forward and die behind it."""
         crossing = (self._born < self.memory.boundary) & (self._dead > self.memory.boundary)
         return int(self._nbytes[crossing].sum())
 
@@ -56,8 +56,11 @@ class Ledger:
 
         Args:
             members: operators of one group.
-            step: at which it runs.
-            results: members and the positions of those of their results that the group has.
+            step: step at which the group runs.
+            results: (member, position of its result) for each result of the group.
+
+        Returns:
+            A function that takes this note back; later notes must have been taken back before.
         """
         before = dict(self._runs)
         sized, touched = self._nbytes, set[int]()
@@ -81,7 +84,11 @@ class Ledger:
         return back
 
     def reread(self, storage: int, gone: Sequence[fx.Node], new: Sequence[fx.Node]) -> Undo:
-        """Note that the nodes ``gone`` no longer read ``storage``, and the nodes ``new`` do."""
+        """Note that the nodes ``gone`` no longer read ``storage``, and the nodes ``new`` do.
+
+        Returns:
+            A function that takes this note back; later notes must have been taken back before.
+        """
         before = self.readers[storage]
         left = dict.fromkeys(node for node in before if node not in gone)
         self.readers[storage] = {**left, **dict.fromkeys(new)}

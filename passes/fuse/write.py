@@ -58,7 +58,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 def kind_of_groups(graph: TrainGraph) -> type[Fused]:
-    """Return how groups run on the device of ``graph``."""
+    """Return the class of groups for the device of ``graph``: :class:`FusedKernel` on CUDA, else :class:`Fused`."""
     return FusedKernel if main_device(graph).type == "cuda" else Fused
 
 
@@ -67,11 +67,13 @@ class Site:
 
     Attributes:
         graph: the graph.
-        kind: how groups run on its device.
-        position: node to its index among all nodes, as counted before groups are written; others between them.
-        made: node to the place where its result exists: just in front of the group's place, if that has several.
-        read: node to the place where it reads: that of its group, if it is in one.
-        fixed: names of nodes that the train graph names, which have to stay.
+        kind: class of its groups, which says how groups run on its device.
+        position: node to its index among all nodes, as counted before groups are written; a node that is inserted later
+            has a number between those of its neighbours.
+        made: node to the position from which on its result exists; for a member of a group with several results, just
+            in front of the place of the group.
+        read: node to the position at which it reads; for a member of a group, the place of the group.
+        fixed: names of nodes that the train graph names, such as gradients and saved values, which have to stay.
         touched: id of a storage that some operator writes over to all operators that read, make or write it, each with
             whether it makes or writes.
         idle: views that nothing reads any longer; their bases are not read for them.
@@ -203,7 +205,7 @@ class Site:
         return any(user not in inside and user not in self.idle for user in node.users)
 
     def note(self, members: Sequence[fx.Node]) -> Callable[[], None]:
-        """Note that ``members`` are one group, for the choice of others; return what takes the note back."""
+        """Note that ``members`` are one group, for the choice of others; return a function that takes the note back."""
         before = [(member, self.read[member], self.made[member]) for member in members]
         place = self.position[self.place(members)]
         several = len(self.results(members)) > 1
@@ -218,7 +220,7 @@ class Site:
         return back
 
     def enter(self, nodes: Sequence[fx.Node]) -> Callable[[], None]:
-        """Give ``nodes``, which were inserted, positions between their neighbours; return what takes them back."""
+        """Give ``nodes``, which were inserted, positions between their neighbours; return a function that undoes it."""
         for node in sorted(nodes):
             behind = node.next
             while behind not in self.position:
@@ -234,7 +236,7 @@ class Site:
         return back
 
     def leave_idle(self, views: Iterable[fx.Node]) -> Callable[[], None]:
-        """Note which of ``views``, and of what they view, nothing reads any longer; return what takes the note back."""
+        """Note which of ``views``, and of the views that they view, nothing reads; return a function that undoes it."""
         found: list[fx.Node] = []
         for view in views:
             while view.op == "call_function" and ops.is_view(view.target) and not self.read_outside(view, set()):
@@ -248,7 +250,7 @@ class Site:
         return back
 
     def write(self, members: Sequence[fx.Node]) -> fx.Node:
-        """Note the group and write it into the graph; return its node."""
+        """Note that ``members`` are one group, and replace them by one node in the graph; return that node."""
         self.note(members)
         root, results, place = blocks.last_of(members), self.results(members), self.place(members)
         group, read = fuse(root, members, self.kind, results)

@@ -37,14 +37,15 @@ Forms = dict[fx.Node, tuple[Form | None, ...]]
 
 @dataclass
 class Found:
-    """A region.
+    """A region: values of one group of ranks and one number of tokens that can be split along the tokens.
 
     Attributes:
-        first: the first all-reduce of it.
+        first: the first all-reduce of it, in graph order.
         group: the group's name, as operators are called with it.
         ranks: how many ranks the group has.
         tokens: how many tokens its values have.
-        forms: form of every sharded value and of every sum.
+        forms: node to the forms of its results, for those with a sharded result or a sum over the ranks; empty if the
+            ranks do not divide the tokens.
     """
 
     first: fx.Node
@@ -60,9 +61,10 @@ class Found:
 
 
 def regions(graph: TrainGraph) -> list[Found]:
-    """Return the regions of ``graph``, also those whose number of tokens the ranks do not divide, without forms.
+    """Return the regions of ``graph``, which stays as it is.
 
-    A region without any operator that works on shards is left out. ``graph`` stays as it is.
+    A region whose number of tokens the ranks do not divide has no forms. One in which no operator works on shards is
+    left out.
     """
     found: list[Found] = []
     taken: set[fx.Node] = set()

@@ -69,9 +69,9 @@ class Held:
 
     Attributes:
         whole: node of the value itself; None if there is none yet.
-        shard: node of this rank's rows.
-        addend: node of what this rank adds to the sum that the value is.
-        rest: node of this rank's rows of another addend, which all ranks agree on.
+        shard: node of this rank's rows; None if there is none.
+        addend: node of this rank's addend, if the value is a sum over the ranks that is not made yet; else None.
+        rest: node of this rank's rows of what is added to that sum, such as a residual; None if nothing is.
         late: whether the value is a view of a sharded one, made where it is read.
     """
 

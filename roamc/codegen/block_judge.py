@@ -52,9 +52,9 @@ def judge_blocks(
 
     Args:
         body: the operators of the group, with fake values.
-        text: the source.
+        text: the source of the group as it runs on a CPU, block by block.
         rows: how many rows a block has.
-        places: where the arguments lie.
+        places: where the arguments lie, one entry for each.
         out: where the result lies; None if there is none.
         writes: positions of the arguments that the last results of ``body`` are written to.
 

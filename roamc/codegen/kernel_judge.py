@@ -67,8 +67,8 @@ def judge_kernel(
     Args:
         body: the operators of the group, with fake values.
         text: the kernel.
-        places: where the arguments lie.
-        outs: where the results lie.
+        places: where the arguments lie, one entry for each.
+        outs: where the results lie, one entry for each.
         writes: positions of the arguments that the last results of ``body`` are written to.
 
     Raises:
@@ -560,7 +560,7 @@ def _wide(node: fx.Node, name: str, value: Any) -> Any:
 
 
 def given_node(node: fx.Node, name: str) -> fx.Node:
-    """Return the argument of a call that has this name."""
+    """Return the argument called ``name`` in the schema of the operator that ``node`` calls; it must be a node."""
     called: Any = node.target
     argument: fx.Node = by_name(called, node.args, node.kwargs)[name]
     return argument

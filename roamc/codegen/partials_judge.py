@@ -27,14 +27,14 @@ FIRST = torch.zeros((), dtype=torch.int32, device="cpu")
 
 
 class PartialRows:
-    """The rows of partial sums that some programs of a kernel store.
+    """The rows of partial sums that those programs of a kernel store which a judge runs.
 
     Args:
         sums: position among the results of the group to the sum over rows there.
         parts: programs of the launch, each of which stores a row for each sum.
-        columns: of the matrix.
+        columns: columns of the group's matrix.
         programs: the numbers of those that run, int64[programs, 1, 1].
-        wide: columns of a block.
+        wide: columns of a block, no fewer than ``columns``.
     """
 
     def __init__(self, sums: Mapping[int, fx.Node], parts: int, columns: int, programs: Tensor, wide: int) -> None:
@@ -46,7 +46,16 @@ class PartialRows:
         self.stored = torch.zeros(shape, dtype=WIDE, device="cpu")
 
     def store(self, places: Tensor, value: Tensor, mask: Tensor | None) -> None:
-        """Check where partial sums are stored, and keep them."""
+        """Keep partial sums that the kernel stores.
+
+        Args:
+            places: where each element is stored, in elements from the first partial sum.
+            value: what is stored.
+            mask: True where it is stored; None for everywhere.
+
+        Raises:
+            GroupFault: a program stores elsewhere than in a row of its own, behind the last column, or twice.
+        """
         active = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask
         active, places, value = torch.broadcast_tensors(active, places.to(torch.int64), value.to(WIDE))
         if active.shape != self.seen.shape[1:]:
@@ -63,7 +72,11 @@ class PartialRows:
             raise GroupFault(Verdict.TWICE, "some programs store partial sums twice", self.sums[number].name)
 
     def check_complete(self) -> None:
-        """Check that all programs have stored all of their partial sums."""
+        """Check that the programs that ran have stored all of their partial sums.
+
+        Raises:
+            GroupFault: some are missing.
+        """
         for node, seen in zip(self.sums, self.seen, strict=True):
             missing = int((seen[..., : self.columns] == 0).sum())
             if missing:
@@ -75,11 +88,12 @@ def judge_ends(text: KernelText, rows: PartialRows, close: Callable[[Tensor, Ten
 
     Args:
         text: the kernel of the group.
-        rows: the partial sums that there are.
+        rows: the partial sums that the first kernel stores.
         close: whether two results are equal up to rounding.
 
     Raises:
-        GroupFault: the kernel does something else.
+        GroupFault: the second kernel or its launch is missing a partial sum, adds up or stores anything else, or stores
+            elsewhere.
     """
     ends = text.partials
     if ends is None or (ends.parts, ends.columns) != (rows.parts, rows.columns):

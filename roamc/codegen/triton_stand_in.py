@@ -20,16 +20,31 @@ WIDE = torch.float64
 
 
 class Runs(Protocol):
-    """Who runs a kernel, and is asked for what it reads and told what it stores."""
+    """A judge that runs a kernel: gives it the elements that it loads, and checks what it stores.
+
+    Blocks have the shape (programs, rows, columns), or one that broadcasts to it.
+    """
 
     def program_id(self, axis: int) -> Tensor:
-        """Return the numbers of the programs that run."""
+        """Return the numbers of the programs that run, an integer tensor of shape (programs, 1, 1).
+
+        Raises:
+            GroupFault: ``axis`` is not 0; launches have one.
+        """
 
     def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
-        """Return the elements at ``pointer`` where ``mask`` is True, else ``other``."""
+        """Return the elements at ``pointer`` where ``mask`` is True, else ``other``.
+
+        Raises:
+            GroupFault: the kernel may not read there.
+        """
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
-        """Take the elements of ``value`` for the places at ``pointer`` where ``mask`` is True."""
+        """Keep the elements of ``value`` for the places at ``pointer`` where ``mask`` is True.
+
+        Raises:
+            GroupFault: the kernel may not write there.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +53,7 @@ class Pointer:
 
     Attributes:
         node: the operand, or the member whose result it is; None for partial sums.
-        places: offset in elements for every lane.
+        places: offset of each element of a block, in elements from the first of that tensor.
     """
 
     node: fx.Node | None
@@ -49,7 +64,12 @@ class Pointer:
 
 
 class Language:
-    """What the kernel has in the place of ``triton.language``."""
+    """What the kernel has in the place of ``triton.language``: the same functions, on tensors of torch.
+
+    Args:
+        run: gives the programs' numbers, what is loaded, and takes what is stored.
+        over_rows: the kernel may also sum along axis 0, over rows.
+    """
 
     constexpr = int
     float16 = bfloat16 = float32 = float64 = WIDE
@@ -58,7 +78,7 @@ class Language:
     sin, cos, erf, abs = torch.sin, torch.cos, torch.erf, torch.abs
 
     class PropagateNan:
-        """As in Triton; NaNs always propagate here."""
+        """The values of ``propagate_nan``, as in Triton; :meth:`maximum` and :meth:`minimum` always propagate NaNs."""
 
         ALL = "all"
 
@@ -68,43 +88,47 @@ class Language:
 
     @staticmethod
     def arange(start: int, end: int) -> Tensor:
-        """Return numbers of 32 bits."""
+        """Return the numbers from ``start`` up to ``end``, which is left out, as int32."""
         return torch.arange(start, end, dtype=torch.int32, device="cpu")
 
     @staticmethod
     def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
-        """Return a block of equal numbers."""
+        """Return a block of ``shape`` filled with ``value``."""
         return torch.full(shape, value, dtype=dtype, device="cpu")
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a block of zeros."""
+        """Return a block of ``shape`` filled with zeros."""
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
     @staticmethod
     def where(chosen: Tensor, one: Any, other: Any) -> Tensor:
-        """Return elements of one or the other."""
+        """Return the elements of ``one`` where ``chosen`` is not 0, else those of ``other``."""
         kind = next((value.dtype for value in (one, other) if isinstance(value, Tensor)), WIDE)
         one, other = (torch.as_tensor(value, dtype=kind, device="cpu") for value in (one, other))
         return torch.where(chosen != 0, one, other)
 
     @staticmethod
     def maximum(one: Any, other: Any, propagate_nan: str = "") -> Tensor:
-        """Return the larger of two elements."""
+        """Return the larger of ``one`` and ``other``, element by element."""
         return torch.maximum(*_pair(one, other))
 
     @staticmethod
     def minimum(one: Any, other: Any, propagate_nan: str = "") -> Tensor:
-        """Return the smaller of two elements."""
+        """Return the smaller of ``one`` and ``other``, element by element."""
         return torch.minimum(*_pair(one, other))
 
     @staticmethod
     def div_rn(one: Any, other: Any) -> Tensor:
-        """Return the quotient."""
+        """Return ``one / other``, element by element."""
         return torch.true_divide(*_pair(one, other))
 
     def sum(self, value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
-        """Return the sum along columns, which are axis 1, or in kernels ``over_rows`` over rows, which are axis 0."""
+        """Return the sum along ``axis``: 1 adds up the columns of each row, 0 the rows, in kernels ``over_rows`` alone.
+
+        Raises:
+            GroupFault: another axis.
+        """
         if axis == 0 and self.over_rows:
             return value.sum(-2, keepdim=keep_dims)
         _check_axis(axis)
@@ -112,7 +136,11 @@ class Language:
 
     @staticmethod
     def max(value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
-        """Return the largest element along columns, which are axis 1."""
+        """Return the largest element of each row.
+
+        Raises:
+            GroupFault: ``axis`` is not 1.
+        """
         _check_axis(axis)
         return value.amax(-1, keepdim=keep_dims)
 

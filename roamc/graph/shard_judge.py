@@ -78,18 +78,25 @@ def check(before: TrainGraph, now: TrainGraph, after: str) -> None:
 
 
 class Walk:
-    """One walk over a graph.
+    """One walk over a graph, which derives what a rank has of every value; a sharded graph is compared on the way.
+
+    Args:
+        terms: gives the terms; the same object for both graphs.
+        graph: the graph to walk over.
+        after: name of the pass, for messages.
+        captured: the walk over the captured graph, which has run; None if ``graph`` is the captured one.
 
     Attributes:
         values: node to the values of its results.
-        made: all terms of the graph.
-        summed: terms that are summed over ranks in one piece, to the positions at which this begins, one for each time.
+        made: terms that operators of the captured graph make; empty for a sharded graph.
+        summed: terms that the captured graph sums over ranks in one piece, to the numbers of these sums, counted from 0
+            in graph order; empty for a sharded graph.
         effects: terms of random operators, of writes, and of operators with another effect, in graph order.
         writes: storage to the terms that were written to it, in graph order.
         gathers: storage of what is gathered, views of it included, to the gather's name and phase.
         draws: number of random operators so far.
-        last_sum: place, in :attr:`summed` of the captured graph, of the last sum over ranks that was made in one piece.
-        same: group to whether all its ranks have the same of a term, as far as that was asked for.
+        last_sum: number, in :attr:`summed` of the captured graph, of the last sum in one piece of the sharded graph.
+        same: group to the function that :meth:`shared` returned for it.
     """
 
     def __init__(self, terms: Terms, graph: TrainGraph, after: str, captured: Walk | None = None) -> None:
@@ -106,11 +113,15 @@ class Walk:
         self.same: dict[object, Callable[[Term], bool]] = {}
 
     def fail(self, node: fx.Node, what: str) -> Any:
-        """Raise a VerifyError that names ``node``."""
+        """Raise a VerifyError: the pass, ``node`` and its operator, then ``what``, which goes on from there."""
         raise VerifyError(f"after pass {self.after!r}: {node.name} ({name_of(node.target)}) {what}")
 
     def run(self) -> None:
-        """Walk over all nodes."""
+        """Walk over all nodes in graph order, and fill the attributes.
+
+        Raises:
+            VerifyError: an operator breaks a rule that :func:`check` lists.
+        """
         for node in self.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.values[node] = tuple(
@@ -121,7 +132,12 @@ class Walk:
                 self.values[node] = self._call(node)
 
     def compare(self) -> None:
-        """Compare outputs and effects with those of the captured graph."""
+        """Compare outputs and effects of a sharded graph with those of the captured one; both walks have run.
+
+        Raises:
+            VerifyError: an output is not whole on every rank or is another value than in the captured graph, or random
+                operators, writes or checks differ in number, sequence or terms.
+        """
         assert self.captured is not None
         for (mine, name), (theirs, other) in zip(self.effects, self.captured.effects, strict=False):
             if mine != theirs:
@@ -161,12 +177,15 @@ class Walk:
                     self.fail(node, f"reads {name} whole, which is gathered in {phase.name}: its rows are to be kept")
 
     def read(self, node: fx.Node, value: Value) -> Term:
-        """The term of what is read of a value now: what was written to its storage in between counts."""
+        """Return the term of what a reader gets of ``value``, a result of ``node``, at this place of the walk.
+
+        It is another one than ``value.term`` if the storage of ``node`` was written to since.
+        """
         written = tuple(term for storage in ids_of(node) for term in self.writes.get(storage, ()))
         return self.terms.of("written", value.term, *written) if written else value.term
 
     def argument(self, node: fx.Node) -> Value | None:
-        """The value of an argument with one tensor; None for other objects."""
+        """Return what a rank has of the argument ``node``, as it is read now; None unless it is one tensor."""
         values = self.values[node]
         if len(values) != 1 or values[0] is None:
             return None
@@ -192,7 +211,15 @@ class Walk:
         return self.opaque(node)
 
     def checked(self, node: fx.Node, results: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
-        """Note the terms that the captured graph makes; in the sharded graph, compare with them."""
+        """Note the terms that the captured graph makes; in the sharded graph, compare with them.
+
+        Args:
+            node: the operator.
+            results: what a rank has of each of its results; returned as they are.
+
+        Raises:
+            VerifyError: the captured graph makes no such value, or a result has the wrong shape for its state.
+        """
         for at, value in enumerate(results):
             if value is None:
                 continue
@@ -206,7 +233,11 @@ class Walk:
         return results
 
     def opaque(self, node: fx.Node) -> tuple[Value | None, ...]:
-        """An operator that takes whole values and gives whole values."""
+        """Return the results of ``node`` as whole values of whole arguments, and note what it draws and writes.
+
+        Raises:
+            VerifyError: a rank has only its rows, or only an addend, of an argument.
+        """
         facts = ops.rule(node.target)
 
         def key(argument: fx.Node) -> object:
@@ -248,14 +279,34 @@ class Walk:
         return results
 
     def group(self, node: fx.Node, size: Any, name: Any) -> tuple[object, int]:
-        """The group that a collective talks to, if it has the size that the collective says."""
+        """Return name and size of the group that the collective ``node`` talks to.
+
+        Args:
+            node: the collective.
+            size: number of ranks that its arguments say.
+            name: name of the group that its arguments say.
+
+        Raises:
+            VerifyError: the group has another number of ranks.
+        """
         ranks = ranks_in(name)
         if ranks is not None and ranks != size:
             self.fail(node, f"talks to {size} ranks, and the group has {ranks}")
         return (name, int(size))
 
     def reduced(self, node: fx.Node, term: Term, op: Any, group: object) -> Term:
-        """The term that sums ``term`` over the ranks; the captured graph must sum its addends there too."""
+        """Return the term of ``term`` reduced over the ranks of ``group`` by the collective ``node``.
+
+        Args:
+            node: the collective.
+            term: what it reduces.
+            op: name of the reduction, such as "sum".
+            group: the group's name.
+
+        Raises:
+            VerifyError: the captured graph does not reduce ``term``, or each of its addends, over these ranks, or does
+                so in another order.
+        """
         pieces = self.terms.addends(term) if op == "sum" else (term,)
         sums = [self.terms.of("all_reduce", op, group, piece) for piece in pieces]
         if self.captured is None:
@@ -274,7 +325,7 @@ class Walk:
         return self.terms.total(sums)
 
     def is_captured(self, node: fx.Node) -> bool:
-        """Whether the captured graph calls the same operator with the same whole values."""
+        """Whether the captured graph calls the operator of ``node`` with the same whole values; True in its walk."""
         values = [value for argument in node.all_input_nodes for value in self.values[argument] if value is not None]
         if self.captured is None or any(value.state != R for value in values):
             return self.captured is None
@@ -282,7 +333,7 @@ class Walk:
         return made is not None and made.term in self.captured.made
 
     def shared(self, group: object) -> Callable[[Term], bool]:
-        """A function that says of a term whether all ranks of ``group`` have the same."""
+        """Return a function that says whether all ranks of ``group`` have the same elements of a term."""
         if group not in self.same:
             self.same[group] = self._shared(group)
         return self.same[group]

@@ -31,7 +31,8 @@ class Value:
 
     Attributes:
         term: what the tensor stands for.
-        state: R, T or P, see above.
+        state: what the rank has: "R", the whole tensor; "T", the rows of its own tokens; "P", an addend, where the
+            tensor is the sum over the ranks.
         shape: shape of the tensor; in state T that of the tensor with the rows of all ranks.
         group: name and size of the group whose ranks share the rows or the sum; None in state R.
     """
@@ -51,7 +52,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def local_shape(value: Value) -> tuple[int, ...]:
-    """Return the shape of the tensor that a rank has of ``value``."""
+    """Return the shape of the tensor that a rank has of ``value``: in state T only its own rows count."""
     if value.state != T or value.group is None:
         return value.shape
     return (value.shape[0] // value.group[1], *value.shape[1:])
@@ -63,7 +64,17 @@ def single(node: fx.Node) -> bool:
 
 
 def literals(node: fx.Node, key: Callable[[fx.Node], object], without: Sequence[int] = ()) -> list[object]:
-    """Return the arguments of a call as a key: ``key(argument)`` for nodes, those at positions ``without`` left out."""
+    """Return the arguments of a call in a form that can be compared and hashed.
+
+    Args:
+        node: the call.
+        key: returns what stands for an argument that is a node.
+        without: positions of arguments that are left out.
+
+    Returns:
+        An entry for each positional argument, without Nones at the end, then one for all keyword arguments but
+        ``memory_format``.
+    """
 
     def plain(value: Any) -> object:
         if isinstance(value, fx.Node):
@@ -119,7 +130,18 @@ def _expanded(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 
 def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    """Return what a rank has of a result whose elements are made of the elements at their places."""
+    """Return what a rank has of the result of ``node``, which works element by element, with broadcasting.
+
+    Args:
+        walk: the walk, which has passed the arguments.
+        node: an operator with one tensor as its result.
+
+    Returns:
+        One value: in state T if an argument is, in state P for the sum of two addends, else in state R.
+
+    Raises:
+        VerifyError: rows, addends and whole values meet in a way that gives no such result.
+    """
     given: dict[fx.Node, Value] = {}
     for argument in node.all_input_nodes:
         value = walk.argument(argument)

@@ -24,21 +24,21 @@ TRANSPOSED = frozenset({aten.t.default, aten.transpose.int, aten.permute.default
 
 
 class Terms:
-    """Gives terms: the same for the same key."""
+    """Numbers terms from 0: equal keys give the same term, so that equal terms mean equal elements."""
 
     def __init__(self) -> None:
         self._number: dict[tuple[object, ...], Term] = {}
         self._key: list[tuple[object, ...]] = []
 
     def of(self, *key: object) -> Term:
-        """Return the term that is made of ``key``: words, literals, terms and tuples of them."""
+        """Return the term for ``key``, which says how elements are made: words, literals, terms, tuples of them."""
         if key not in self._number:
             self._number[key] = Term(len(self._key))
             self._key.append(key)
         return self._number[key]
 
     def key(self, term: Term) -> tuple[object, ...]:
-        """Return what ``term`` is made of."""
+        """Return the key that ``term`` was made of by :meth:`of`."""
         return self._key[term.number]
 
     def addends(self, term: Term) -> tuple[Term, ...]:

@@ -218,7 +218,7 @@ def view_fits(view: fx.Node, base: fx.Node, matrix: Matrix) -> bool:
 
 
 def is_per_row(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether ``reader`` takes ``node`` as one dimension with an element for each row."""
+    """Whether ``node`` is an argument of ``reader`` of one dimension, with one element for each row of the group."""
     rowwise = ops.rule(reader.target).rowwise
     return rowwise is not None and _among(reader, node, rowwise.per_row)
 
@@ -269,7 +269,11 @@ def last_member(body: fx.Graph) -> fx.Node:
 
 
 def same_form(node: fx.Node, base: fx.Node) -> bool:
-    """Whether the results of two members have the same dtype, and both an element for each element or each row."""
+    """Whether the results of the members ``node`` and ``base`` agree in dtype, number of elements and last size.
+
+    Both then have an element for each element of the group's matrix, or both one for each row. Each member has one
+    tensor as its result.
+    """
     one, other = only_tensor(node), only_tensor(base)
     return one.dtype == other.dtype and (one.shape[-1:] == other.shape[-1:]) and one.numel() == other.numel()
 

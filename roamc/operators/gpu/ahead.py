@@ -48,9 +48,9 @@ class Compiled:
     Attributes:
         kernel: name of the kernel's function.
         target: the GPU, a key of :data:`CAPABILITIES`.
-        registers: of one thread.
-        shared_bytes: of shared memory.
-        spilled_bytes: of one thread's values that have no register and go through memory.
+        registers: registers of one thread.
+        shared_bytes: shared memory of the program.
+        spilled_bytes: bytes of one thread's values that have no register and go through memory.
     """
 
     kernel: str
@@ -93,7 +93,7 @@ class Source:
         function: the kernel, of ``triton.jit``.
         signature: the types of its arguments by their names.
         constants: names and values of the compile-time constants.
-        warps: of 32 threads, for each program.
+        warps: warps of 32 threads that run one program.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Source:
 
 
 def sources_of(body: fx.Graph, text: KernelText) -> tuple[Source, ...]:
-    """Return the kernels of a group: one, or two if it adds up over rows.
+    """Return the kernels of a group, ready to compile: one, or two if the group adds up over rows.
 
     Args:
         body: the operators of the group, with fake values.
@@ -133,7 +133,10 @@ def _source(function: Any, name: str, pointers: Sequence[str], constants: dict[s
 
 
 def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
-    """Return registers and spilled bytes of a thread, as NVIDIA's assembler in ``folder`` says for ``target``.
+    """Assemble the text ``ptx`` for ``target`` with NVIDIA's assembler in ``folder``.
+
+    Returns:
+        Registers, and spilled bytes, of one thread.
 
     Raises:
         RuntimeError: the assembler says neither.

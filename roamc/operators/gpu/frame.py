@@ -24,7 +24,7 @@ Dims = tuple[tuple[int, int], ...]
 
 
 class Reach(enum.Enum):
-    """For which elements of the matrix a value differs: ALL, or one for each ROW, each COLUMN, or ONE for all."""
+    """Whether a value has an element for each of the matrix (ALL), for each ROW, for each COLUMN, or ONE for all."""
 
     ALL = "all"
     ROW = "row"
@@ -37,8 +37,9 @@ class Access:
     """How a kernel reads an operand, or writes the result.
 
     Attributes:
-        dims: sizes and strides; a stride of 0 where elements are shared.
-        columns: of the matrix.
+        dims: (size, stride) of each dimension, strides in elements, the innermost last; a stride is 0 where one element
+            is read again.
+        columns: number of columns of the group's matrix.
     """
 
     dims: Dims
@@ -46,7 +47,7 @@ class Access:
 
     @property
     def reach(self) -> Reach:
-        """Where the elements that are read differ."""
+        """Whether the operand has an element for each of the matrix, for each row, for each column, or one for all."""
         parts = self.parts
         if parts is None:
             return Reach.ALL if any(stride for _, stride in self.dims) else Reach.ONE
@@ -55,7 +56,7 @@ class Access:
 
     @property
     def parts(self) -> tuple[Dims, Dims] | None:
-        """The dimensions that lead from row to row, and those within a row; None if one dimension does both."""
+        """``dims`` cut in two, those from row to row and those within a row; None if a dimension cannot be cut so."""
         inner: list[tuple[int, int]] = []
         outer = list(self.dims)
         inside = 1
@@ -72,10 +73,11 @@ class Access:
         return tuple(outer), tuple(inner)
 
     def offset(self, *, rows: bool) -> str:
-        """Return the text of the place in memory, in elements from the operand's first.
+        """Return the expression, in Triton, of where an element lies: its offset from the operand's first element.
 
         Args:
-            rows: the kernel knows ``row`` and ``column``; else ``index`` alone, the number of the element.
+            rows: the expression is in the variables ``row`` and ``column``; else in ``index``, the number of the
+                element, row by row.
         """
         parts = self.parts
         if not rows:
@@ -87,7 +89,7 @@ class Access:
 
     @property
     def last(self) -> int:
-        """The largest offset in elements."""
+        """The largest offset that is read or written, in elements from the first."""
         return sum((size - 1) * stride for size, stride in self.dims)
 
 
@@ -117,7 +119,13 @@ def _merged(dims: Dims) -> Dims:
 
 
 def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Access | None:
-    """Return how ``tensor``, broadcast to ``shape``, is read; None if it cannot be broadcast."""
+    """Return how ``tensor``, broadcast to ``shape``, is read or written; None if it cannot be broadcast.
+
+    Args:
+        tensor: any tensor with plain sizes and strides, such as a fake one.
+        shape: the shape to broadcast to.
+        columns: number of columns of the group's matrix.
+    """
     lacking = len(shape) - tensor.dim()
     sizes = (1,) * max(lacking, 0) + tuple(tensor.shape)
     if lacking < 0 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
@@ -131,14 +139,14 @@ def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Acces
 
 
 def along_columns(access: Access) -> Access:
-    """Return how an element for each row is read, the same one for all its columns."""
+    """Return ``access``, which has one element for each row, with that element repeated for all columns of the row."""
     return Access((*access.dims, (access.columns, 0)) if access.columns > 1 else access.dims, access.columns)
 
 
 def frame_of(node: fx.Node) -> Matrix | None:
-    """Return the matrix of the group that ends with ``node``: of its result, or of what it reduces.
+    """Return rows and columns of the group that ends with ``node``: those of its result, or of what it reduces.
 
-    None if that is no single tensor with elements.
+    Columns are the last dimension, rows all others. None if there is no one tensor, or one without elements.
     """
     source = node.args[0] if picks(node) else node
     assert isinstance(source, fx.Node), f"{node.name} is no result of a node"
@@ -153,16 +161,17 @@ def frame_of(node: fx.Node) -> Matrix | None:
 
 
 def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:
-    """Return whether ``shape`` has all elements of ``frame`` or one for each row; None if neither."""
+    """Return ALL if ``shape`` has as many elements as ``frame``, ROW if as many as ``frame`` has rows, else None."""
     if math.prod(shape) == frame.numel:
         return Reach.ALL
     return Reach.ROW if math.prod(shape) == frame.rows else None
 
 
 def keeps_order(view: fx.Node, frame: Matrix) -> bool:
-    """Whether a view, the only argument of which is made in a group, has its elements in the same order.
+    """Whether ``view`` has the elements of its one argument in the same order, so that a kernel need not move them.
 
-    It may spread an element for each row over the columns.
+    It may also repeat an element for each row of ``frame`` over the columns. The argument is made in the group, and may
+    lie in memory in any order.
     """
     (base,) = view.all_input_nodes
     inner, made = base.meta["val"], view.meta["val"]
@@ -183,7 +192,11 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
 
 
 def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matrix) -> bool:
-    """Whether ``tensor``, broadcast to ``shape``, has ``numel`` elements in order, each once or along a row."""
+    """Whether ``tensor``, broadcast to ``shape``, reads the first ``numel`` elements of its memory in order.
+
+    Each of them once, or, if there is one for each row of ``frame`` and ``shape`` has all elements of it, each along
+    its whole row.
+    """
     access = access_of(tensor, shape, frame.columns)
     wanted = math.prod(shape)
     spread = ((numel, 1), (wanted // max(numel, 1), 0))

@@ -33,7 +33,7 @@ ROUNDING = 0.05
 
 
 class FusedKernel(Fused):
-    """A group on a GPU. Values inside live in registers; long rows are read once for each sum along them."""
+    """A group that runs as one Triton kernel on a GPU. Values inside live in registers."""
 
     in_blocks = False
     several = True
@@ -42,17 +42,28 @@ class FusedKernel(Fused):
 
     @staticmethod
     def frame(root: fx.Node) -> Matrix | None:
-        """Return the rows and columns of a group that ends with ``root``; None if that can end none."""
+        """Return the rows and columns of a group whose last member is ``root``; None if ``root`` cannot be the last."""
         return frame_of(root)
 
     @staticmethod
     def fits_numerics(node: fx.Node, *, fast: bool) -> bool:
-        """Whether ``node`` has the bits in a kernel that it has alone, or other last bits are allowed: ``fast``."""
+        """Whether a kernel may print ``node`` under the option ``numerics``.
+
+        Args:
+            node: an operator.
+            fast: other last bits are allowed; else ``node`` must have the bits of ATen's kernel.
+        """
         return fast or is_exact(node)
 
     @staticmethod
     def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
-        """Say why these nodes, views between members included, cannot run as one; "" if they can."""
+        """Say why these nodes cannot run as one kernel; "" if they can.
+
+        Args:
+            members: members of a group and the views between them, in graph order.
+            matrix: rows and columns of the group.
+            threads: not used: the threads are the CPU's.
+        """
         called = {node for node in members if not ops.is_view(node.target)}
         last = blocks.last_of(members)
         if first_of(last).device.type not in DEVICES:
@@ -61,7 +72,12 @@ class FusedKernel(Fused):
 
     @staticmethod
     def unwritable(node: fx.Node, matrix: Matrix) -> str:
-        """Say why the result of the member ``node`` cannot be one of the group's; "" if it can."""
+        """Say why the result of ``node`` cannot be a result of its group; "" if it can.
+
+        Args:
+            node: a member.
+            matrix: rows and columns of the group.
+        """
         try:
             written_as(node, matrix)
         except DoesNotPrintError as reason:
@@ -74,7 +90,7 @@ class FusedKernel(Fused):
 
     @property
     def launches(self) -> int:
-        """One kernel runs, and another one that ends sums over rows, if there are some."""
+        """Number of kernels of one run: 2 if a result is a sum over rows, which a second kernel ends, else 1."""
         return 2 if self._adds_rows else 1
 
     @functools.cached_property
@@ -112,21 +128,21 @@ class FusedKernel(Fused):
 
     @functools.cached_property
     def text(self) -> KernelText:  # type: ignore[override]
-        """The source of the kernel."""
+        """The kernel as text; printed when it is first asked for."""
         return kernel_text(f"fused_{self.name}", self.body, self.matrix, self.written)
 
     def block_rows(self, threads: int) -> int:
-        """All rows: torch's threads on the CPU have no part in it."""
+        """Return the number of rows that run at a time: all rows of the matrix, whatever ``threads``."""
         return self.matrix.rows
 
     def block_bytes(self, threads: int) -> Bytes:
-        """Return the bytes of partial sums over rows; values inside a kernel live in registers."""
+        """Return the bytes that a run takes for itself: those of partial sums over rows, whatever ``threads``."""
         partials = self.text.partials if self._adds_rows else None
         return 0 if partials is None else partials.nbytes
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """:meth:`write`, as a kernel."""
+        """How the program calls the group: a :class:`Kernel` for CUDA whose function is :meth:`write`."""
         return Kernel(self.write, DEVICES)
 
     @functools.cached_property
@@ -144,9 +160,10 @@ class FusedKernel(Fused):
     def write(self, *args: torch.Tensor | float, out: Any) -> None:
         """Write the results for the arguments ``args`` to ``out``, a tensor or a tuple with the results' geometry.
 
-        An argument that lies otherwise in memory than in the body is copied first. The first result is compared with
-        that of the operators, unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not
-        installed, or it does not compile the kernel, the operators run one after the other, and a warning says so.
+        An argument that lies otherwise in memory than in the body is copied first. What the first run writes is
+        compared with what the operators give, unless they would take more than :data:`COMPARED_BYTES`. Where it
+        differs, Triton is not installed, or Triton does not compile the kernel, the operators run one after the other
+        from then on, and a warning says so.
         """
         lie = self.laid_out(args)
         if "_begun" in self.__dict__:

@@ -66,7 +66,7 @@ class KernelText:
             operands goes to these; numbers are passed as they are.
         constants: names and values of the compile-time constants.
         programs: how many programs the launch has.
-        warps: of 32 threads, for each program.
+        warps: warps of 32 threads that run one program.
         reads: how often an element of an operand is read; 1 if rows are held whole.
         partials: how sums over rows end; None if there are none.
     """
@@ -81,7 +81,13 @@ class KernelText:
 
 
 def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
-    """Say why ``node`` cannot be in a kernel over ``frame`` whose other members are ``inside``; "" if it can."""
+    """Say why ``node`` cannot be printed in a kernel; "" if it can.
+
+    Args:
+        node: an operator.
+        frame: the matrix of the group.
+        inside: the members of the group; what ``node`` reads of others is loaded from memory.
+    """
     lines = Lines(frame.columns, rows=True, taken=())
     lines.pointers = {argument: argument.name for argument in node.all_input_nodes}
     try:
@@ -509,7 +515,11 @@ class _Kernel:
 
 
 def written_as(node: fx.Node, frame: Matrix) -> Access:
-    """Return where the elements of a result lie; raises DoesNotPrintError unless it is one tensor without overlaps."""
+    """Return where the elements of the result of ``node`` lie in memory.
+
+    Raises:
+        DoesNotPrintError: the result is no single tensor, or its elements overlap.
+    """
     made = node.meta["val"]
     if not isinstance(made, torch.Tensor):
         raise DoesNotPrintError(f"{node.name} has several results")

@@ -38,8 +38,8 @@ def jit_function(text: KernelText, name: str = "") -> Any:
 def jit_functions(text: KernelText) -> Callable[..., None]:
     """Return a function that launches a kernel, and behind it the one that ends its sums over rows.
 
-    The function takes the operands, the results, and options of the launches; both run on the device and stream of the
-    caller.
+    The function takes a sequence of operands, a sequence of results, and by keyword options of Triton's launches. Both
+    kernels run on the caller's device and stream.
 
     Raises:
         ImportError: Triton is not installed.
@@ -63,9 +63,8 @@ def jit_functions(text: KernelText) -> Callable[..., None]:
 def launcher(text: KernelText) -> Callable[..., None] | None:
     """Return a function that takes the operands and ``out``, and launches the kernel on the stream of the caller.
 
-    ``out`` is a tensor, or a tuple of them for several results; None without results.
-
-    None, and a warning, if Triton is not installed.
+    The keyword ``out`` is a tensor, or a tuple of them for several results; None without results. If Triton is not
+    installed, :func:`launcher` warns and returns None.
     """
     try:
         run = jit_functions(text)

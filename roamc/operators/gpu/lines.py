@@ -22,9 +22,9 @@ class Reduction:
     """How a reduction along rows prints.
 
     Attributes:
-        function: Triton's.
-        start: the element that changes nothing.
-        join: the text that joins two elements.
+        function: the function of Triton that reduces a block.
+        start: text of the number that leaves any other as it is.
+        join: text that reduces two numbers, ``{0}`` and ``{1}``.
     """
 
     function: str
@@ -53,7 +53,7 @@ class Value:
     Attributes:
         name: of its variable.
         text: the expression that it is assigned.
-        reach: for which elements of the matrix it differs.
+        reach: whether it has one element for each element of the matrix, each row, each column, or one for all.
         level: how many reductions along a row come before it, one after the other: so many times a kernel has to read
             rows before it, if they are too long to be held at once.
         dtype: a value of 16 bits is held in float32.
@@ -80,11 +80,11 @@ class Value:
 
 
 class Lines:
-    """Values in the order in which they are computed.
+    """The values of a kernel, in the order in which its lines compute them.
 
     Args:
         columns: elements of a row of the matrix.
-        rows: the kernel knows ``row`` and ``column`` of each element; else the element's number alone.
+        rows: the kernel has the variables ``row`` and ``column``; else ``index`` alone, the number of the element.
         taken: names that values must not have.
     """
 
@@ -101,30 +101,33 @@ class Lines:
     # -- what a printer of an operator calls ---------------------------------------------------------
 
     def let(self, text: str, *reads: Value) -> Value:
-        """Write a line that computes ``text``, in which ``{0}`` stands for the first of ``reads``."""
+        """Write a line that computes ``text``, in which ``{0}``, ``{1}`` stand for ``reads``; return its value."""
         return self._unnamed(text.format(*(value.name for value in reads)), reads, self.dtype)
 
     def total(self, value: Value) -> Value:
-        """Write the sum of ``value`` along each row, in float32."""
+        """Write the sum of ``value`` along each row, in float32; return it, one element for each row."""
         return self._reduce(value, "sum")
 
     def largest(self, value: Value) -> Value:
-        """Write the largest element of ``value`` in each row."""
+        """Write the largest element of ``value`` in each row; return it, one element for each row."""
         return self._reduce(value, "max")
 
     def total_down(self, value: Value) -> Value:
-        """Write the sum of ``value`` over all rows, for each column, in float32."""
+        """Write the sum of ``value`` over all rows, in float32; return it, one element for each column.
+
+        No other value of the kernel may read it: it is there only when all programs are done.
+        """
         value = self._full(value)
         return self._keep(Value(self.name("down"), "", Reach.COLUMN, value.level, self.dtype, (value,), DOWN))
 
     def pick(self, table: fx.Node, place: Value) -> Value:
-        """Write the element of ``table``, one-dimensional, at the index that ``place`` has for each row."""
+        """Write a load of the element of ``table``, of one dimension, at the index ``place``; return it in float32."""
         stride = table.meta["val"].stride(0)
         text = f"tl.load({self.pointers[table]} + {place.name} * {stride}).to(tl.float32)"
         return self._add("picked", text, (place,), self.dtype)
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
-        """Return ``value`` converted to ``dtype``, with a line of its own if that takes one.
+        """Return ``value`` converted to ``dtype``; writes a line if the conversion takes one.
 
         Raises:
             DoesNotPrintError: a float would become an integer.
@@ -145,9 +148,9 @@ class Lines:
         return self._unnamed(rounded(text, dtype), (value,), dtype)
 
     def as_operand(self, value: Value, dtype: torch.dtype) -> Value:
-        """Return an operand converted to the dtype in which an operator works.
+        """Return ``value`` converted to ``dtype``, in which an operator works; see :meth:`cast`.
 
-        A number stays as exact as float32 is where the operator works on floats of 16 bits.
+        A number keeps the precision of float32 where ``dtype`` has 16 bits.
         """
         if value.argument and dtype in FLOATS:
             return replace(value, dtype=dtype)
@@ -156,7 +159,7 @@ class Lines:
         return value if value.name == "None" else self.cast(value, dtype)  # None: an argument that is left out
 
     def number(self, value: object) -> str:
-        """Return the text of a number."""
+        """Return the text of ``value``, a number, in Triton; 1 and 0 for True and False."""
         if isinstance(value, bool):
             return str(int(value))
         if isinstance(value, float) and not math.isfinite(value):
@@ -166,11 +169,11 @@ class Lines:
     # -- what the kernel's printer calls ----------------------------------------------------------------
 
     def argument(self, node: fx.Node) -> Value:
-        """Return a number that the kernel is passed, as a value without a line."""
+        """Return the value of ``node``, a number that the kernel is passed; it needs no line."""
         return Value(self.pointers[node], "", Reach.ONE, 0, torch.float32, argument=True)
 
     def load(self, node: fx.Node, access: Access) -> Value:
-        """Return the elements of an operand, read where it is used first."""
+        """Return the elements of the operand ``node`` as ``access`` reads them; writes a load the first time."""
         known = self.loaded.get((node, access))
         if known is None:
             dtype = node.meta["val"].dtype
@@ -184,13 +187,13 @@ class Lines:
         return known
 
     def constant(self, value: object, dtype: torch.dtype) -> Value:
-        """Return a number as a value without a line; a float where the operation is one of floats."""
+        """Return the number ``value`` as a value of ``dtype`` without a line; a float if ``dtype`` is one of floats."""
         number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
         known = value if isinstance(value, int | float) else None
         return Value(self.number(number), "", Reach.ONE, 0, dtype, number=known)
 
     def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:
-        """Write ``value``, rounded to ``dtype``, under the name of the operator that it is the result of."""
+        """Write ``value``, a result of the operator ``name``, rounded to ``dtype`` under that name; return it."""
         done = value.dtype is dtype or dtype not in FLOATS
         if self.values and self.values[-1] is value and value in self.unnamed:
             self.values.pop()  # its text becomes that of the named line
@@ -238,11 +241,11 @@ class Lines:
 
 
 def rounded(text: str, dtype: torch.dtype) -> str:
-    """Return the text of a float32 rounded to ``dtype`` and held in float32."""
+    """Return the expression that rounds the float32 of expression ``text`` to ``dtype`` and keeps it in float32."""
     return text if dtype is torch.float32 else f"{text}.to({FLOATS[dtype]}).to(tl.float32)"
 
 
 def joined(reaches: Iterable[Reach]) -> Reach:
-    """Return where a value differs that is computed of values that differ so."""
+    """Return the reach of a value that is computed element by element from values with ``reaches``."""
     seen = {reach for reach in reaches if reach is not Reach.ONE}
     return seen.pop() if len(seen) == 1 else (Reach.ALL if seen else Reach.ONE)

@@ -45,14 +45,14 @@ ITEM: Bytes = 4
 
 @dataclass(frozen=True)
 class PartialSums:
-    """How the sums over rows of a kernel end.
+    """The second kernel of a group, which adds up the partial sums that the programs of the first one write.
 
     Attributes:
         function: name of the second kernel. It takes the partial sums, the results, then the constants.
         results: positions of the sums among the results of the group.
         parts: rows of partial sums: programs of the first kernel.
         chunk: rows of the matrix that a program of the first kernel adds up.
-        columns: of the matrix.
+        columns: number of columns of the group's matrix.
     """
 
     function: str
@@ -68,7 +68,7 @@ class PartialSums:
 
     @property
     def numel(self) -> int:
-        """Number of partial sums."""
+        """Number of partial sums, each a float32: columns x parts x sums over rows."""
         return len(self.results) * self.parts * self.columns
 
     @property
@@ -82,18 +82,18 @@ class PartialSums:
         return {"PARTS": 1 << (self.parts - 1).bit_length(), "COLUMNS": COLUMNS}
 
     def place(self, number: int, pointer: str, part: str) -> str:
-        """Return the text of the place of partial sums.
+        """Return the expression, in Triton, of a pointer to the partial sums of one part, one for each ``column``.
 
         Args:
-            number: of the sum, from 0.
-            pointer: name of the first partial sum's place.
-            part: text of the number of the program.
+            number: which of the sums over rows, counted from 0.
+            pointer: name of the pointer to the first partial sum.
+            part: expression of the number of the first kernel's program.
         """
         first = number * self.parts * self.columns
         return f"{pointer} + " + (f"{first} + " if first else "") + f"{part} * {self.columns} + column"
 
     def source(self, outs: Sequence[str]) -> str:
-        """Return the text of the second kernel, which writes to the pointers ``outs``."""
+        """Return the source of the second kernel, whose result k is written to the pointer named ``outs[k]``."""
         constants = [f"{name}: tl.constexpr" for name in self.constants]
         lines = [
             "part = tl.arange(0, PARTS)[:, None]",
@@ -109,12 +109,12 @@ class PartialSums:
 
 
 def partial_sums(kernel: str, frame: Matrix, rows: int, results: Sequence[int]) -> PartialSums:
-    """Return how the sums over rows of a kernel end.
+    """Return the second kernel of a group that adds up over rows.
 
     Args:
         kernel: name of the first kernel.
-        frame: its matrix.
-        rows: of one block, of which a program takes several.
+        frame: the matrix of the group.
+        rows: rows that a program of the first kernel reads at a time.
         results: positions of the sums among the results of the group.
     """
     blocks = -(-frame.rows // rows)

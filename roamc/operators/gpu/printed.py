@@ -41,7 +41,8 @@ class Printed:
         exact: its bits are those of ATen's kernel on every device; or a function that says so of a call.
         common: what its operands are converted to: "result" for the dtype of the result; "operands" for the dtype that
             torch promotes the operands to; "each" for none.
-        along: position of the argument that names the dimension it works along, or its size, which must be the last.
+        along: position of the argument that names the dimension along which it works, or its size: the last one, or all
+            others for a sum over rows. None for an operator that works element by element.
         rounds_numbers: a number among its operands is rounded to their dtype first, even to 16 bits.
         integers: it also makes integers.
         booleans: it also makes booleans.
@@ -378,7 +379,7 @@ PRINTED: dict[str, Printed] = {
 
 
 def printed(target: Any) -> Printed | None:
-    """Return how ``target`` prints, of an operator in place what it writes; None if it does not print."""
+    """Return how ``target`` prints, an operator in place as that of a new value; None if it does not print."""
     if not isinstance(target, OpOverload) or (target._schema.is_mutable and value_form(target) is None):
         return None
     return PRINTED.get(stem(target))

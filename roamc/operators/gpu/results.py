@@ -12,7 +12,7 @@ from roamc.operators import ops
 
 
 def made_by(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return what ``node`` is a view of, through any number of views, and which of its results."""
+    """Return the operator whose result ``node`` is, or views through any number of views; and the result's position."""
     position = 0
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
         if node.target is operator.getitem:
@@ -38,7 +38,7 @@ def first_of(node: fx.Node) -> torch.Tensor:
 
 
 def shape_of_operands(node: fx.Node) -> torch.Size:
-    """Return the shape that the operands of a member are broadcast to: that of the result, or of what it reduces."""
+    """Return the shape to which a member broadcasts its operands: that of its result, or of what it reduces."""
     rowwise = ops.rule(node.target).rowwise
     reduces = rowwise is not None and (rowwise.keepdim is not None or rowwise.sizes is not None)
     shape: torch.Size = (node.args[0] if reduces else node).meta["val"].shape  # type: ignore[union-attr]
