@@ -215,8 +215,10 @@ def text_of(name: str) -> str:
 
 def test_every_pass_has_an_example() -> None:
     assert list(EXAMPLES) == [row.name for row in PIPELINE], "a pass needs a function and a row in EXAMPLES, in order"
-    texts = sorted(path.stem for path in GOLDEN.glob("*.txt"))
-    assert texts == sorted(EXAMPLES), "write a missing text by WRITE_GOLDEN=1, and run again"
+    texts = {path.stem for path in GOLDEN.glob("*.txt")}
+    if not os.environ.get("WRITE_GOLDEN"):  # else the next test writes it
+        assert texts >= set(EXAMPLES), "write a missing text by WRITE_GOLDEN=1, and run again"
+    assert texts <= set(EXAMPLES), "a text of no pass"
 
 
 @pytest.mark.usefixtures("arenas_of_any_size")
