@@ -60,7 +60,15 @@ MAY_IMPORT = {
     "roamc.cli": ("roamc",),
     "roamc": ("roamc",),
 }
-GROUP_JUDGES = ("group_judge", "group_needs", "group_verdicts", "block_judge", "kernel_judge", "triton_stand_in")
+GROUP_JUDGES = (
+    "group_judge",
+    "group_needs",
+    "group_verdicts",
+    "block_judge",
+    "kernel_judge",
+    "partials_judge",
+    "triton_stand_in",
+)
 GROUP_EMITTERS = (
     *("roamc.operators.blocks", "roamc.operators.block_source.text_of", "roamc.operators.out_variants"),
     *(f"roamc.operators.gpu.{name}" for name in ("frame", "lines", "printed", "kernel.kernel_text", "fused_kernel")),
