@@ -19,6 +19,9 @@ class DeviceMode(CaptureMode):
     torch's fake kernels of some operators, such as batch norm and what draws numbers in place, call methods that ask
     for the GPU. Such an operator runs on the meta device, and its results are then taken to the GPU. No real kernel
     runs in the place of a missing fake one: on a GPU that is there the results are the same.
+
+    Args:
+        settings: the arguments of :class:`roamc.compat.CaptureMode`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -26,7 +29,11 @@ class DeviceMode(CaptureMode):
         self.allow_fallback_kernels = False
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run an operator on fakes."""
+        """Return the results of the operator ``func`` for fakes; torch calls this for every operator under the mode.
+
+        The other arguments are those of ``FakeTensorMode.dispatch``. An operator whose fake kernel asks for a device
+        that torch is not built for runs on the meta device.
+        """
         try:
             return super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:

@@ -155,8 +155,8 @@ def of_function(function: object, *, inside: bool = True) -> tuple[object, dict[
     """Return a hashable key of a function, such as the loss function, and of the variables that it names.
 
     These are global variables, closure contents and defaults of the types in ``NAMED``, and likewise those of the
-    functions among them. A method's key also has the plain attributes of its object, and of the object and its class
-    what the method names, unless that is a module.
+    functions among them. A method's key also has, unless its object is a module, the object's plain attributes, and the
+    variables and methods of the object and of its class that the method names.
 
     Args:
         function: a function, a method, a functools.partial of one, or an object that is called. An object is known by

@@ -82,11 +82,11 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
 
 
 def group_workspace(group: Fused, threads: int) -> Bytes:
-    """Return the bytes of the values inside a group, of the views that are its blocks, and of its largest member.
+    """Return the bytes that ``group`` takes for itself while it runs on a CPU with ``threads`` threads, or on a GPU.
 
-    On a GPU, those of its partial sums over rows.
-
-    What a member takes beside its buffers for each thread is in proportion to the rows of a block.
+    On a CPU these are the bytes of the values inside the group, of the views that are its blocks, and of its largest
+    member. What a member takes beside its buffers for each thread is in proportion to the rows of a block. On a GPU
+    they are the bytes of partial sums over rows.
     """
     if not group.in_blocks:
         return group.block_bytes(threads)

@@ -66,13 +66,17 @@ def roamc(
 
 
 class Calls:
-    """Counts the calls of what was compiled; it holds no program, so that functions which count keep none alive."""
+    """Counts the calls of what was compiled; it holds no program, so that functions which count keep none alive.
+
+    Attributes:
+        count: number of calls so far, of all functions that :meth:`counted` returned.
+    """
 
     def __init__(self) -> None:
         self.count = 0
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` as one whose calls are counted."""
+        """Return a function that calls ``function`` with its positional arguments, and adds 1 to ``count`` before."""
 
         def run(*args: Any) -> Any:
             self.count += 1
@@ -151,10 +155,11 @@ def compile_graph(
         record: gets the programs and the reasons of failures; its name, if any, becomes that of the plans.
 
     Returns:
-        A function that takes the graph's inputs and returns its outputs; torch's own if roamc cannot plan the graph.
-        With option ``strict`` that error is raised instead.
+        A function that takes the graph's inputs and returns its outputs. If roamc cannot plan the graph, torch's
+        ``aot_eager`` or eager PyTorch runs it, after a warning.
 
     Raises:
+        Exception: roamc cannot plan the graph, and the option ``strict`` is set.
         OptionError: planning refuses the value of an option.
         BudgetError: no plan fits ``memory_budget``.
     """

@@ -60,10 +60,19 @@ class Compiler(Protocol):
         """
 
     def say_dropped(self) -> None:
-        """Note that the plan of a combination of sizes was dropped to keep the limit."""
+        """Warn that the plan of a combination of sizes was dropped because more came than may keep one."""
 
     def fall_back(self, error: Exception, who: str) -> None:
-        """Note that the graph cannot be compiled and ``who`` runs it; raise ``error`` if that is not wanted."""
+        """Warn that the graph cannot be compiled, and that ``who`` runs it instead.
+
+        Args:
+            error: why the graph cannot be compiled.
+            who: what runs the graph, such as "eager PyTorch".
+
+        Raises:
+            Exception: ``error``, if the option ``strict`` is set, or if it is about options or the budget; the
+                interruption, such as Ctrl-C, if ``error`` came of one.
+        """
 
 
 def has_open_sizes(example_inputs: Sequence[Any]) -> bool:

@@ -91,11 +91,11 @@ def _written_over(memory: MemoryModel) -> Iterator[tuple[Step, Storage, bool, St
 def eager_live_bytes(memory: MemoryModel) -> Int64s:
     """Return int64[n], the live bytes of eager PyTorch at each of n steps, with lives of :func:`eager_lifetimes`.
 
-    ``memory`` is that of a graph with n operators, in program order.
+    Eager frees a saved tensor when the backward node that reads it has run, which is its last use in the traced graph.
+    A gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
 
-
-    Eager frees a saved tensor when the backward node that reads it has run, which is its last use in
-    the traced graph; a gradient stays in ``.grad`` until ``zero_grad``, after the optimizer.
+    Args:
+        memory: of a graph with n operators, in program order.
     """
     born, dead = eager_lifetimes(memory)
     return timeline(sizes(memory.counted), born, dead, len(memory.operators))

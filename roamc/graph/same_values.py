@@ -168,6 +168,8 @@ EQUAL: dict[object, Equal] = {
 def equal_of(target: Any, rule: ops.OpRule) -> Equal | None:
     """Return the function that numbers calls of ``target``; None if no other operator makes the same results.
 
+    ``Equal`` says what the function takes and returns.
+
     Args:
         target: an operator, or a group of operators that run as one.
         rule: what the operator table says of ``target``.

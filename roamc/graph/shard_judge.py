@@ -211,7 +211,10 @@ class Walk:
         return self.opaque(node)
 
     def checked(self, node: fx.Node, results: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
-        """Note the terms that the captured graph makes; in the sharded graph, compare with them.
+        """Check the results of an operator: their terms, and their shapes on this rank.
+
+        In the captured graph the terms are added to :attr:`made`. In the sharded graph each term must be among those,
+        except for operators in ``HELPERS``.
 
         Args:
             node: the operator.

@@ -197,7 +197,7 @@ def _among(node: fx.Node, argument: fx.Node, positions: Sequence[int]) -> bool:
 
 
 def tensors_listed(value: Any) -> list[fx.Node]:
-    """Return the nodes in an argument that is a list; none of other arguments."""
+    """Return the nodes in ``value``, an argument of an operator, if it is a list or a tuple; else an empty list."""
     return [item for item in value if isinstance(item, fx.Node)] if isinstance(value, list | tuple) else []
 
 
@@ -236,7 +236,7 @@ def input_steps(node: fx.Node, matrix: Matrix) -> Steps:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return what ``node`` is a view of, through any number of views; of other nodes, and views of numbers, itself."""
+    """Return the node that ``node`` is a view of, through any number of views; ``node`` itself if it views none."""
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -258,7 +258,11 @@ def last_of(members: Sequence[fx.Node]) -> fx.Node:
 
 
 def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:
-    """Return the nodes whose results are the group's, in the order in which they run, then what it writes."""
+    """Return the nodes in the output of ``body``: members whose results are the group's, then values that it writes.
+
+    The members come in the order in which they run. A value is written over an argument of the group, see
+    :attr:`roamc.operators.fused.Fused.writes`.
+    """
     return tuple(output_node(body).all_input_nodes)
 
 
@@ -358,6 +362,10 @@ def widest(nodes: Iterable[fx.Node]) -> int:
 
 
 def only_tensor(node: fx.Node) -> torch.Tensor:
-    """Return the single fake tensor that ``node`` stands for."""
+    """Return the single fake tensor that ``node`` stands for.
+
+    Raises:
+        ValueError: ``node`` stands for no tensor, or for several.
+    """
     (tensor,) = tensors_in(node.meta["val"])
     return tensor

@@ -158,7 +158,8 @@ class Fused(Composite):
     def rule(self) -> OpRule:
         """What the planner must know of the group, which follows from its members.
 
-        It needs the elements of all arguments: :meth:`write` would lay out whole what stands for a shape alone.
+        The group needs the elements of all its arguments, even where a member reads a shape alone: :meth:`write` would
+        copy a stand-in for that shape, whose elements share one place in memory, to full size.
         """
         if self.writes:
             return OpRule(mutates=self.writes, recomputable=False, cost=Cost(FUSED))

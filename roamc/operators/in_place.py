@@ -45,7 +45,12 @@ class Versions:
         return next((self._written[own] for own in _ids(node) if own in self._written), None)
 
     def take(self, node: fx.Node) -> None:
-        """Add a member, or a view between members, to the body."""
+        """Add ``node``, a member or a view between members, to ``body``. Call it in graph order.
+
+        The new node reads what :meth:`now` returns for the arguments of ``node``. For an operator in place ``body``
+        gets the operator that makes the same as a new value, which :meth:`now` then returns for the argument that is
+        written. ``copy_`` adds no node: :meth:`now` then returns its second argument's value.
+        """
         value = value_form(node.target)
         if value is None:
             copy = self._copies[node] = self.body.node_copy(node, self.now)

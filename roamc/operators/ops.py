@@ -50,8 +50,8 @@ class OpRule(Facts):
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have
             the same geometry. Every element is read before its place is written, and the bits are the same.
         strides: what gives the order of its result's dimensions in memory.
-        rowwise: how it treats the rows along the last dimension, if each apart from the others; else None. Of an
-            operator in place, how the one does that makes what it writes.
+        rowwise: how it treats the rows along the last dimension, if each apart from the others; else None. An
+            operator in place has the entry of its form that makes a new value.
         cost: what bounds its time and its workspace; its kind is never "".
     """
 
@@ -320,7 +320,10 @@ def has_effect(target: Target) -> bool:
 
 
 def must_run(target: Target) -> bool:
-    """Whether a call of ``target`` stays even if nobody reads its results: it has an effect, or ends an operator."""
+    """Whether a call of ``target`` stays even if nobody reads its results.
+
+    It stays if it has an effect, or if it waits for the end of an asynchronous operator.
+    """
     return has_effect(target) or rule(target).finishes is not None
 
 

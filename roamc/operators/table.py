@@ -20,7 +20,13 @@ aten = torch.ops.aten
 
 
 class Space(enum.Enum):
-    """The memory that a storage lies in; only storages in DEVICE count as live bytes of the step."""
+    """The memory that a storage lies in; only storages in DEVICE count as live bytes of the step.
+
+    Attributes:
+        DEVICE: memory of the device that the storage is on.
+        HOST: memory of the CPU in which an operator puts the bytes of a device aside. No operator does so yet.
+        FILE: a file in which an operator puts them aside. No operator does so yet.
+    """
 
     DEVICE = "device"
     HOST = "host"
@@ -28,7 +34,7 @@ class Space(enum.Enum):
 
 
 class Strides(enum.Enum):
-    """What gives the order of a result's dimensions in memory."""
+    """What gives the order of a result's dimensions in memory; the value of each member says it in words."""
 
     OPERANDS = "the strides of the operands, from the first to the last"
     OPERANDS_BACKWARDS = "the strides of the operands, from the last to the first"
@@ -36,7 +42,10 @@ class Strides(enum.Enum):
 
 
 class OutForm(enum.Enum):
-    """What an operator's overload with ``out=`` arguments does with memory that was planned for its results."""
+    """What an operator's overload with ``out=`` arguments does with memory that was planned for its results.
+
+    The value of each member says it in words.
+    """
 
     WRITES = "writes the results there"
     COPIES = "makes the results first and copies them"
@@ -116,7 +125,8 @@ class Facts:
             for gradients make them contiguous first, and leave that out where they are.
         format_of: position of the argument whose memory format, contiguous or channels last, those of ``dense`` must
             have; None if they must be contiguous.
-        unit_stride: positions of the arguments whose last dimension must have stride 1, else likewise.
+        unit_stride: positions of the arguments whose last dimension must have stride 1. With another stride the kernel
+            makes wrong numbers, a crash or an error, as for ``dense``.
         finishes: position of an argument made by an asynchronous operator, for whose end this operator waits. Until
             then the asynchronous operator reads its arguments and writes its results, whatever runs in between. None if
             this operator does not wait.

@@ -68,7 +68,7 @@ def check_numbers(given: Plan, planned: Planned) -> None:
 
     Args:
         given: the plan, as it was read.
-        planned: what came of it.
+        planned: the graph that the decisions of ``given`` made, and the plan that was counted from it.
 
     Raises:
         PlanError: names the number, and what it should be.

@@ -254,6 +254,9 @@ class Executable:
 class Whole:
     """A graph that runs as one function: a whole training step, or inference.
 
+    Call it with a list of one value per placeholder of the graph; the list is emptied. The call returns a tuple of one
+    value per output, None where the graph returns nothing.
+
     Args:
         planned: the graph, which has no boundary, and its plan.
         keep: whether an idle arena keeps its memory.

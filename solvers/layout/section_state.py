@@ -28,19 +28,25 @@ _MOST_LISTED, _MOST_RAISED = 1 << 24, 1 << 22
 class SearchState(NamedTuple):
     """The state of a section search over n storages, which `start` makes and `search` changes in place.
 
-    Storages are numbered by rank. By storage: size and alignment, bytes; first and end, the sections [first, end) in
-    which it lives; `alike`, a number shared by storages with equal sections and alignment, and with equal size if that
-    is no multiple of the alignment; `floor`, the lowest offset that it may still have; `offset`, once it is placed. By
-    number in `alike`: `over`, the storage placed last.
+    Storages are numbered by rank. The search keeps frames, one for each set of waiting storages that are connected in
+    time. A frame places one storage of its set; the others fall apart into sets of their own, the frame's children. A
+    set is a list in `lists`: the number of its storages, then the storages.
 
-    A frame is a set of waiting storages that are connected in time (`lists[list_at]` is their number, the storages
-    follow, and `ranks` has their ranks at the same places), and the storage of the set that was placed. The others fall
-    apart into the frame's children: lists one after another in `lists[children:children_end]`, each a frame of its own
-    with the first frame as `parent`.
-    `due_from` and `due_to` are the sections to which a frame's refutations so far are due.
-    `raised`, `raised_from` log every change of a floor, so that it can be taken back.
-    `tie` has the ranks among equals where sets are ranked again, by the `most` bytes that wait with each storage in a
-    section; it is empty where first ranks are kept.
+    By storage: `size` and `alignment`, bytes; `first` and `end`, the sections [first, end) in which it lives; `alike`,
+    a number shared by storages with equal sections and alignment, and with equal size if that is no multiple of the
+    alignment; `floor`, the lowest offset that it may still have; `offset`, once it is placed; `most`, the bytes that
+    wait with it in the fullest section of its life; `tie`, its rank among storages with equal `most`, for sets that are
+    ranked again. `tie` is empty if storages keep their first ranks.
+    By number in `alike`: `over`, the storage placed last, -1 for none.
+    By place in `lists`: `ranks`, the rank of the storage there.
+    By entry of the log of raised floors, which lets them be taken back: `raised`, the storage; `raised_from`, its floor
+    before.
+    By frame: `list_at`, where its list begins; `parent`, -1 for the first frame; `placed`, the storage that it has
+    placed, -1 for none; `entered` and `before`, the entries of the log when the frame was opened and when it placed the
+    storage; `children` and `children_end`, where the lists of its children begin and end; `under`, the entry of `over`
+    before the storage was placed; `due_from` and `due_to`, the sections to which its refutations so far are due.
+    Room for intermediate values: `top`, `births` and `cover`, by section; `slot`, by set.
+    `at`: counts, see the names `FRAME` to `TO` of this module.
     """
 
     size: LongArray

@@ -26,8 +26,8 @@ class Flow(NamedTuple):
     engine is compiled once for both directions.
 
     after: for each operator, those that wait for it directly.
-    starter, ender: for each buffer, operators. It becomes live with the first of its starters to run (none: it is live
-        from the beginning) and dies with the last of its enders (none: never).
+    starter, ender: for each buffer, operators. A buffer becomes live with the first of its starters to run; without
+        starters it is live from the beginning. A buffer dies with the last of its enders; without enders, never.
     starts, ends: for each operator, the buffers of which it is a starter, and of which it is an ender.
     written: for each operator, the buffers that it produces, whatever the direction.
     reusable: for each buffer, those whose bytes it may take over, the best first.
@@ -58,14 +58,14 @@ class Flow(NamedTuple):
 
 
 def forward_flow(problem: OrderProblem) -> Flow:
-    """Return the tables of a problem with one stage, read from its first operator to its last."""
+    """Return `problem`, which must have one stage, as a `Flow` that runs from its first operator to its last."""
     return _flow(problem, successors(problem), _producers(problem), _last_uses(problem), backward=False)
 
 
 def backward_flow(problem: OrderProblem) -> Flow:
-    """Return the tables of a problem with one stage, read backward, from its last operator to its first.
+    """Return `problem`, which must have one stage, as a `Flow` that runs from its last operator to its first.
 
-    An order found with them has to be reversed to be one of the problem.
+    An order of this flow is one of the problem read from the back: reverse it before use.
     """
     return _flow(problem, predecessors(problem), _last_uses(problem), _producers(problem), backward=True)
 

@@ -29,8 +29,8 @@ INSTANT = 1e-12
 class Effort:
     """Limits of work, and thresholds, of all searches for reruns.
 
-    The text of a value names the measurement that decided on it. A value without one has no recorded reason: its text
-    says what a larger or a smaller value changes.
+    The text below each field says what the field limits. It also names the measurement that decided on the value; where
+    none was made, it says what a larger or a smaller value changes.
     """
 
     # One call as a whole: portfolio.py.

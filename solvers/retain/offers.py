@@ -31,7 +31,12 @@ Seconds = float
 
 
 class Part(IntEnum):
-    """What an operator of an offer is for: it makes the smaller form, the buffer from the form, or a stand-in."""
+    """What an operator of an offer makes.
+
+    ENCODE: the smaller form of the buffer.
+    DECODE: the buffer from the smaller form.
+    STAND_IN: what readers that need only the shape of the buffer read in its place.
+    """
 
     ENCODE = 0
     DECODE = 1

@@ -45,12 +45,13 @@ class Room(NamedTuple):
     it was made.
     By buffer, during the simulation: version, its newest; gap, the gap that the simulation is in; held, whether a rerun
     in that gap is kept until the next read; wanted, the step in front of which it was last to be rebuilt.
-    By operator: called, the step in front of which it last ran again.  batch, stack: operators to run again in front of
-    one step, and buffers to be rebuilt there.
+    By operator: called, the step in front of which it last ran again.
     By gap: rebuilt, the number of reruns that renewed its buffer in it; next_brought, the next gap that brings its
-    buffer back at the same step, else -1.  By step: brought, the first such gap, else -1.
-    stuck: one entry, valid only where seconds are infinite: the buffer that could not be rebuilt, -1 if the room was
-    full.  runs: one entry, the number of runs of the last simulation with finite seconds.
+    buffer back at the same step, else -1.
+    By step: brought, the first gap that brings its buffer back in front of the step, else -1.
+    Two lists: batch, operators to run again in front of one step; stack, buffers to be rebuilt there.
+    One entry each: stuck, valid only where seconds are infinite, the buffer that could not be rebuilt, -1 if the room
+    was full; runs, the number of runs of the last simulation with finite seconds.
     """
 
     op: IntArray
