@@ -184,11 +184,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of an operator.
+    """What the numbering of values knows of an operator.
 
     Attributes:
         target: the operator.
-        number: its number.
+        number: stands for the operator in the numbers of its results; equal for equal operators of one numbering alone.
         rule: what the operator table says of it.
         is_view: whether a call only makes views, or picks one result of several.
         twin: the operator that returns as a new value what this one writes over its first argument; None if there is

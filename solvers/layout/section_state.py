@@ -83,10 +83,12 @@ class SearchState(NamedTuple):
 def start(part: LayoutProblem, sequence: LongArray, tie: LongArray | None = None) -> SearchState:
     """Return the state of a section search in which no storage is placed and every floor is 0.
 
-    part: a plain problem.
+    A floor is the offset below which nothing more is placed in a section (see this module's docstring).
+
+    part: a problem without gaps in lives and without storages whose offset is fixed; neither is checked here.
     sequence: int64[n], the storages by rank, the one to place first in front.
-    tie: int64[n], the storages in the sequence that decides between storages of equal rank when a set is ranked again
-        by the bytes that wait in a section; None if storages keep the ranks of `sequence`.
+    tie: int64[n], all storages in a sequence. Where the search ranks storages again, by the bytes that are still to be
+        placed in their sections, it decides between equal ones. If None, the search never ranks again.
     """
     size = padded(part)[sequence]
     sections = _fullest_births(part)

@@ -98,7 +98,10 @@ class Choice:
 
     @functools.cached_property
     def bounds(self) -> Bounds:
-        """The lower bound on the seconds of reruns and offers together; made on first access."""
+        """Lower bounds on the seconds of reruns and offers together: ``bounds.seconds(budget)`` is that of one budget.
+
+        They are computed on first access, with as many minimum cuts as ``look_at`` takes by default.
+        """
         bounds = Bounds(self.problem, effort=self.effort)
         bounds.look_at()
         return bounds

@@ -26,11 +26,11 @@ def possible(search: Search, state: State, budget: int) -> State:
     """Keep buffers that the state rebuilds although their operators must not run again, and return the new state.
 
     Each repair keeps one buffer through the gap in which it is missing, and simulates again. Repairs end when a
-    simulation succeeds, when the room is full, or after `effort.start_repairs` repairs; the seconds of the result are
-    infinite if no simulation succeeded. `search.work` grows.
+    simulation succeeds, when `search.room`, the tables of a simulation, is full, or after `search.effort.start_repairs`
+    repairs. The seconds of the result are infinite if no simulation succeeded. `search.work` grows.
 
     state: the state simulated last in `search`; its `release` is changed in place.
-    budget: bytes, for the area of the score.
+    budget: bytes; the result's score counts the live bytes above it, added up over all steps.
     """
     for _ in range(search.effort.start_repairs):
         stuck = int(search.room.stuck[0])

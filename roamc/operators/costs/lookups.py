@@ -27,7 +27,7 @@ def largest_per_thread(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def sorted_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return what each thread takes in ``sort``, at most: an index for every element of a row."""
+    """Return what each thread takes in ``sort``, at most: an index of 8 bytes for every element along ``dim``."""
     return INDEX * _along(call)
 
 
@@ -131,6 +131,6 @@ def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
 def masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace of ``masked_scatter_backward``: the mask as integers, and their running sums.
 
-    This holds for several threads; one thread alone takes one to three times the result.
+    The number is that of several threads. One thread alone takes up to three times these bytes.
     """
     return 2 * INDEX * tensor_at(call, 1).numel()

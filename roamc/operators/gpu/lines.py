@@ -246,6 +246,9 @@ def rounded(text: str, dtype: torch.dtype) -> str:
 
 
 def joined(reaches: Iterable[Reach]) -> Reach:
-    """Return the reach of a value that is computed element by element from values with ``reaches``."""
+    """Return the dimensions that a value has which is computed element by element from values with ``reaches``.
+
+    ``ROW`` and ``COLUMN`` together give ``ALL``; without values, or of single elements alone, it is ``ONE``.
+    """
     seen = {reach for reach in reaches if reach is not Reach.ONE}
     return seen.pop() if len(seen) == 1 else (Reach.ALL if seen else Reach.ONE)
