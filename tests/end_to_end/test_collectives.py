@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.end_to_end.helpers import TORCH, assert_same
@@ -18,10 +19,11 @@ CASES = (
     ("fully_shard", "roamc", None),
     ("fully_shard", "optimize", "min"),
 )
+CHOICES = {"one of each": (CASES[1], CASES[2], CASES[4]), "all": CASES}
 SCRIPT = """
-from tests.end_to_end.test_collectives import CASES, compare_kernels, gradients
+from tests.end_to_end.test_collectives import CHOICES, compare_kernels, gradients
 compare_kernels(rank)
-for number, case in enumerate(CASES):
+for number, case in enumerate(CHOICES[CHOICE]):
     torch._dynamo.reset()
     found = gradients(*case)
     if rank == 0:
@@ -77,9 +79,10 @@ def gradients(split: str, way: str, budget: str | None) -> list[dict[str, torch.
     return found
 
 
-def test_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
-    run_ranks(tmp_path, SCRIPT)
-    for number, (split, way, budget) in enumerate(CASES):
+@pytest.mark.parametrize("choice", CHOICES)
+def test_gradients_are_those_of_one_rank(choice: str, tmp_path: Path) -> None:
+    run_ranks(tmp_path, SCRIPT.replace("CHOICE]", f"{choice!r}]"))
+    for number, (split, way, budget) in enumerate(CHOICES[choice]):
         wanted = reference("gpt", split, 2, layers=1)
         first, second, eager = torch.load(tmp_path / f"{number}.pt")
         said = f"{split} by {way}, budget {budget}"

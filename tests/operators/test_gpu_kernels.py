@@ -283,7 +283,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("budget", [None, "min"])
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("route", ["step", "joint"])
-def test_programs_with_several_results_of_a_group_have_the_bits_of_the_operators(
+def test_programs_with_several_results_of_a_group_keep_all_bits(
     monkeypatch: pytest.MonkeyPatch, route: str, numerics: Any, budget: str | None
 ) -> None:
     """The groups of a GPU in a program for a CPU, where their operators run one by one."""

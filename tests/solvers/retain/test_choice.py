@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.solvers.order import peak_bytes
@@ -85,7 +85,7 @@ def test_answers_are_legal_and_never_dearer_than_reruns_alone(problem: RetainPro
         check(whole, one.peak_bytes, one)
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=25)  # each solves up to 64 problems
 @given(problems(7), st.floats(0.3, 1), st.integers(0, 2**32))
 def test_no_set_of_offers_is_below_the_bound(problem: RetainProblem, share: float, seed: int) -> None:
     whole = offered(problem, random.Random(seed))
