@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +13,25 @@ import torch
 _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group to how often its ranks have exchanged texts."""
 
+_PLANNED: ContextVar[Mapping[str, tuple[int, ...]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
+"""Name of a group of ranks that need not be there to the numbers of its ranks; this process counts as the first."""
+
+
+@contextlib.contextmanager
+def planned_for(groups: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Within this context collectives may name groups that no process has made; they can be planned and not run.
+
+    The process group of this process, if it has one, is left alone.
+
+    Args:
+        groups: name of each group to the numbers of its ranks, among all ranks of the job.
+    """
+    before = _PLANNED.set({**_PLANNED.get(), **groups})
+    try:
+        yield
+    finally:
+        _PLANNED.reset(before)
+
 
 def ranks_in(group_name: Any) -> int | None:
     """Return how many ranks the group of a collective has; None if this process knows no such group.
@@ -17,6 +39,8 @@ def ranks_in(group_name: Any) -> int | None:
     Args:
         group_name: the argument of an operator of ``_c10d_functional``: a name, or the group itself.
     """
+    if planned := _planned(group_name):
+        return len(planned)
     group = _group(group_name)
     return None if group is None else int(group.size())
 
@@ -35,6 +59,8 @@ def rank_in(group_name: Any) -> int:
 
 def numbers_in(group_name: Any) -> list[int]:
     """Return the numbers, among all ranks of the job, of the ranks in the group of a collective."""
+    if planned := _planned(group_name):
+        return list(planned)
     return list(torch.distributed.get_process_group_ranks(_group(group_name)))
 
 
@@ -69,6 +95,10 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
     except RuntimeError:  # the timeout
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
     return [store.get(key).decode() for key in keys]
+
+
+def _planned(group_name: Any) -> tuple[int, ...]:
+    return _PLANNED.get().get(group_name, ()) if isinstance(group_name, str) else ()
 
 
 def _group(group_name: Any) -> Any:

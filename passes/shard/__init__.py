@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roamc.cost.collectives import traffic
 from roamc.errors import PlanError
 from roamc.graph import Agreement, TrainGraph, operators
 from roamc.operators.schemas import group_of
@@ -32,7 +33,6 @@ from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.passes.shard.agree import agreement
 from roamc.passes.shard.rules import Form
-from roamc.passes.shard.traffic import traffic
 from roamc.passes.shard.write import Region, sharded
 
 NAME = "shard"

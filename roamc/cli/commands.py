@@ -127,6 +127,23 @@ Profile = Annotated[
         "h100 with --device cuda.",
     ),
 ]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="dp=1,pp=8,tp=8",
+        help="Plan what one rank of so many has; the others need not be there. tp splits matrices, pp layers; dp "
+        "changes nothing in a rank's plan. --option shard=sequence also splits activations.",
+    ),
+]
+TpPlan = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tp-plan",
+        metavar="PATTERN=WORD",
+        help="How tp splits layers, such as 'layers.*.up=colwise', where the model does not say it; repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -149,8 +166,8 @@ def plan(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, device: Device = "cpu", profile: Profile = None, as_json: Json = False,
-    debug: Debug = False,
+    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
+    tp_plan: TpPlan = None, as_json: Json = False, debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak. No weight is allocated, nothing runs.
@@ -161,7 +178,8 @@ def plan(
     budgets = memory_budget or []
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile)  # fmt: skip
+                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile, mesh,
+                          tuple(tp_plan or ()))  # fmt: skip
         if len(budgets) > 1:
             _several(request, budgets, save, as_json)
             return
@@ -181,8 +199,8 @@ def explain(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, device: Device = "cpu", profile: Profile = None, as_json: Json = False,
-    debug: Debug = False,
+    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
+    tp_plan: TpPlan = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
     graph: Annotated[
         bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
@@ -215,7 +233,8 @@ def explain(
         if kernels and (source or graph):
             raise OptionError("--kernels adds to the report, which --source and --graph leave out")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          _only(memory_budget), tuple(option or ()), device, profile)  # fmt: skip
+                          _only(memory_budget), tuple(option or ()), device, profile, mesh,
+                          tuple(tp_plan or ()))  # fmt: skip
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)

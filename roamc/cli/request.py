@@ -17,6 +17,7 @@ from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile
 from roamc.errors import OptionError
 from roamc.frontends.arguments import check_clip
+from roamc.frontends.mesh import Mesh, check_tokens, noted, on_mesh, parse_mesh, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
@@ -51,6 +52,8 @@ class Request:
         device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
         profile: the device profile that times are predicted with, as the option of that name; None for that option. For
             a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
+        mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
+        tp_plan: how ``tp`` splits layers, each as ``pattern=word``; empty for the model's own way.
     """
 
     target: str
@@ -64,6 +67,8 @@ class Request:
     options: tuple[str, ...] = ()
     device: str = "cpu"
     profile: str | None = None
+    mesh: str | None = None
+    tp_plan: tuple[str, ...] = ()
 
 
 def answer(
@@ -82,10 +87,12 @@ def answer(
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    options = options_of(request)
-    graph, seconds = _captured(request, options, say)
-    eager = find_peak(graph, eager=True)
-    planned, traced = _planned(graph, options, seconds, say, curve)
+    options, mesh = options_of(request), mesh_of(request)
+    with mesh.planned_for():
+        graph, seconds = _captured(request, options, mesh, say)
+        eager = find_peak(graph, eager=True)
+        planned, traced = _planned(graph, options, seconds, say, curve)
+    planned = _of_mesh(planned, request, mesh)
     return explain(eager, planned, emit(planned.graph).listing if source else "", curve=traced)
 
 
@@ -104,13 +111,16 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
         OptionError: an unknown model, setting, optimizer or option, or one of ``budgets`` is no budget.
         CaptureError: the step cannot be captured.
     """
-    options = options_of(request)
+    options, mesh = options_of(request), mesh_of(request)
     asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
-    graph, _ = _captured(request, options, say)
-    say("getting the solvers ready, for which a new installation compiles them")
-    warm_up()
-    say(f"planning {graph.name}, {len(asked)} budgets")
-    return frontier(graph, options, asked)
+    with mesh.planned_for():
+        graph, _ = _captured(request, options, mesh, say)
+        say("getting the solvers ready, for which a new installation compiles them")
+        warm_up()
+        say(f"planning {graph.name}, {len(asked)} budgets")
+        made = frontier(graph, options, asked)
+    check_tokens(made[0].plan)
+    return made
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
@@ -130,18 +140,20 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    options = options_of(request)
-    graph, seconds = _captured(request, options, say)
-    lives = lives_of(graph, eager=True)
-    eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
-    planned, traced = _planned(graph, options, seconds, say, curve)
+    options, mesh = options_of(request), mesh_of(request)
+    with mesh.planned_for():
+        graph, seconds = _captured(request, options, mesh, say)
+        lives = lives_of(graph, eager=True)
+        eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
+        planned, traced = _planned(graph, options, seconds, say, curve)
+    planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
     found = explain(eager, planned, emit(planned.graph).listing if source else "", lives, traced)
     return draw(found, before, planned.graph, lives)
 
 
-def _captured(request: Request, options: Options, say: Say) -> tuple[TrainGraph, Seconds]:
-    workload = workload_of(request)
+def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
+    workload = on_mesh(workload_of(request), mesh)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
     graph = capture(
@@ -169,6 +181,32 @@ def _planned(
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
     return dataclasses.replace(planned, plan=plan), traced
+
+
+def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:
+    """The plan, checked, with notes on the mesh if ``request`` names one."""
+    if request.mesh is None:
+        return planned
+    check_tokens(planned.plan)
+    return noted(planned, mesh, _settings(request).get("layers", zoo.layers_of(request.target)))
+
+
+def mesh_of(request: Request) -> Mesh:
+    """Return the mesh of ``request``: one rank if it names none.
+
+    Raises:
+        OptionError: an axis is unknown, or its size is no number of ranks.
+    """
+    if request.mesh is None and request.tp_plan:
+        raise OptionError("--tp-plan says how a mesh splits layers: give --mesh tp=N as well")
+    return Mesh() if request.mesh is None else parse_mesh(request.mesh)
+
+
+def _settings(request: Request) -> dict[str, Setting]:
+    """The settings of the whole model."""
+    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
+    settings.update(parse_setting(text) for text in request.sets)
+    return settings
 
 
 def options_of(request: Request) -> Options:
@@ -204,19 +242,29 @@ def _check_profile(options: Options, device: torch.device) -> None:
 def workload_of(request: Request) -> Workload:
     """Return the model of ``request``, built in or from a file, with its batch, loss and optimizer.
 
+    Of a pipeline it is one stage, and in it whole matrices: :func:`roamc.frontends.mesh.on_mesh` splits them.
+
     Raises:
-        OptionError: an unknown model, setting or optimizer; names the nearest.
+        OptionError: an unknown model, setting or optimizer; names the nearest; or stages do not divide the layers.
         CaptureError: the function of a file does not return what it should.
     """
     if request.optimizer not in OPTIMIZERS:
         known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
         raise OptionError(f"unknown optimizer {request.optimizer!r}{known}")
-    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
-    settings.update(parse_setting(text) for text in request.sets)
+    settings = stage_settings(_settings(request), zoo.layers_of(request.target), mesh_of(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is None:
         workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer])
+    if request.tp_plan:
+        workload = dataclasses.replace(workload, tp_plan=_tp_plan(request))
     return workload
+
+
+def _tp_plan(request: Request) -> dict[str, str]:
+    pairs = [text.rpartition("=") for text in request.tp_plan]
+    if any(not pattern for pattern, _, _ in pairs):
+        raise OptionError("--tp-plan takes PATTERN=WORD, such as 'layers.*.up=colwise'")
+    return {pattern: word for pattern, _, word in pairs}

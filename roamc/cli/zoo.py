@@ -7,7 +7,7 @@ random weights, nothing is downloaded, and on the meta device not even allocated
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Recipe:
         build: makes the model from settings, on torch's default device.
         batch: makes the batch from settings: the arguments of ``loss`` behind the model.
         loss: function of the model and the tensors of the batch that returns the loss, a scalar.
+        tp_plan: pattern of layers' names to how a mesh splits them, see :mod:`roamc.capture.tensor_parallel`; empty
+            where the model brings its own or has none.
     """
 
     about: str
@@ -40,6 +42,7 @@ class Recipe:
     build: Callable[[Settings], nn.Module]
     batch: Callable[[Settings], tuple[Tensor, ...]]
     loss: LossFunction
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 class Block(nn.Module):
@@ -49,32 +52,44 @@ class Block(nn.Module):
         width: width of the residual stream, a multiple of ``heads``.
         heads: number of attention heads.
         dropout: probability of dropout, in attention and behind both halves.
+        fused_attention: whether attention is one operator; else softmax and its dropout are values of their own.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, fused_attention: bool = True) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
+        self.heads, self.head_width = heads, width // heads
+        self.dropout, self.fused_attention = dropout, fused_attention
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's result for ``x`` of shape (batch, seq, width), in the same shape."""
-        x = x + self.drop(self.proj(self._attend(self.norm1(x))))
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the block's result for ``x`` of shape (batch, seq, width), in the same shape.
+
+        Args:
+            x: the residual stream.
+            hidden: bool (seq, seq), for each place the places that it does not see; for attention that is not fused.
+        """
+        x = x + self.drop(self.proj(self._attend(self.norm1(x), hidden)))
         result: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return result
 
-    def _attend(self, x: Tensor) -> Tensor:
-        batch, seq, width = x.shape
+    def _attend(self, x: Tensor, hidden: Tensor | None) -> Tensor:
+        batch, seq, _ = x.shape
         query, key, value = (
-            part.view(batch, seq, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
+            part.view(batch, seq, -1, self.head_width).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2)
         )
+        mixed = self._core(query, key, value, hidden)
+        return mixed.transpose(1, 2).contiguous().view(batch, seq, -1)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return mixed.transpose(1, 2).contiguous().view(batch, seq, width)
+        if self.fused_attention:
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        assert hidden is not None
+        scores = (query @ key.transpose(2, 3) * self.head_width**-0.5).masked_fill(hidden, -torch.inf)
+        return F.dropout(scores.softmax(-1), dropout) @ value
 
 
 class GPT(nn.Module):
@@ -88,20 +103,33 @@ class GPT(nn.Module):
         seq: length of the longest sequence.
         dropout: probability of dropout.
         tied: whether the head has the weight of the token embedding.
+        fused_attention: as for :class:`Block`.
 
     Raises:
         OptionError: ``width`` is not a multiple of ``heads``.
     """
 
     def __init__(
-        self, *, layers: int, width: int, heads: int, vocab: int, seq: int, dropout: float = 0.0, tied: bool = True
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        vocab: int,
+        seq: int,
+        dropout: float = 0.0,
+        tied: bool = True,
+        fused_attention: bool = True,
     ) -> None:
         super().__init__()
         if width % heads:
             raise OptionError(f"width {width} is not a multiple of heads {heads}")
         self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, fused_attention) for _ in range(layers))
+        self.hidden: Tensor | None
+        hidden = None if fused_attention else torch.ones(seq, seq, dtype=torch.bool).triu(1)
+        self.register_buffer("hidden", hidden, persistent=False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:
@@ -112,7 +140,7 @@ class GPT(nn.Module):
         """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq)."""
         x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.hidden)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -138,7 +166,14 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
     with torch.device(device):
         model = recipe.build(chosen).to(dtype).train()
         batch = tuple(item.to(dtype) if item.is_floating_point() else item for item in recipe.batch(chosen))
-    return Workload(name, model, batch, recipe.loss)
+    return Workload(name, model, batch, recipe.loss, tp_plan=recipe.tp_plan)
+
+
+def layers_of(name: str) -> int | None:
+    """Return how many layers a model of :data:`MODELS` has by default; None for other names and models without."""
+    recipe = MODELS.get(name)
+    layers = recipe.settings.get("layers") if recipe else None
+    return layers if isinstance(layers, int) else None
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -274,11 +309,30 @@ def _sizes(**sizes: Setting) -> dict[str, Setting]:
     return {**sizes, "dtype": "float32"}
 
 
+_BLOCK_PLAN = {
+    "blocks.*.qkv": "colwise", "blocks.*.proj": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
+}  # fmt: skip
+_BERT_PLAN = {
+    **{f"bert.encoder.layer.*.attention.self.{part}": "colwise" for part in ("query", "key", "value")},
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
+
+
+def _of_korthikanti(size: str, batch: int, layers: int, width: int, heads: int) -> Recipe:
+    """A model of Korthikanti et al., arXiv 2205.05198, table 3, with the micro-batch of one rank."""
+    sizes: dict[str, Setting] = {"batch": batch, "seq": 2048, "layers": layers, "width": width, "heads": heads}
+    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False}
+    about = f"GPT-3 of {size} parameters as in arXiv 2205.05198; for --mesh tp=8"
+    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _text_batch, text_loss, _BLOCK_PLAN)
+
+
 MODELS: dict[str, Recipe] = {
     "gpt": Recipe(
         "decoder-only transformer as in nanoGPT",
         _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True),
-        _gpt, _text_batch, text_loss,
+        _gpt, _text_batch, text_loss, _BLOCK_PLAN,
     ),
     "gpt2": Recipe(
         "GPT-2, 124 M parameters",
@@ -293,7 +347,7 @@ MODELS: dict[str, Recipe] = {
     "bert": Recipe(
         "BERT base, masked language model",
         _sizes(batch=8, seq=512, layers=12, width=768, heads=12, hidden=3072, vocab=30522),
-        _BERT, _text_batch, _logits_loss,
+        _BERT, _text_batch, _logits_loss, _BERT_PLAN,
     ),
     "llama": Recipe(
         "Llama 2, 7 G parameters",
@@ -320,5 +374,9 @@ MODELS: dict[str, Recipe] = {
         _sizes(batch=32, image=224, classes=1000),
         _MOBILENET, _image_batch, _image_loss,
     ),
+    "gpt3-22b": _of_korthikanti("22 G", 4, 48, 6144, 64),
+    "gpt3-175b": _of_korthikanti("175 G", 1, 96, 12288, 96),
+    "gpt3-530b": _of_korthikanti("530 G", 1, 105, 20480, 128),
+    "gpt3-1t": _of_korthikanti("1 T", 1, 128, 25600, 160),
 }  # fmt: skip
 """Name of each built-in model, as the command line takes it, to its recipe."""

@@ -3,6 +3,7 @@
     seconds = overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
 
 Convolutions add the two instead: libraries bring weights and images into another order before they multiply.
+Collectives are priced by :mod:`roamc.cost.collectives` where group and links are known, else like the following.
 An operator of which nothing is known is priced as if it went over its tensors ``UNKNOWN_PASSES`` times: too expensive
 to be recomputed, but not so expensive that it dominates the time of a step.
 """
@@ -14,6 +15,7 @@ import itertools
 import torch
 from torch import fx
 
+from roamc.cost.collectives import collective_seconds
 from roamc.cost.count import elements, flops, group_traffic, own_bytes, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
@@ -21,13 +23,14 @@ from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.operators import ops
 from roamc.operators.call import call_of, fakes, tensors_in
 from roamc.operators.costs.attention import causal_share
-from roamc.operators.costs.kinds import CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
+from roamc.operators.costs.kinds import COLLECTIVE, CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
 from roamc.operators.fused import Fused
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
 UNKNOWN_PASSES = 32
-"""An operator of which nothing is known is priced as if it moved the bytes of its tensors this many times."""
+"""Collectives are priced by :mod:`roamc.cost.collectives` where group and links are known, else like the following.
+An operator of which nothing is known is priced as if it moved the bytes of its tensors this many times."""
 
 NEXT = {
     "batched_matmul": "matmul",
@@ -59,7 +62,9 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     if isinstance(node.target, Fused):
         return group_seconds(node.target, profile)
     moved = _move_seconds(traffic(node).total, profile)
-    if kind == UNKNOWN:
+    if kind == COLLECTIVE and (sent := collective_seconds(node, profile)) is not None:
+        return sent
+    if kind in (COLLECTIVE, UNKNOWN):
         return profile.overhead + UNKNOWN_PASSES * moved
     if kind not in PRODUCTS:
         return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))

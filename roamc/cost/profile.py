@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ SHIPPED = Path(__file__).parent / "profiles"
 """Folder of the shipped profiles."""
 GENERIC = {"cpu": "cpu", "cuda": "h100"}
 """Device type to the name of the shipped profile for devices whose model no shipped profile has."""
+
+NODE, NETWORK = "node", "network"
+LINKS = {NODE: {"latency", "bandwidth", "ranks"}, NETWORK: {"latency", "bandwidth"}}
+"""Name of a link to the names of its numbers."""
 
 Rates = Mapping[str, Mapping[str, float]]
 """Kind of operator to name of a dtype, such as "float32", to FLOPs or elements a second."""
@@ -50,6 +54,9 @@ class DeviceProfile:
         flops: kind of product, see :data:`roamc.operators.costs.kinds.PRODUCTS`, to dtype to FLOP/s.
         elements: other kind to dtype to elements a second, for kinds that are slower than memory. May also
             have "convolution_weights", the rate at which convolutions reorder their weights.
+        links: how ranks on such devices send to one another; empty where that is not known. NODE and NETWORK map to the
+            "latency" of a turn of a ring, in seconds, and the "bandwidth" of a rank in bytes a second, of links in a
+            node and between nodes; NODE also to the "ranks" of a node.
     """
 
     name: str
@@ -63,6 +70,7 @@ class DeviceProfile:
     cache_bytes: Bytes
     flops: Rates
     elements: Rates
+    links: Rates = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the profile as JSON text; equal profiles have equal text."""
@@ -84,7 +92,8 @@ class DeviceProfile:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ProfileError(f"its format is {found!r}, this roamc reads {FORMAT}")
         try:
-            profile = decode.read(DeviceProfile, {k: v for k, v in data.items() if k != "format"}, "profile")
+            written = {key: value for key, value in data.items() if key != "format"}
+            profile = decode.read(DeviceProfile, {"links": {}, **written}, "profile")
         except PlanError as error:
             raise ProfileError(str(error)) from None
         _check(profile)
@@ -106,13 +115,15 @@ def _check(profile: DeviceProfile) -> None:
             raise ProfileError(f"{name} must be a number from {LEAST:g} to {MOST:g}, not {str(value)[:40]}")
     if not profile.flops.get("matmul", {}).get("float32"):
         raise ProfileError("flops must have a rate for matmul in float32")
+    if profile.links and {link: set(numbers) for link, numbers in profile.links.items()} != LINKS:
+        raise ProfileError(f"links must be empty or have the numbers { ({k: sorted(v) for k, v in LINKS.items()}) }")
 
 
 def _numbers(profile: DeviceProfile) -> Iterator[tuple[str, float]]:
     """Yield every number that must be above zero, with its name for messages."""
     for name in ("overhead", "bandwidth", "cache_bandwidth"):
         yield name, getattr(profile, name)
-    for family in ("flops", "elements"):
+    for family in ("flops", "elements", "links"):
         for kind, rates in getattr(profile, family).items():
             yield from ((f"{family} of {kind} in {dtype}", value) for dtype, value in rates.items())
 

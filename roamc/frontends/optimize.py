@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from roamc import compat
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
 from roamc.capture.step import LossFunction
-from roamc.errors import RoamcError
+from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
 from roamc.frontends.eager_calls import checked
+from roamc.frontends.mesh import Mesh, check_tokens, parse_mesh, part_of
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import search
@@ -105,6 +106,8 @@ def plan(
     loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     clip_grad_norm: float | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> Plan:
     """Plan a step without running anything: no weight is read or allocated.
@@ -117,10 +120,16 @@ def plan(
     batch that hold tensors, or that ``loss_fn`` (without it ``model.forward``) names among its arguments. Where a batch
     has a keyword that is also an option's name: ``train_step(...).plan(...)``, whose keywords are all the batch's.
 
+    With ``mesh``, such as ``{"tp": 8}``, one rank's part of the model is planned; no other rank has to be there.
+    ``tp_plan`` then maps patterns of layers' names to "colwise" (a rank has a part of an ``nn.Linear``'s outputs) or
+    "rowwise" (of its inputs), such as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; by default the
+    model's attribute ``tp_plan`` does, which models of transformers have. Axis ``dp`` changes nothing in a rank's plan.
+
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
         CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
-        OptionError: a keyword is no option and does not belong to the batch, or an option is out of range.
+        OptionError: a keyword is no option and does not belong to the batch, an option is out of range, or the mesh
+            does not fit the model.
         BudgetError: the plan does not fit ``memory_budget``.
     """
     check_module(model, "plan")
@@ -130,6 +139,9 @@ def plan(
             f"plan takes loss_fn and optimizer together, for a whole step, or neither, for the model's forward and "
             f"backward: {missing} is missing"
         )
+    if mesh is not None:
+        step_of = functools.partial(plan, loss_fn=loss_fn, clip_grad_norm=clip_grad_norm, **keywords)
+        return _plan_on(parse_mesh(mesh), model, batch, optimizer, tp_plan, step_of)
     if loss_fn is not None and optimizer is not None:
         named, options = _parted(loss_fn, keywords)
         step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
@@ -139,6 +151,24 @@ def plan(
     check_forward(model, batch, named, "those of roamc.plan behind the model")
     graph = joint.capture(model, batch, named, type(model).__name__)
     return search.run(graph, parsed).plan
+
+
+def _plan_on(
+    mesh: Mesh,
+    model: nn.Module,
+    batch: Sequence[Any],
+    optimizer: torch.optim.Optimizer | None,
+    tp_plan: Mapping[str, str] | None,
+    planned: Callable[..., Plan],
+) -> Plan:
+    """The plan of one rank of ``mesh``, by ``planned(model, *batch, optimizer=...)``."""
+    if mesh.pp > 1:
+        raise OptionError(f"pp={mesh.pp}: roamc.plan plans the module that it gets; give it the layers of one stage")
+    with mesh.planned_for():
+        part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
+        found = planned(part, *batch, optimizer=its_optimizer)
+    check_tokens(found)
+    return found
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

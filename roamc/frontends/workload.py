@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,7 @@ class Workload:
         batch: arguments of ``loss_fn`` behind the model, or of the model where there is no ``loss_fn``.
         loss_fn: ``loss_fn(model, *batch)`` returns the loss; None plans forward and backward of ``model(*batch)``.
         optimizer: makes the optimizer of the model's parameters; None takes AdamW.
+        tp_plan: pattern of layers' names to how a mesh splits them; empty to take the model's own ``tp_plan``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Workload:
     batch: tuple[Any, ...]
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture(

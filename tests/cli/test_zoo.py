@@ -29,7 +29,10 @@ SMALL: dict[str, dict[str, int]] = {
     "vit": {"batch": 2, "image": 32, "patch": 8, "layers": 2, "width": 32, "heads": 4, "hidden": 64, "classes": 10},
     "resnet50": {"batch": 2, "image": 32, "classes": 10},
     "mobilenetv2": {"batch": 2, "image": 32, "classes": 10},
+    "gpt3-22b": TEXT,
 }
+LARGER = {"gpt3-175b", "gpt3-530b", "gpt3-1t"}
+"""Models that differ from one of SMALL in sizes alone."""
 
 FILE = """
 import torch
@@ -81,12 +84,13 @@ def file(tmp_path: Path) -> str:
 
 
 def test_every_model_has_a_small_case() -> None:
-    assert set(SMALL) == set(zoo.MODELS)
+    assert set(SMALL) == set(zoo.MODELS) - LARGER
+    assert all(zoo.MODELS[name].settings.keys() == zoo.MODELS["gpt3-22b"].settings.keys() for name in LARGER)
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_model_is_planned_without_weights(name: str) -> None:
-    if name != "gpt":
+    if not name.startswith("gpt3") and name != "gpt":
         pytest.importorskip("transformers")
     workload = zoo.make(name, SMALL[name])
     assert {parameter.device.type for parameter in workload.model.parameters()} == {"meta"}
@@ -96,9 +100,9 @@ def test_model_is_planned_without_weights(name: str) -> None:
     assert plan.fixed_bytes["optimizer state"] == 2 * plan.fixed_bytes["parameter"]
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_forward_and_backward_alone_are_planned_and_know_their_lines(name: str) -> None:
-    if name != "gpt":
+    if not name.startswith("gpt3") and name != "gpt":
         pytest.importorskip("transformers")
     graph = capture(zoo.make(name, SMALL[name]), forward_backward=True)
     own = (operator.getitem, torch.ops.aten.copy_.default)  # made by torch itself, such as updates of batch norm

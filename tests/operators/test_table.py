@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from roamc.operators import ops
+from roamc.operators.collectives import NAMESPACE
 from roamc.operators.costs import linear_algebra
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import KINDS, UNKNOWN
@@ -83,7 +84,7 @@ def test_forms_that_do_not_write_where_they_are_told_are_in_the_table() -> None:
 
 
 def test_rows_on_costs_name_operators_that_torch_has() -> None:
-    ours = {f"roamc::{name}" for name in torch.ops.roamc}
+    ours = {f"{space}::{name}" for space in ("roamc", NAMESPACE) for name in getattr(torch.ops, space)}
     gone = [name for name in COSTS if not hasattr(aten, name) and not hasattr(aten, f"{name}_") and name not in ours]
     assert set(gone) <= {"flex_attention", "flex_attention_backward"}, "these are higher-order operators"
     assert {cost.kind for cost in COSTS.values()} <= {*KINDS, ""}

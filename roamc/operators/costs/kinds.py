@@ -11,6 +11,7 @@ VIEW = "view"
 FREE = "free"
 UNKNOWN = "unknown"
 FUSED = "fused"
+COLLECTIVE = "collective"
 CONVOLUTIONS = tuple(f"convolution{what}{way}" for what in ("", "_1x1", "_grouped") for way in ("", "_backward"))
 ONEDNN = {"onednn_matmul": "matmul", "onednn_batched_matmul": "batched_matmul"}
 """Kind of product by oneDNN to that of the same product by torch, whose rates stand in for it in older profiles."""
@@ -54,13 +55,14 @@ KINDS: dict[str, str] = {
     "pool": "pooling, resampling",
     "pool_backward": "backward of pooling and resampling",
     "scan": "running sums, sorting, largest k",
+    COLLECTIVE: "sends tensors around a ring of ranks",
     FUSED: "a group of operators that runs as one",
     UNKNOWN: "none of the above; taken for expensive, see roamc.cost.predict",
 }
 """Name of every kind to the operators that are of it."""
 
-HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "scan", UNKNOWN})
-"""Kinds that do many operations an element, or read and write memory in no regular order."""
+HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "scan", COLLECTIVE, UNKNOWN})
+"""Kinds that do many operations an element, read and write memory in no regular order, or wait for other ranks."""
 
 LIGHT = frozenset(KINDS) - HEAVY
 """Kinds that do a few operations an element, mostly in the order of memory: cheap on any device."""

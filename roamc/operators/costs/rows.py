@@ -8,7 +8,7 @@ from types import MappingProxyType
 from roamc.operators.costs import attention, convolutions, flops, linear_algebra, lookups, others, products, softmax
 from roamc.operators.costs.arguments import image, in_order, matrix, plain
 from roamc.operators.costs.cost import Cost, FlopFormula, Ordered
-from roamc.operators.costs.kinds import FREE
+from roamc.operators.costs.kinds import COLLECTIVE, FREE
 
 _PRODUCT = Cost("matmul", flops.product)
 _ATTENTION = Cost("attention", flops.attention)
@@ -192,6 +192,9 @@ KIND_ALONE: dict[str, str] = {
     "attention_backward": "_flash_attention_backward _efficient_attention_backward flex_attention_backward",
     "convolution": "_convolution cudnn_convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward "
     "miopen_convolution",
+    COLLECTIVE: "roamc_collective::all_reduce roamc_collective::all_reduce_coalesced "
+    "roamc_collective::all_gather_into_tensor roamc_collective::all_gather_into_tensor_coalesced "
+    "roamc_collective::reduce_scatter_tensor roamc_collective::reduce_scatter_tensor_coalesced",
     "pointwise": "arange linspace scalar_tensor zeros ones full eye hardtanh_backward hardswish_backward "
     "hardsigmoid_backward leaky_relu_backward threshold_backward rrelu_with_noise_backward prelu _prelu_kernel "
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "

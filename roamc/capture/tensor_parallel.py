@@ -1,0 +1,181 @@
+"""One rank's part of a model under tensor parallelism, made of the whole model: for plans, without any other rank.
+
+    colwise   y = x W^T + b      rank r has rows r of W and of b, and so its own columns of y
+    rowwise   y = x W^T + b      rank r has columns r of W, reads its own columns of x; y is summed over the ranks
+
+The argument of a ``colwise`` layer is the same on all ranks; its gradient is the sum of what the ranks have (f of
+Shoeybi et al., Megatron-LM, arXiv 1909.08053); the sum of a ``rowwise`` layer is g there. A plan maps patterns of
+layers' names, in which ``*`` stands for a name between two dots, to these words: the form of ``base_model_tp_plan`` in
+configurations of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from roamc.errors import OptionError
+from roamc.operators.collectives import FUNCTIONAL
+
+LEFT_WHOLE = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "sequence_parallel")
+"""Words of a plan for layers that every rank keeps whole here: heads, embeddings and norms give the same values so."""
+
+HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads")
+"""Names under which modules and configurations say how many heads, or key heads, attention has."""
+
+
+def _summed(x: Tensor, group: str) -> Tensor:
+    """The sum of what the ranks have, as tensor parallelism in torch traces it."""
+    summed: Tensor = FUNCTIONAL.wait_tensor.default(FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", group))
+    return summed
+
+
+class _Enter(torch.autograd.Function):
+    """All ranks read the argument; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.view_as(grad), None
+
+
+class Columns(nn.Linear):
+    """A linear layer of which this rank has a part of the outputs."""
+
+    group: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's columns of the layer's result."""
+        entered: Tensor = _Enter.apply(input, self.group)  # type: ignore[no-untyped-call]
+        return F.linear(entered, self.weight, self.bias)
+
+
+class Rows(nn.Linear):
+    """A linear layer of which this rank has a part of the inputs; the bias is added once."""
+
+    group: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's result, the same on every rank, for this rank's columns of its argument."""
+        addend = F.linear(input, self.weight)
+        summed: Tensor = _Leave.apply(addend, self.group)  # type: ignore[no-untyped-call]
+        return summed if self.bias is None else summed + self.bias
+
+
+LAYERS: dict[str, type[Columns] | type[Rows]] = {"colwise": Columns, "rowwise": Rows}
+"""Word of a plan to the layer that one rank has."""
+
+
+def split(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Mapping[str, str], ranks: int, group: str
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Return one rank's part of ``model``, and of the optimizer of its parameters if there is one.
+
+    ``model`` and ``optimizer`` stay as they are. Parameters and buffers that are not split are shared with them.
+
+    Args:
+        model: the whole model; its parameters may be on the meta device.
+        optimizer: the optimizer of its parameters; what it has as its state is left out.
+        plan: pattern of layers' names to "colwise", "rowwise" or a word of :data:`LEFT_WHOLE`.
+        ranks: how many ranks the group has.
+        group: the group's name, as operators are called with it.
+
+    Raises:
+        OptionError: the plan splits no layer or one that is not an ``nn.Linear``, has an unknown word, or ``ranks`` do
+            not divide the heads or the sizes of a layer.
+    """
+    words = dict(_planned(model, plan))
+    _check(model, words, ranks)
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    layers = dict(model.named_modules())
+    for name, word in words.items():
+        for parameter, cut in _cut(name, layers[name], word, ranks):
+            memo[id(parameter)] = nn.Parameter(cut, parameter.requires_grad)
+    part = copy.deepcopy(model, memo)
+    layers = dict(part.named_modules())
+    for name, word in words.items():
+        layer: Any = layers[name]
+        layer.__class__ = LAYERS[word]
+        layer.group = group
+        layer.out_features, layer.in_features = layer.weight.shape
+    return part, None if optimizer is None else _without_state(optimizer, memo)
+
+
+def _without_state(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy of ``optimizer``, for the parameters that ``memo`` has in the place of its own."""
+    memo[id(optimizer.state)] = type(optimizer.state)(dict)
+    return copy.deepcopy(optimizer, memo)
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the word of every layer that is split."""
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), word) for name, word in plan.items()]
+    for name, layer in model.named_modules():
+        word = next((word for pattern, word in patterns if pattern.fullmatch(name)), None)
+        if word is None or word in LEFT_WHOLE:
+            continue
+        if word not in LAYERS:
+            known = ", ".join((*LAYERS, *LEFT_WHOLE))
+            raise OptionError(f"the tensor-parallel plan says {word!r} of {name}; known are {known}")
+        if type(layer) is not nn.Linear:
+            raise OptionError(f"{name} cannot be split {word}: it is a {type(layer).__name__}, and not an nn.Linear")
+        yield name, word
+
+
+def _check(model: nn.Module, words: Mapping[str, str], ranks: int) -> None:
+    """Refuse a plan that splits nothing, tied weights, and numbers that the ranks do not divide."""
+    if not words:
+        raise OptionError(
+            f"nothing says how {type(model).__name__} is split among {ranks} ranks: give a tp_plan such as "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
+    for name, heads in _heads(model):
+        if heads % ranks:
+            raise OptionError(f"tp={ranks} does not divide the {heads} {name}")
+    owners: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        for parameter in layer.parameters(recurse=False):
+            other = owners.setdefault(id(parameter), name)
+            if other != name and (name in words or other in words):
+                raise OptionError(f"{name} cannot be split: it shares a parameter with {other}")
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[str, int]]:
+    for each in (getattr(model, "config", None), *model.modules()):
+        for name in HEADS:
+            if isinstance(count := getattr(each, name, None), int):
+                yield name, count
+
+
+def _cut(name: str, layer: Any, word: str, ranks: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter of a layer that is split, and a tensor like this rank's part of it."""
+    axis, size = (0, "outputs") if word == "colwise" else (1, "inputs")
+    shape = list(layer.weight.shape)
+    if shape[axis] % ranks:
+        raise OptionError(f"tp={ranks} does not divide the {shape[axis]} {size} of {name}")
+    shape[axis] //= ranks
+    yield layer.weight, layer.weight.new_empty(shape)
+    if axis == 0 and layer.bias is not None:
+        yield layer.bias, layer.bias.new_empty(shape[:1])

@@ -1,0 +1,122 @@
+"""What ranks send: collectives of a graph, their bytes and their seconds by the algorithm of a ring.
+
+An all-gather or a reduce-scatter of S bytes among n ranks sends S (n - 1) / n from each in n - 1 turns, an all-reduce
+twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009):
+
+    seconds = (n - 1) latency + S (n - 1) / (n bandwidth)                             collective_seconds()
+
+Latency and bandwidth are those of the slowest link in the ring: inside a node, or between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from roamc.compat_groups import numbers_in, ranks_in
+from roamc.cost.profile import NETWORK, NODE, DeviceProfile
+from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.operators import ops
+from roamc.operators.costs.kinds import COLLECTIVE
+from roamc.operators.schemas import group_of
+from roamc.units import Bytes, Seconds, format_bytes
+
+WORDS = {
+    "all_reduce": ("all-reduce", 2),
+    "all_reduce_coalesced": ("all-reduce", 2),
+    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 1),
+    "all_gather_into_tensor": ("all-gather", 1),
+    "all_gather_into_tensor_coalesced": ("all-gather", 1),
+}
+"""Name of a collective of kind COLLECTIVE to its word in reports, and how often a ring sends its bytes."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one group.
+
+    Attributes:
+        counts: word for a collective to how many there are.
+        sent: bytes that each rank sends in a step.
+    """
+
+    counts: Mapping[str, int]
+    sent: Bytes
+
+    def __str__(self) -> str:
+        parts = [f"{count} {word}{'s' if count > 1 else ''}" for word, count in self.counts.items()]
+        return f"{', '.join(parts) or 'no collectives'}, {format_bytes(self.sent)} sent by each rank"
+
+
+def traffic(graph: TrainGraph, group: object, ranks: int) -> Traffic:
+    """Count the collectives of ``graph`` in one group of ``ranks`` ranks, and the bytes that they send.
+
+    Args:
+        graph: the graph.
+        group: the group's name, as operators are called with it.
+        ranks: how many ranks the group has.
+    """
+    counts: dict[str, int] = {}
+    sent = 0
+    for node in collectives(graph):
+        if group_of(node) == group:
+            word, _ = _word(node)
+            counts[word] = counts.get(word, 0) + 1
+            sent += sent_bytes(node, ranks)
+    return Traffic(counts, sent)
+
+
+def collectives(graph: TrainGraph) -> Iterator[fx.Node]:
+    """Yield the operators of ``graph`` whose bytes and seconds follow from the algorithm of a ring, in order."""
+    return (node for node in operators(graph.graph) if ops.rule(node.target).cost.kind == COLLECTIVE)
+
+
+def sent_bytes(node: fx.Node, ranks: int) -> Bytes:
+    """Return the bytes that each of ``ranks`` ranks sends for ``node``, an operator of kind COLLECTIVE."""
+    word, times = _word(node)
+    made = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(node))
+    whole = made * ranks if word == "reduce-scatter" else made
+    return times * whole * (ranks - 1) // ranks
+
+
+def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
+    """Predict the seconds of ``node``, an operator of kind COLLECTIVE, while no other operator runs.
+
+    Returns:
+        The seconds; None if this process does not know the group, or ``profile`` has no links.
+    """
+    group = group_of(node)
+    ranks, link = ranks_in(group), _link(group, profile)
+    if ranks is None or link is None:
+        return None
+    turns = _word(node)[1] * (ranks - 1)
+    return profile.overhead + turns * link["latency"] + sent_bytes(node, ranks) / link["bandwidth"]
+
+
+def note(graph: TrainGraph, profile: DeviceProfile) -> tuple[str, ...]:
+    """Say what the collectives of a step send and how long they take, in at most one sentence, for its plan."""
+    nodes = list(collectives(graph))
+    found = [(sent_bytes(node, ranks), node) for node in nodes if (ranks := ranks_in(group_of(node))) is not None]
+    if not found:
+        return ()
+    sent = f"collectives: each rank sends {format_bytes(sum(count for count, _ in found))} in a step"
+    seconds = [taken for _, node in found if (taken := collective_seconds(node, profile)) is not None]
+    if len(seconds) < len(nodes):
+        return (sent,)
+    return (f"{sent}, which takes {sum(seconds) * 1e3:.3g} ms on the links of profile {profile.name}, none overlapped",)
+
+
+def _word(node: fx.Node) -> tuple[str, int]:
+    return WORDS[node.target._schema.name.rpartition("::")[2]]  # type: ignore[union-attr]
+
+
+def _link(group: object, profile: DeviceProfile) -> Mapping[str, float] | None:
+    """The slowest link between neighbours in a ring over the ranks of ``group``."""
+    if not profile.links or ranks_in(group) is None:
+        return None
+    each = int(profile.links[NODE]["ranks"])
+    nodes = {number // each for number in numbers_in(group)}
+    return profile.links[NODE if len(nodes) == 1 else NETWORK]

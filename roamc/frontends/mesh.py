@@ -1,0 +1,163 @@
+"""Plans for a mesh of ranks that need not be there: ``--mesh dp=1,pp=8,tp=8`` and ``roamc.plan(..., mesh=...)``.
+
+One process plans for one rank. What differs between the ranks of ``tp`` is which part of the matrices they have, and
+no plan depends on that; see :mod:`roamc.capture.tensor_parallel`. No process group is made, and one that this process
+has is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from roamc.capture.tensor_parallel import split
+from roamc.compat_groups import planned_for
+from roamc.errors import OptionError
+from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, nearest, parse_setting
+from roamc.graph import TrainGraph
+from roamc.graph.memory import build_memory
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
+from roamc.units import format_bytes
+
+TP = "tp"
+"""Name of the axis of tensor parallelism, and of its group in the graph."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks each axis has.
+
+    Attributes:
+        dp: replicas of the model; each has a batch of its own, which is the one that is planned.
+        pp: stages of the pipeline.
+        tp: ranks that have a part of each matrix; they are neighbours, as many in one node as fit.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    def planned_for(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a graph for this mesh is captured, planned and explained."""
+        return planned_for({TP: tuple(range(self.tp))} if self.tp > 1 else {})
+
+
+def parse_mesh(mesh: str | Mapping[str, int]) -> Mesh:
+    """Read a mesh, ``"dp=1,pp=8,tp=8"`` or a mapping; an axis that is left out has one rank.
+
+    Raises:
+        OptionError: an axis is unknown or named twice, or its size is no whole number from 1.
+    """
+    pairs = [parse_setting(text) for text in mesh.split(",")] if isinstance(mesh, str) else list(mesh.items())
+    axes = [field.name for field in dataclasses.fields(Mesh)]
+    sizes: dict[str, int] = {}
+    for axis, size in pairs:
+        if axis not in axes:
+            raise OptionError(f"the mesh has no axis {axis!r}{nearest(axis, axes)} Axes: {', '.join(axes)}")
+        if axis in sizes:
+            raise OptionError(f"axis {axis} of the mesh is named twice")
+        sizes[axis] = _size(axis, size)
+    return Mesh(**sizes)
+
+
+def _size(axis: str, size: Setting) -> int:
+    if type(size) is not int or size < 1:
+        raise OptionError(f"axis {axis} of the mesh must be a whole number of ranks from 1, not {size!r}")
+    return size
+
+
+def stage_settings(settings: Mapping[str, Setting], layers: Setting | None, mesh: Mesh) -> dict[str, Setting]:
+    """Return the settings of a built-in model with the layers that one stage of the pipeline has.
+
+    Args:
+        settings: the settings that the user gives.
+        layers: how many layers the model has without them; None if it has no such setting.
+        mesh: the mesh.
+
+    Raises:
+        OptionError: the model has no layers, or the stages do not divide them.
+    """
+    if mesh.pp == 1:
+        return dict(settings)
+    whole = settings.get("layers", layers)
+    if not isinstance(whole, int):
+        raise OptionError(f"pp={mesh.pp} needs a built-in model that has layers to divide among the stages")
+    if whole % mesh.pp:
+        raise OptionError(f"pp={mesh.pp} does not divide the {whole} layers")
+    return {**settings, "layers": whole // mesh.pp}
+
+
+def part_of(
+    model: nn.Module, optimizer: Optimizer | None, mesh: Mesh, tp_plan: Mapping[str, str] | None = None
+) -> tuple[nn.Module, Optimizer | None]:
+    """Return what one rank of ``mesh`` has of a model and of its optimizer; both stay as they are.
+
+    Args:
+        model: the whole model.
+        optimizer: the optimizer of its parameters, if there is one.
+        mesh: the mesh; of a pipeline's stage ``model`` has the layers already.
+        tp_plan: how layers are split, see :func:`roamc.capture.tensor_parallel.split`; None or empty for the model's
+            attribute ``tp_plan``, which models of transformers have.
+
+    Raises:
+        OptionError: the model cannot be split like that.
+    """
+    if mesh.tp == 1:
+        return model, optimizer
+    return split(model, optimizer, tp_plan or getattr(model, "tp_plan", None) or {}, mesh.tp, TP)
+
+
+def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
+    """Return one rank's part of ``workload``; raises as :func:`part_of`."""
+    make = workload.optimizer or OPTIMIZERS["adamw"]
+    model, optimizer = part_of(workload.model, make(workload.model.parameters()), mesh, workload.tp_plan)
+    assert optimizer is not None  # that of the workload, or its copy
+    its_optimizer: Optimizer = optimizer
+    return dataclasses.replace(workload, model=model, optimizer=lambda parameters: its_optimizer)
+
+
+def check_tokens(plan: Plan) -> None:
+    """Refuse the plan of a mesh whose ranks do not divide the tokens that ``shard`` is to split among them.
+
+    Raises:
+        OptionError: names the number of tokens, and the next that fits.
+    """
+    for _, ranks, tokens in plan.decisions.get("shard", {}).get("uneven", ()):
+        raise OptionError(
+            f"tp={ranks} does not divide the {tokens} tokens of a batch, which shard='sequence' splits; the next "
+            f"number that fits is {tokens + -tokens % ranks}"
+        )
+
+
+def noted(planned: Planned, mesh: Mesh, layers: Setting | None = None) -> Planned:
+    """Return ``planned`` with notes on what the mesh adds to the plan of one rank and one micro-batch.
+
+    Args:
+        planned: the plan of one rank.
+        mesh: the mesh.
+        layers: how many layers the whole model has, where a stage of a pipeline was planned.
+    """
+    notes: tuple[str, ...] = (
+        f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp}: dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}",
+    )
+    if mesh.pp > 1 and isinstance(layers, int):
+        notes += (_stage_note(planned.graph, planned.plan, mesh, layers),)
+    if mesh.dp > 1:
+        notes += ("what averages gradients over dp runs beside the planned step and is not counted",)
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes)))
+
+
+def _stage_note(graph: TrainGraph, plan: Plan, mesh: Mesh, layers: int) -> str:
+    """What the first stage of a pipeline holds, whose micro-batches are all in flight before a backward (1F1B)."""
+    saved = sum(storage.nbytes for storage in build_memory(graph).saved)
+    whole = plan.needed_bytes + (mesh.pp - 1) * saved
+    return (
+        f"a stage has {layers // mesh.pp} of {layers} layers, and here the embedding and the head; the first of "
+        f"{mesh.pp} has {mesh.pp} micro-batches in flight, of which each saves {format_bytes(saved)}: it needs "
+        f"{format_bytes(whole)}; roamc plans a stage and runs no pipeline"
+    )

@@ -1,0 +1,87 @@
+"""Bytes and seconds of collectives, by the algorithm of a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc.compat_groups import planned_for
+from roamc.cost import DeviceProfile, load_profile, seconds
+from roamc.cost.collectives import collectives, note, sent_bytes, traffic
+from roamc.errors import ProfileError
+from roamc.graph import TrainGraph
+from tests.graphs import traced
+from tests.shards import COLLECTIVES
+
+A100 = load_profile(profile="a100")
+X = torch.zeros(64, 32)  # 8,192 bytes
+
+
+def graph_of(*functions: Callable[[Tensor], Tensor]) -> TrainGraph:
+    return traced(lambda x: [function(x) for function in functions], X)
+
+
+def reduced(x: Tensor) -> Tensor:
+    return COLLECTIVES.all_reduce(x, "sum", "tp")  # type: ignore[no-any-return]
+
+
+def gathered(x: Tensor) -> Tensor:
+    return COLLECTIVES.all_gather_into_tensor(x, 8, "tp")  # type: ignore[no-any-return]
+
+
+def scattered(x: Tensor) -> Tensor:
+    return COLLECTIVES.reduce_scatter_tensor(x, "sum", 8, "tp")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("function", "sent", "turns"),
+    [(reduced, 2 * 7 * 1024, 14), (gathered, 7 * 8192, 7), (scattered, 7 * 1024, 7)],
+)
+@pytest.mark.parametrize(("numbers", "link"), [(range(8), "node"), (range(4, 12), "network")])
+def test_a_ring_takes_latency_of_its_turns_and_time_of_its_bytes(
+    function: Callable[[Tensor], Tensor], sent: int, turns: int, numbers: range, link: str
+) -> None:
+    (node,) = collectives(graph_of(function))
+    rates = A100.links[link]
+    with planned_for({"tp": tuple(numbers)}):
+        assert sent_bytes(node, 8) == sent
+        wanted = A100.overhead + turns * rates["latency"] + sent / rates["bandwidth"]
+        assert seconds(node, A100) == pytest.approx(wanted)
+
+
+def test_without_group_or_links_the_time_is_that_of_an_unknown_operator() -> None:
+    (node,) = collectives(graph_of(reduced))
+    unknown = A100.overhead + 32 * 2 * 8192 / A100.cache_bandwidth
+    assert seconds(node, A100) == pytest.approx(unknown)
+    with planned_for({"tp": tuple(range(8))}):
+        assert seconds(node, dataclasses.replace(A100, links={})) == pytest.approx(unknown)
+
+
+def test_a_plan_says_what_is_sent_and_how_long_that_takes() -> None:
+    graph = graph_of(reduced, gathered, scattered)
+    assert note(graph, A100) == ()
+    with planned_for({"tp": tuple(range(8))}):
+        (said,) = note(graph, A100)
+        (less,) = note(graph, load_profile(profile="cpu"))
+        taken = sum(seconds(node, A100) for node in collectives(graph))
+    assert said == f"{less}, which takes {1e3 * taken:.3g} ms on the links of profile a100, none overlapped"
+    assert less == "collectives: each rank sends 78.85 kB in a step"
+    assert str(traffic(graph, "tp", 8)).startswith("1 all-reduce, 1 all-gather, 1 reduce-scatter, 78.85 kB")
+
+
+def test_links_of_a_profile_are_read_and_checked() -> None:
+    assert DeviceProfile.from_json(A100.to_json()) == A100
+    data = json.loads(A100.to_json())
+    del data["links"]
+    assert DeviceProfile.from_json(json.dumps(data)).links == {}
+    for links in ({"node": {"latency": 1e-6}}, {"nodes": {}}):
+        with pytest.raises(ProfileError, match="links must be empty or have the numbers"):
+            DeviceProfile.from_json(json.dumps({**data, "links": links}))
+    text = json.dumps({**data, "links": {**A100.links, "network": {"latency": 1e-6, "bandwidth": 0}}})
+    with pytest.raises(ProfileError, match="links of network in bandwidth must be a number"):
+        DeviceProfile.from_json(text)

@@ -1,0 +1,183 @@
+"""Plans for a mesh of ranks that are not there: ``roamc.plan(..., mesh=...)`` and ``--mesh``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import roamc
+from roamc.capture.tensor_parallel import split
+from roamc.cli.commands import app
+from roamc.cli.request import Request, mesh_of, workload_of
+from roamc.compat_groups import numbers_in, planned_for, ranks_in
+from roamc.errors import OptionError
+from roamc.frontends.mesh import Mesh, on_mesh, parse_mesh
+from roamc.frontends.workload import capture
+from roamc.graph import TrainGraph, copied, operators
+from roamc.graph.fingerprint import fingerprint
+from roamc.graph.memory import build_memory
+from roamc.graph.shard_judge import check
+from roamc.options import Options
+from roamc.passes import normalize, shard
+from tests.parallel import BOUND, COLUMNS, ROWS, batch, build, worst_error
+from tests.shards import counted, normal_form, one_rank, run_ranks
+
+PLAN = {f"blocks.*.{name}": word for names, word in ((COLUMNS, "colwise"), (ROWS, "rowwise")) for name in names}
+SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": 16, "batch": 2}
+
+
+def parts(kind: str, ranks: int) -> list[nn.Module]:
+    """What each rank has of a model of ``tests.parallel``, with its elements."""
+    whole = build(kind, 1)
+    made = [split(whole, None, PLAN, ranks, "tp")[0] for _ in range(ranks)]
+    for rank, part in enumerate(made):
+        for name, parameter in part.named_parameters():
+            source = whole.get_parameter(name).detach()
+            dims = [at for at, size in enumerate(source.shape) if parameter.shape[at] != size]
+            if dims:
+                parameter.data = source.chunk(ranks, dims[0])[rank].clone()
+    return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_the_parts_of_all_ranks_give_loss_and_gradients_of_the_whole(kind: str) -> None:
+    ranks = parts(kind, 2)
+    graph = normal_form(ranks[0], (batch(),))
+    torch.manual_seed(0)
+    inputs = [[*(p.detach() for p in part.parameters()), batch(), torch.ones(())] for part in ranks]
+    results = run_ranks(graph, inputs)
+    model, loss = one_rank(kind)
+    assert all(abs(float(result[0] - loss)) <= BOUND * float(loss) for result in results)
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: _whole([result[1 + at] for result in results], wanted[name].shape)
+        for at, (name, _) in enumerate(model.named_parameters())
+    }
+    assert worst_error(found, wanted) <= BOUND
+
+
+def _whole(pieces: list[Tensor], shape: torch.Size) -> Tensor:
+    dims = [dim for dim, size in enumerate(shape) if pieces[0].shape[dim] != size]
+    return torch.cat(pieces, dims[0]) if dims else pieces[0]
+
+
+def test_the_users_model_and_optimizer_stay_as_they_are() -> None:
+    model = build("gpt", 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    part, its_optimizer = split(model, optimizer, PLAN, 4, "tp")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model.get_submodule("blocks.0.q")) is nn.Linear
+    assert its_optimizer is not None
+    assert {id(p) for group in its_optimizer.param_groups for p in group["params"]} == set(map(id, part.parameters()))
+    assert part.get_parameter("blocks.0.q.weight").shape == (8, 32)
+    assert part.get_parameter("blocks.0.down.weight").shape == (32, 16)
+    assert part.get_parameter("tokens.weight") is model.get_parameter("tokens.weight")
+
+
+@pytest.fixture(scope="module")
+def captured() -> TrainGraph:
+    request = Request("gpt", {**SIZES, "layers": 1}, mesh="tp=2")
+    with mesh_of(request).planned_for():
+        return capture(on_mesh(workload_of(request), mesh_of(request)))
+
+
+def test_a_whole_step_on_shards_updates_behind_its_gradients(captured: TrainGraph) -> None:
+    options = Options(shard="sequence")
+    with parse_mesh("tp=2").planned_for():
+        graph = copied(captured)
+        graph = normalize.apply(graph, normalize.decide(graph, Options()))
+        found = shard.apply(graph, shard.decide(graph, options))
+        check(graph, found, "shard")
+    assert all(before < after for before, after in build_memory(found).edges)
+    assert counted(found)["BACKWARD", "all_reduce_coalesced"] == 1
+
+
+def test_no_plan_depends_on_a_groups_name(captured: TrainGraph) -> None:
+    graph = copied(captured)
+    before = fingerprint(graph)
+    for node in operators(graph.graph):
+        if "roamc_collective" in str(node.target):
+            node.args = (*node.args[:-1], "7")
+    assert fingerprint(graph) == before
+
+
+def test_planned_groups_are_there_only_inside() -> None:
+    with planned_for({"tp": (0, 1, 2)}):
+        assert ranks_in("tp") == 3
+        assert numbers_in("tp") == [0, 1, 2]
+        assert ranks_in("dp") is None
+    assert ranks_in("tp") is None
+
+
+def test_roamc_plan_takes_a_mesh() -> None:
+    model, tokens = build("gpt", 1), batch()
+    whole = roamc.plan(model, tokens)
+    alone, sharded = (roamc.plan(model, tokens, mesh={"tp": 2}, tp_plan=PLAN, shard=way) for way in ("off", "sequence"))
+    assert sharded.peak_bytes < alone.peak_bytes < whole.peak_bytes
+    assert any("all-gathers" in note for note in sharded.notes)
+    assert any(note.startswith("collectives: each rank sends") for note in alone.notes)
+    assert not whole.notes
+
+
+def test_the_command_line_plans_a_stage_and_tells_what_it_holds() -> None:
+    words = [text for key, value in SIZES.items() for text in (f"--{key}", str(value))]
+    mesh = ["--mesh", "dp=2,pp=2,tp=2", "--forward-backward", "--profile", "a100", "--device", "cuda"]
+    result = CliRunner().invoke(app, ["plan", "gpt", *words, *mesh, "--option", "shard=sequence"])
+    assert result.exit_code == 0, result.output
+    assert "one rank of a mesh of 8: dp=2, pp=2, tp=2" in result.output
+    assert "a stage has 1 of 2 layers" in result.output
+    assert "ms on the links of profile a100, none overlapped" in result.output
+
+
+def step(**changes: Any) -> Callable[[], Any]:
+    """A request for ``gpt`` with ``changes``, as far as the plan begins."""
+    values: dict[str, Any] = {"target": "gpt", "sizes": SIZES, **changes}
+    request = Request(**values)
+    return lambda: on_mesh(workload_of(request), mesh_of(request))
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: parse_mesh("xp=8"), "no axis 'xp'; did you mean '[dtp]p'"),
+        (lambda: parse_mesh("tp=2,tp=4"), "axis tp of the mesh is named twice"),
+        (lambda: parse_mesh({"tp": 0}), "axis tp of the mesh must be a whole number of ranks from 1, not 0"),
+        (lambda: parse_mesh("tp"), "'tp' is not a setting; write key=value"),
+        (step(mesh="tp=3"), "tp=3 does not divide the 4 heads"),
+        (step(mesh="pp=4"), "pp=4 does not divide the 2 layers"),
+        (step(mesh="pp=2", target="resnet50", sizes={}), "pp=2 needs a built-in model that has layers"),
+        (step(tp_plan=("a=b",)), "--tp-plan says how a mesh splits layers: give --mesh"),
+        (step(mesh="tp=2", tp_plan=("colwise",)), "--tp-plan takes PATTERN=WORD"),
+        (step(mesh="tp=2", tp_plan=("blocks.*.up=columns",)), "says 'columns' of blocks.0.up; known are colwise, roww"),
+        (step(mesh="tp=2", tp_plan=("blocks.*.norm1=colwise",)), "it is a LayerNorm, and not an nn.Linear"),
+        (step(mesh="tp=2", tp_plan=("head=colwise",)), "head cannot be split: it shares a parameter with tokens"),
+        (step(mesh="tp=2", tp_plan=("nothing=colwise",)), "nothing says how GPT is split among 2 ranks"),
+        (
+            lambda: roamc.plan(nn.Linear(6, 3), torch.zeros(2, 6), mesh="tp=2", tp_plan={"": "colwise"}),
+            "tp=2 does not divide the 3 outputs of ",
+        ),
+        (lambda: roamc.plan(build("gpt", 1), batch(), mesh="pp=2"), "give it the layers of one stage"),
+        (
+            lambda: roamc.plan(build("gpt", 1), batch(5, 3), mesh="tp=2", tp_plan=PLAN, shard="sequence"),
+            "tp=2 does not divide the 15 tokens of a batch, .* the next number that fits is 16",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(run: Callable[[], Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as refused:
+        run()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mesh_of_one_rank_changes_nothing() -> None:
+    request = Request("gpt", SIZES, mesh="dp=4")
+    assert mesh_of(request) == Mesh(dp=4)
+    workload = workload_of(request)
+    assert on_mesh(workload, mesh_of(request)).model is workload.model
