@@ -1,8 +1,7 @@
 """torch's private interfaces: tracing and fake tensors. Checked on torch 2.11 to 2.14.
 
-Only this file, :mod:`roamc.compat_aot`, :mod:`roamc.compat_dynamo` and :mod:`roamc.compat_hooks` import names from
-``torch.fx.experimental``, or that start with an underscore. When a new torch moves one, these files are the only places
-to mend.
+Only this file and the files ``roamc/compat_*.py`` import names from ``torch.fx.experimental``, or that start with an
+underscore. When a new torch moves one, these files are the only places to mend.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.errors import CaptureError
 
 __all__ = [
@@ -98,6 +98,8 @@ class CaptureMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run an operator on fakes; an in-place one gets fakes for real tensors, and memory of held ones is refused."""
         leaves, spec = flatten((tuple(args), kwargs or {}))
+        if any(map(is_dtensor, leaves)):
+            return NotImplemented  # DTensor calls the operators on its parts
         real = [isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]
         if any(real):
             writes = isinstance(func, OpOverload) and func._schema.is_mutable
@@ -132,7 +134,8 @@ def read_past(name: str) -> str:
 
 def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
     """Maps identities of storages to the names of their tensors."""
-    return {_storage(tensor): name for name, tensor in tensors.items() if _storage(tensor)}
+    parts = {name: part_of(tensor) for name, tensor in tensors.items()}
+    return {_storage(part): name for name, part in parts.items() if _storage(part)}
 
 
 def identity(tensor: torch.Tensor) -> int:

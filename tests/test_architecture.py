@@ -19,6 +19,7 @@ FLOOR = tuple(
             "budget",
             "compat",
             "compat_aot",
+            "compat_dtensor",
             "compat_dynamo",
             "compat_groups",
             "compat_hooks",
@@ -104,7 +105,7 @@ READ_ADDRESSES = {
     "roamc.graph.storage_ids.addresses_of": ("roamc.capture",),
 }
 # The modules that may name what torch keeps to itself.
-COMPAT = ("roamc.compat", *(f"roamc.compat_{of}" for of in ("aot", "dynamo", "groups", "hooks", "onednn")))
+COMPAT = ("roamc.compat", *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "groups", "hooks", "onednn")))
 
 
 def within(name: str, package: str) -> bool:

@@ -187,16 +187,14 @@ class _Writer:
     def run(self) -> TrainGraph:
         """Write all nodes and return the new train graph."""
         crossed = not self.old.boundary
-        awaited = set(self.old.waits.values())
-        gradients = {node.name: node for node in self.old.graph.nodes if node.name in awaited}
         for node in self.old.graph.nodes:
             self.like = node
             if node.op == "call_function":
                 if not crossed and self.old.phase[node.name] is not Phase.FORWARD and not ops.is_view(node.target):
                     crossed = True
                     list(self._returned(Phase.FORWARD))
-                if node.name in self.old.waits:  # an update runs behind its gradient, even where it does not read it
-                    self._whole(gradients[self.old.waits[node.name]], self.old.phase[node.name])
+                if self.old.phase[node.name] is Phase.UPDATE:
+                    self._reduce_pending()  # an update waits for its gradient, even where it does not read it first
                 self._write(node)
             elif node.op != "output":
                 self.held[node] = Held(whole=self._copied(node, node.args, {}))

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from roamc import compat
 from roamc.capture import python_state
+from roamc.compat_dtensor import is_dtensor, placement_of
 from roamc.errors import CaptureError
 
 
@@ -128,6 +129,8 @@ def describe(leaf: Any) -> object:
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return (shape, strides in elements, dtype, device, whether it requires a gradient) of ``tensor``; hashable.
 
+    Of a DTensor, where its parts lie comes last.
+
     Raises:
         CaptureError: the tensor has no shape yet, is nested, sparse, or laid out by a library.
     """
@@ -142,7 +145,8 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
         )
     if tensor.layout is not torch.strided:
         raise CaptureError(f"train_step cannot plan a tensor of layout {tensor.layout}; pass its .to_dense()")
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    whole = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return (*whole, placement_of(tensor)) if is_dtensor(tensor) else whole
 
 
 @dataclass(frozen=True)

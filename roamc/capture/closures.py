@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from roamc import compat, compat_hooks, notices
 from roamc.compat import identity
+from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import operators, placeholders, tensors_of
 from roamc.graph.rewrite import move
@@ -90,7 +91,7 @@ def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str])
                 f"the step uses a tensor that was computed from parameter {held[id(variable)]!r} before it began; "
                 "compute it inside loss_fn, or detach and clone it"
             )
-        if compat.fake_mode_of(variable) is None:
+        if compat.fake_mode_of(part_of(variable)) is None:
             notices.warn(
                 model,
                 "gradient elsewhere",

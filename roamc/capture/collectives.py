@@ -125,8 +125,8 @@ def _refuse(module: fx.GraphModule) -> None:
                     "before the compiled function is called"
                 )
             raise CaptureError(
-                f"roamc does not know when {node.target} is finished; train_step takes no calls of torch.distributed "
-                "(roamc.optimize does)"
+                f"roamc does not know when {node.target} is finished; train_step takes calls such as "
+                "torch.distributed.all_reduce(x) by that name, not by one of your own (roamc.optimize does)"
             )
         if node.op == "get_attr":
             _refuse_inside(module, str(node.target))

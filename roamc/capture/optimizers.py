@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat_dtensor import describe, is_dtensor, placement_of
 from roamc.errors import CaptureError
 from roamc.graph.memory import is_dense
 from roamc.graph.rewrite import Writer
@@ -121,11 +122,12 @@ def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, paramet
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.device, tuple(tensor.shape)
+    return tensor.dtype, tensor.device, tuple(tensor.shape), placement_of(tensor)
 
 
 def _words(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+    placed = f", {describe(tensor)}" if is_dtensor(tensor) else ""
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}{placed}"
 
 
 def init_state(

@@ -6,7 +6,8 @@
     clipping, update          read the mean
 
 The gradients are reduced in the order in which backward makes them, which :func:`agreed` has compared on all ranks.
-What shards parameters (DTensor, fully_shard) has no place in a step yet and is refused.
+What shards parameters by hooks (fully_shard) has no place in a step yet and is refused; for DTensors see
+:mod:`roamc.capture.parts`.
 """
 
 from __future__ import annotations
@@ -77,19 +78,15 @@ def _averaged(module: DistributedDataParallel, name: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model with parameters or buffers that are sharded over ranks, by FSDP or as DTensors.
+    """Refuse a model whose parameters FSDP shards: its hooks gather them outside of any graph.
 
     Raises:
-        CaptureError: says what is sharded, for a DTensor by its name, and which other entry points take it.
+        CaptureError: says which other entry points take the model.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
-    dtensor: Any = sys.modules.get("torch.distributed.tensor")
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     if any(isinstance(module, kinds) for module in model.modules()):
         raise CaptureError(f"train_step does not take a model that is sharded by FSDP yet: {OTHER_WAYS}")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if dtensor is not None and isinstance(tensor, dtensor.DTensor):
-            raise CaptureError(f"train_step does not take DTensors yet, and {name!r} is one: {OTHER_WAYS}")
 
 
 SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (

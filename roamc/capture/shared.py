@@ -14,6 +14,7 @@ import torch
 
 from roamc.capture.step import Source
 from roamc.compat import identity
+from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import TrainGraph, operators, placeholders
 from roamc.graph.memory import written_inputs
@@ -81,7 +82,8 @@ def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one behind its last."""
+    """The first address of a tensor's elements, and the one behind its last; of a DTensor, of this rank's part."""
+    tensor = part_of(tensor)
     if not tensor.numel():
         return 0, 0
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -121,4 +123,5 @@ def _words(source: Source, given: Mapping[Source, torch.Tensor]) -> str:
 
 def _memory(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory; 0 where there is none."""
-    return identity(tensor) if tensor.untyped_storage().nbytes() else 0
+    part = part_of(tensor)
+    return identity(part) if part.untyped_storage().nbytes() else 0

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_dynamo
-from roamc.capture import recurrent, refusals, rng_replay, user_line
+from roamc.capture import communication, recurrent, refusals, rng_replay, user_line
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
@@ -23,8 +23,10 @@ from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
+from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.capture.value_check import values_kept
+from roamc.compat_dtensor import gathered, part_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
 from roamc.graph.keep import keep_saved
@@ -134,6 +136,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     buffers = dict(request.model.named_buffers())
     check_devices(request.leaves, list(parameters.values()))
     check_hooks(parameters)
+    check_placements({**parameters, **buffers})
     trained = _trained(request, parameters)
     mode = compat.CaptureMode({name: parameters[name] for name in trained}, fake_kernel, buffers)
     traced = _Trace(request, parameters, buffers, trained)
@@ -209,8 +212,8 @@ class _Trace:
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
         device = self.request.device or torch.device("cpu")
         held = [*self.parameters.values(), *self.buffers.values()]
-        fakes = [compat.fake_parameter(mode, tensor, device) for tensor in held]
-        fakes += [compat.fake_input(mode, self.request.leaves[i], device) for i in self.tensor_leaves]
+        fakes = [compat.fake_parameter(mode, part_of(tensor), device) for tensor in held]
+        fakes += [compat.fake_input(mode, part_of(self.request.leaves[i]), device) for i in self.tensor_leaves]
         try:
             with (
                 refusals.in_one_line(),
@@ -230,28 +233,25 @@ class _Trace:
             compat.clear_autocast_cache()
 
     def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        count = len(self.parameters)
-        leaves = [
-            fake.detach().requires_grad_(real.requires_grad) if real.requires_grad else fake
-            for fake, real in zip(flat, self.parameters.values(), strict=False)
-        ]
-        held = dict(zip([*self.parameters, *self.buffers], [*leaves, *flat[count:]], strict=False))
         reals = {**self.parameters, **self.buffers}
+        held = {name: stand_in(part, real) for part, (name, real) in zip(flat, reals.items(), strict=False)}
         closures = Closures({id(real): held[name] for name, real in reals.items()})
         for name, parameter in self.parameters.items():
             follow_hooks(held[name], parameter, name, closures)
+            place_gradient(held[name])
         batch = list(self.request.leaves)
-        for index, fake in zip(self.tensor_leaves, flat[count + len(self.buffers) :], strict=True):
-            batch[index] = fake.requires_grad_(self.request.leaves[index].requires_grad)
+        for index, fake in zip(self.tensor_leaves, flat[len(reals) :], strict=True):
+            batch[index] = stand_in(fake, self.request.leaves[index])
         model = self.request.model
         with (
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
-            rng_replay.followed(), closures, followed(self.replicas) as called,
+            rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
+            told = gathered(loss)  # by now: backward begins behind it
             compat.number_backward(loss)
             wanted = {name: held[name] for name in self.trained}
             with user_line.of_backward():
@@ -260,7 +260,7 @@ class _Trace:
         check_gradients(wanted, found)
         self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
         check_called(self.replicas, called, self.updated)
-        return [loss.detach(), *(grad for grad in found if grad is not None)]
+        return [told.detach(), *(part_of(grad) for grad in found if grad is not None)]
 
     def _write_back(self, held: dict[str, torch.Tensor]) -> None:
         """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
@@ -345,6 +345,8 @@ class _Assembly:
         writer = Writer(graph, self.mode, Phase.BACKWARD)
         waits: dict[str, str] = {}
         with graph.inserting_before(end):
+            if self.request.clip_grad_norm is not None:
+                check_clipping(graph, {name: self.traced.parameters[name] for name in grads}, self._averaged())
             grads, reduced = average(writer, grads, self.traced.replicas, self.request.reduced)
             writer.current = Phase.UPDATE
             for name, grad in self._clip(writer, grads).items():
@@ -402,7 +404,7 @@ class _Assembly:
         self.last = last
         for name in self.traced.updated:
             group = groups[name]
-            check_dense(name, self.traced.parameters[name], group)
+            check_dense(name, part_of(self.traced.parameters[name]), group)
             check_state(self.request.optimizer, self.rule, name, self.traced.parameters[name], group)
             cohort = cohort_of(self.request.optimizer, self.traced.parameters[name], group, group["index"], self.rule)
             self.cohorts[name] = cohort
@@ -422,7 +424,7 @@ class _Assembly:
         nodes = {}
         real = self.traced.parameters[name]
         device = self.request.device or torch.device("cpu")
-        plain = compat.fake_input(self.mode, real.detach(), device)
+        plain = compat.fake_input(self.mode, part_of(real).detach(), device)
         for key in self.rule.states(group):
             with self.mode:
                 value = torch.zeros_like(plain, memory_format=torch.preserve_format)
@@ -446,18 +448,12 @@ class _Assembly:
         self.last.meta["val"] = value
         return self.last
 
+    def _averaged(self) -> set[str]:
+        return {name for replica in self.traced.replicas for name in replica.parameters}
+
     def _clip(self, w: Writer, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        """torch.nn.utils.clip_grad_norm_ with the 2-norm, operator by operator."""
         limit = self.request.clip_grad_norm
-        if limit is None or not grads:
-            return grads
-        norms = [w.call(aten.linalg_vector_norm.default, grad, 2.0) for grad in grads.values()]
-        total = w.call(aten.linalg_vector_norm.default, w.call(aten.stack.default, norms), 2.0)
-        shifted = w.call(aten.add.Tensor, total, 1e-6)
-        ratio = w.call(aten.mul.Tensor, w.call(aten.reciprocal.default, shifted), limit)
-        factor = w.call(aten.clamp.default, ratio, None, 1.0)
-        # Out of place: two parameters may share one gradient.
-        return {name: w.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+        return grads if limit is None or not grads else clipped(w, grads, limit, self.traced.parameters)
 
     def _notes(self, gradients: list[fx.Node]) -> tuple[str, ...]:
         if self.request.clip_grad_norm is None:

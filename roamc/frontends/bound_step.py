@@ -12,6 +12,7 @@ from torch import nn
 from roamc import compat
 from roamc.capture.optimizers import Rule, init_state
 from roamc.capture.step import CapturedStep, Cohort, StepRequest, check_devices, cohort_of
+from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.graph import TrainGraph, attribute
 from roamc.interruptions import uninterrupted
 from roamc.planning.plan import Plan
@@ -41,6 +42,7 @@ class BoundStep:
         self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
+        self.has_parts = any(map(is_dtensor, (*self.held().values(), *request.leaves)))
 
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether this program also runs ``captured``, a step captured anew whose graph has the fingerprint ``mark``.
@@ -79,6 +81,8 @@ class BoundStep:
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
         with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
             (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+        if self.has_parts:  # the program has written to the parts alone
+            torch.autograd.graph.increment_version([live[name] for name in self.cohort])
         compat.note_optimizer_step(self.optimizer)
         result: torch.Tensor = loss
         return result
@@ -144,7 +148,7 @@ class BoundStep:
                 arguments.append(slot[key])
             else:
                 arguments.append(leaves[source.index])
-        return arguments
+        return list(map(part_of, arguments)) if self.has_parts else arguments
 
 
 def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from roamc import compat_hooks
 from roamc.capture.hooks import name_of
+from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 
 Hook = Callable[..., Any]
@@ -138,4 +139,5 @@ class _DataCounted(TorchFunctionMode):
 
 def _marks(held: Parameters) -> dict[str, tuple[int, int]]:
     """For every tensor a pair that changes when the tensor is written or gets other memory."""
-    return {name: (tensor._version, tensor.data_ptr()) for name, tensor in held.items()}
+    parts = {name: part_of(tensor) for name, tensor in held.items()}
+    return {name: (part._version, part.data_ptr()) for name, part in parts.items()}

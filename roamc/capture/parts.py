@@ -1,0 +1,124 @@
+"""DTensors in a training step: tensors of which every rank of a device mesh holds a part.
+
+    before the step    parameters, buffers, optimizer state and batch: the part of this rank goes into the graph
+    in the trace       DTensors are made of the parts again; what they send are collectives of the graph
+    gradients          brought to the placements of their parameters as soon as they exist, then taken apart
+    clipping           norms of parts are summed over the ranks that share a parameter
+    update             element by element, on the parts; no rule of an optimizer here reads other elements
+
+The live parameters and their optimizer state stay DTensors: the step writes to the memory of their parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from roamc import compat_dtensor
+from roamc.compat_dtensor import is_dtensor
+from roamc.errors import CaptureError
+from roamc.graph import operators
+from roamc.graph.rewrite import Writer
+from roamc.operators import ops
+
+aten = torch.ops.aten
+
+
+def check_placements(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters and buffers that are sums over the ranks: an update of the addends is none of the sum.
+
+    Raises:
+        CaptureError: names the first.
+    """
+    for name, tensor in named.items():
+        if compat_dtensor.is_partial(tensor):
+            raise CaptureError(
+                f"{name} is placed as {compat_dtensor.describe(tensor)}: each rank holds an addend, which no optimizer "
+                "can update; redistribute it to Shard or Replicate"
+            )
+
+
+def stand_in(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return what stands for ``real`` in the trace: ``part`` itself, or a leaf of autograd made of it.
+
+    Args:
+        part: the traced part of this rank; all of the tensor where ``real`` is no DTensor.
+        real: the live parameter, buffer or batch tensor.
+    """
+    if is_dtensor(real):
+        return compat_dtensor.with_part(real, part.detach(), requires_grad=real.requires_grad)
+    return part.detach().requires_grad_() if real.requires_grad else part
+
+
+def place_gradient(held: torch.Tensor) -> None:
+    """Let the gradient of a traced DTensor ``held`` have its placements as soon as backward has it.
+
+    Hooks that were registered before see it as backward gives it, a sum over the ranks perhaps. Nothing is done for
+    other tensors, and for those that require no gradient.
+    """
+    if is_dtensor(held) and held.requires_grad:
+        held.register_hook(lambda gradient: compat_dtensor.placed_as(gradient, held))
+
+
+def check_clipping(graph: fx.Graph, parameters: Mapping[str, torch.Tensor], averaged: Collection[str]) -> None:
+    """Refuse to clip gradients by their norm where nothing says which of them are parts of larger ones.
+
+    Replicas that each rank clips by another norm would grow apart, silently.
+
+    Args:
+        graph: forward and backward.
+        parameters: those that have gradients, by name.
+        averaged: names of the parameters whose gradients DistributedDataParallel averages.
+
+    Raises:
+        CaptureError: the step calls collectives of its own, and no parameter is a DTensor.
+    """
+    if any(map(is_dtensor, parameters.values())) or parameters.keys() <= set(averaged):
+        return
+    if any(ops.rule(node.target).collective for node in operators(graph)):
+        raise CaptureError(
+            "clip_grad_norm needs to know which parameters are parts of larger ones, and this model sends between "
+            "ranks without DTensors: use parallelize_module, or leave clip_grad_norm out"
+        )
+
+
+def clipped(
+    w: Writer, grads: Mapping[str, fx.Node], limit: float, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, fx.Node]:
+    """Append ``torch.nn.utils.clip_grad_norm_`` with the 2-norm, operator by operator; return the clipped gradients.
+
+    A gradient in parts counts once, whatever the number of ranks, and so does one that every rank holds whole.
+
+    Args:
+        w: writes into the graph, behind backward.
+        grads: parameter name to the node of its gradient, on this rank; not empty.
+        limit: the largest norm of all gradients together.
+        parameters: name to live parameter.
+    """
+    norms = {name: w.call(aten.linalg_vector_norm.default, grad, 2.0) for name, grad in grads.items()}
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name in norms:
+        shared.setdefault(compat_dtensor.split_groups(parameters[name]), []).append(name)
+    for groups, names in shared.items():
+        if groups:
+            norms.update(zip(names, _over_ranks(w, [norms[name] for name in names], groups), strict=True))
+    total = w.call(aten.linalg_vector_norm.default, w.call(aten.stack.default, list(norms.values())), 2.0)
+    shifted = w.call(aten.add.Tensor, total, 1e-6)
+    ratio = w.call(aten.mul.Tensor, w.call(aten.reciprocal.default, shifted), limit)
+    factor = w.call(aten.clamp.default, ratio, None, 1.0)
+    # Out of place: two parameters may share one gradient.
+    return {name: w.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+
+
+def _over_ranks(w: Writer, norms: Sequence[fx.Node], groups: Sequence[str]) -> list[fx.Node]:
+    """Append the norms of whole gradients, of the ``norms`` of their parts on this rank, all in one collective a group.
+
+    Each is squared, summed over the ranks, and its root taken, as torch does for DTensors.
+    """
+    squares = w.call(aten.pow.Tensor_Scalar, w.call(aten.stack.default, list(norms)), 2)
+    for group in groups:
+        squares = w.call(torch.ops.roamc_collective.all_reduce.default, squares, "sum", group)
+    whole = w.call(aten.pow.Tensor_Scalar, squares, 0.5)
+    return [w.call(aten.select.int, whole, 0, index) for index in range(len(norms))]
