@@ -89,7 +89,7 @@ KNOW_PASSES = (
     "roamc.report",
     *(
         f"roamc.planning.{name}"
-        for name in ("pipeline", "plan_check", "plan_maker", "planned", "search", "other_orders")
+        for name in ("pipeline", "plan_check", "plan_maker", "planned", "search", "other_orders", "together")
     ),
 )
 # what reads addresses of fake tensors → the modules that may: behind capture the identity of a storage is its id

@@ -88,6 +88,12 @@ def is_source(node: fx.Node) -> bool:
     return bool(value.is_floating_point() and value.dim() >= 2 and value.is_contiguous() and sized and value.numel())
 
 
+def groups(graph: TrainGraph) -> list[object]:
+    """Return the groups over which forward sums activations, as its operators name them, in the order they come."""
+    forward = [node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD]
+    return list(dict.fromkeys(group_of(node) for node in forward if is_source(node)))
+
+
 def _candidates(graph: TrainGraph) -> Iterator[Found]:
     """One for each group and number of tokens that an all-reduce in forward has."""
     seen: set[tuple[object, int]] = set()

@@ -32,7 +32,7 @@ from roamc.interruptions import interruption
 from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options, parse_options
-from roamc.planning import search
+from roamc.planning import together
 from roamc.planning.plan import Plan
 from roamc.planning.planned import RAISE, Planned
 from roamc.runtime.fallback import Boxed, interpreter
@@ -416,14 +416,14 @@ class _Unit:
     def _searched(self, make: Callable[[], TrainGraph]) -> Planned:
         """Plan the graph that ``make`` makes at each call; a small piece above its share gets the lowest peak."""
         try:
-            planned = search.run(make().replace(notes=self.notes), self.options)
+            planned = together.run(make().replace(notes=self.notes), self.options)
         except (BudgetError, OptionError) as error:  # of a few bytes, a share may be less than one
             if not self.job.piece or not is_share(self.options.memory_budget):
                 raise
             least = error.plan if isinstance(error, BudgetError) else None
             if isinstance(least, Plan) and not self.job.excused(least):
                 raise
-            planned = search.run(make().replace(notes=self.notes), replace(self.options, memory_budget="min"))
+            planned = together.run(make().replace(notes=self.notes), replace(self.options, memory_budget="min"))
             if not self.job.excused(planned.plan):
                 raise
             note = self.job.say_excused(planned.plan)

@@ -47,7 +47,7 @@ from roamc.graph.fingerprint import fingerprint
 from roamc.interruptions import interruption, uninterrupted
 from roamc.locks import Lock
 from roamc.options import Options
-from roamc.planning import search
+from roamc.planning import search, together
 from roamc.planning.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
 from roamc.units import Seconds
@@ -345,7 +345,7 @@ class TrainStep:
         if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
             return BoundStep(request, captured, self._rule, known.whole, known.plan), reads
         with _refused(captured.graph.name):
-            planned = search.run(captured.graph, self.options)
+            planned = together.run(captured.graph, self.options)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
             start = time.perf_counter()
             whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))

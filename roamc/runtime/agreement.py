@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from roamc.codegen.source import Entry
-from roamc.compat_groups import exchanged, numbers_in
+from roamc.compat_groups import numbers_in
 from roamc.errors import RanksError
 from roamc.graph import Agreement, Phase, TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.graph.ranks import in_words, texts_of
 from roamc.operators.random import save_rng_state
 from roamc.operators.schemas import group_of, name_of
 
@@ -53,21 +54,7 @@ def check(graph: TrainGraph, entry: Entry, args: Sequence[Any]) -> None:
 
 
 def _of_all(graph: TrainGraph, agreement: Agreement, text: str) -> list[str]:
-    """What every rank of the group has in the place of ``text``.
-
-    Raises:
-        RanksError: a rank is missing.
-    """
-    texts = exchanged(agreement.group, text)
-    numbers = numbers_in(agreement.group)
-    missing = [number for number, found in zip(numbers, texts, strict=True) if found is None]
-    if missing:
-        raise RanksError(
-            f"{graph.name} is on shards, and {_ranks(missing)} of the group of {_ranks(numbers)} ran something else "
-            "and did not compare its batch within the timeout of the process group: give all ranks of the group the "
-            "same batch and options, or set shard='off'"
-        )
-    return [found for found in texts if found is not None]
+    return texts_of(agreement.group, text, graph.name, "compare its batch")
 
 
 def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, str]]) -> str:
@@ -82,15 +69,11 @@ def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, 
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             what = f"another {', '.join(names[:3])}{more} than rank {numbers[0]}"
-            parts.append(f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
+            parts.append(f"{in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
     return (
         f"{graph.name} is on shards, and {'; '.join(parts)}: give all ranks of the group the same batch, "
         "parameters and seed (torch.manual_seed), or set shard='off'"
     )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _hashes(graph: TrainGraph, agreement: Agreement, entry: Entry, args: Sequence[Any]) -> Hashes:

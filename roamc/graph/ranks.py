@@ -1,0 +1,37 @@
+"""What ranks of a group tell each other before a program runs: texts, by the store in which they have met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roamc.compat_groups import exchanged, numbers_in
+from roamc.errors import RanksError
+
+
+def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
+    """Return what every rank of a group calls this function with, by position; every rank must call it.
+
+    Args:
+        group: name of the group, or the group, as operators are called with it.
+        text: what the other ranks get.
+        name: of the graph, for the message.
+        what: what a rank that is missing has not done, in words, such as "plan it".
+
+    Raises:
+        RanksError: a rank is missing; names it.
+    """
+    texts = exchanged(group, text)
+    numbers = numbers_in(group)
+    missing = [number for number, found in zip(numbers, texts, strict=True) if found is None]
+    if missing:
+        raise RanksError(
+            f"{name} is on shards, and {in_words(missing)} of the group of {in_words(numbers)} ran something else "
+            f"and did not {what} within the timeout of the process group: give all ranks of the group the "
+            "same batch and options, or set shard='off'"
+        )
+    return [found for found in texts if found is not None]
+
+
+def in_words(numbers: Sequence[int]) -> str:
+    """Return ranks in words, such as "rank 1" and "ranks 0, 1"."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,144 @@
+"""Ranks whose steps are split along the tokens plan together: the first rank of a group decides for all.
+
+    first rank       free bytes    plan, send the decisions            say how it went
+    other ranks      free bytes    read them, apply and check them     say how it went
+
+With the budget ``"device"`` the smallest number of free bytes counts. A rank whose graph differs, as parts of unequal
+size do, plans for itself. Where a rank fails, none goes on alone: each gets an error before anything has run. What
+must be the same besides, batch and parameters, :mod:`roamc.runtime.agreement` compares before the first step.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import zlib
+from collections.abc import Sequence
+
+from roamc import budget
+from roamc.compat_groups import numbers_in, rank_in, ranks_in
+from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
+from roamc.graph import Role, TrainGraph, main_device
+from roamc.graph.fingerprint import fingerprint
+from roamc.graph.memory import input_bytes
+from roamc.graph.ranks import in_words, texts_of
+from roamc.options import Options
+from roamc.passes.shard import choose
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.planning.planned import Planned
+
+LARGEST = 4 << 20
+"""Largest number of bytes of a plan that is sent; stores take 8 MiB. Of a larger one, each rank makes its own."""
+
+FATAL: dict[str, type[RoamcError]] = {kind.__name__: kind for kind in (BudgetError, OptionError)}
+"""Errors that end training on the rank where they are raised, by name; others may end in a fallback."""
+
+
+def run(graph: TrainGraph, options: Options) -> Planned:
+    """Plan a graph as :func:`roamc.planning.search.run` does, on all ranks of its groups at the same time.
+
+    Ranks talk to each other only where ``options.shard`` is "sequence" and forward sums over a group: its ranks need
+    the same batch, and so make their plans at the same time.
+
+    Args:
+        graph: the captured graph; it is changed in place.
+        options: what the user set, the same on every rank.
+
+    Raises:
+        RanksError: another rank failed to plan, or does not plan; names it and the reason.
+        RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
+            cannot keep, and an option that it refuses, is such an error on all ranks.
+    """
+    groups = choose.groups(graph) if options.shard == "sequence" else []
+    groups = [group for group in groups if (ranks_in(group) or 1) > 1]
+    if not groups:
+        return search.run(graph, options)
+    name = graph.name
+    attempt = _Attempt(graph, options)
+    if options.memory_budget == "device":
+        attempt.take_least(groups)
+    attempt.plan(groups[0])
+    told = attempt.told
+    for group in groups:
+        told = told or _heard(group, texts_of(group, told, name, "plan it"), name)
+    if attempt.error is not None:
+        raise attempt.error
+    if attempt.planned is None:
+        kind, said = json.loads(told)
+        raise FATAL.get(kind, RanksError)(said)
+    return attempt.planned
+
+
+class _Attempt:
+    """What a rank has come to so far: a plan, or the error that has ended its planning.
+
+    Every rank exchanges the same texts in turn, whether it has failed or not: an empty text says nothing.
+    """
+
+    def __init__(self, graph: TrainGraph, options: Options) -> None:
+        self.graph, self.options, self.name = graph, options, graph.name
+        self.planned: Planned | None = None
+        self.error: Exception | None = None
+
+    @property
+    def told(self) -> str:
+        """Kind and first line of the error; empty if there is none."""
+        if self.error is None:
+            return ""
+        said = str(self.error).partition("\n")[0]
+        return json.dumps([type(self.error).__name__, said])
+
+    def take_least(self, groups: Sequence[object]) -> None:
+        """Take the smallest number of free bytes of all ranks as the budget."""
+        free: int | None = None
+        try:
+            state = input_bytes(self.graph).get(Role.OPTIMIZER_STATE.value, 0)
+            free = budget.resolve("device", 0, main_device(self.graph), state)
+        except OptionError as error:
+            self.error = error
+        for group in groups:
+            counts = [text for text in texts_of(group, str(free or ""), self.name, "plan it") if text]
+            free = min(map(int, counts), default=free)
+        self.options = dataclasses.replace(self.options, memory_budget=free)
+
+    def plan(self, group: object) -> None:
+        """Plan on the first rank of the group; elsewhere apply its decisions and check them.
+
+        A rank whose graph is another than the first rank's plans for itself, and so does each if there is no plan.
+        """
+        mark, first = fingerprint(self.graph), rank_in(group) == 0
+        if first:
+            self._search(None)
+        sent = _packed(self.planned.plan) if self.planned is not None else ""
+        texts = texts_of(group, sent, self.name, "plan it")
+        if not first:
+            plan = _received(texts[0]) if texts[0] else None
+            self._search(plan if plan is not None and plan.fingerprint == mark else None)
+
+    def _search(self, plan: Plan | None) -> None:
+        if self.error is not None:
+            return
+        try:
+            self.planned = search.run(self.graph, self.options, plan)
+        except Exception as error:  # it is raised once the other ranks know
+            self.error = error
+
+
+def _packed(plan: Plan) -> str:
+    text = base64.b64encode(zlib.compress(plan.to_json().encode())).decode()
+    return text if len(text) <= LARGEST else ""
+
+
+def _received(text: str) -> Plan:
+    return Plan.from_json(zlib.decompress(base64.b64decode(text)).decode())
+
+
+def _heard(group: object, texts: Sequence[str], name: str) -> str:
+    """What this rank tells on of the failures of others, kind and text of the first; empty if there is none."""
+    for number, text in zip(numbers_in(group), texts, strict=True):
+        if text:
+            kind, said = json.loads(text)
+            return json.dumps([kind, f"{in_words([number])} could not plan {name}: {said or kind}"])
+    return ""
