@@ -6,11 +6,12 @@ import json
 import re
 from typing import Any
 
-from benchmarks import budget, kept, order_layout, planning, retain_rivals, summary
+from benchmarks import budget, kept, order_layout, planning, retain_rivals, shard_table, summary
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import megabytes
 
 START, END = "<!-- results -->", "<!-- end of results -->"
+SHARD_START, SHARD_END = "<!-- results on ranks -->", "<!-- end of results on ranks -->"
 
 
 def full() -> str:
@@ -29,6 +30,7 @@ def full() -> str:
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
             *_collectives(_rows_of("collectives")),
+            *shard_table.full(_rows_of("shard")),
             *_planning(_rows_of("planning")),
             *_cost(_rows_of("cost")),
             *_order_layout(_rows_of("order_layout")),
@@ -52,6 +54,11 @@ def short() -> str:
         summary.rivals(_rows_of("retain_rivals")),
     ]
     return "\n".join("\n".join((*part, "")) for part in parts).rstrip()
+
+
+def on_ranks() -> str:
+    """What the README shows where it writes of several ranks."""
+    return "\n".join(shard_table.short(_rows_of("shard"))).strip()
 
 
 def _machine() -> str:
@@ -510,10 +517,12 @@ def main() -> None:
     """Write the page of all tables, and put those of the README between its marks."""
     (HERE / "RESULTS.md").write_text(full())
     readme = HERE.parent / "README.md"
-    text = readme.read_text()
-    if END not in text:
-        text = text.replace(START, f"{START}\n{END}")
-    readme.write_text(re.sub(f"{START}.*{END}", lambda _: f"{START}\n{short()}\n{END}", text, flags=re.DOTALL))
+    text = _between(readme.read_text(), START, END, short())
+    readme.write_text(_between(text, SHARD_START, SHARD_END, on_ranks()))
+
+
+def _between(text: str, start: str, end: str, tables: str) -> str:
+    return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{tables}\n{end}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class _Writer:
             if node.op == "call_function":
                 if not crossed and self.old.phase[node.name] is not Phase.FORWARD and not ops.is_view(node.target):
                     crossed = True
-                    list(self._returned(Phase.FORWARD))
+                    self._end_forward()
                 if self.old.phase[node.name] is Phase.UPDATE:
                     self._reduce_pending()  # an update waits for its gradient, even where it does not read it first
                 self._write(node)
@@ -204,6 +204,12 @@ class _Writer:
         made = self.graph.output(tuple(outputs.get(at) for at in range(len(self.old.outputs))))
         made.meta = dict(old.meta)
         return self._finished()
+
+    def _end_forward(self) -> None:
+        """Make what forward returns, in front of views of backward that stand at the end of the graph so far."""
+        last = [node for node in self.graph.nodes if self.phase.get(node.name) is Phase.FORWARD][-1]
+        with self.graph.inserting_before(last.next):
+            list(self._returned(Phase.FORWARD))
 
     def _returned(self, phase: Phase | None) -> Iterator[tuple[int, fx.Node]]:
         """(position, new node) of every output of ``phase``, all for None."""
@@ -284,6 +290,9 @@ class _Writer:
     def _write_local(self, node: fx.Node, call: Local) -> None:
         phase, asked = self.old.phase[node.name], self.calls.forms[node]
         if call.forms == (Form.SUM,) and (is_source(node) or any(isinstance(a, Addend) for a in call.args)):
+            if asked == (Form.SUM,) and self._has_been_summed(call):
+                self.held[node] = Held(whole=self._again(node, phase))
+                return
             held = self._addend(node, call, phase)
             self.held[node] = held if asked == (Form.SUM,) else Held(shard=self._scattered(node, held))
             if asked == (Form.SUM,) and self._ends(node):
@@ -303,6 +312,10 @@ class _Writer:
             self._hold(node, form, made)
         else:
             self.tuples[node] = made
+
+    def _has_been_summed(self, call: Local) -> bool:
+        """Whether a sum among the arguments was read in front of this operator, so that its addend is gone."""
+        return any(self.held[value.node].addend is None for value in call.args if isinstance(value, Addend))
 
     def _dropped(self, node: fx.Node, x: fx.Node, share: float) -> tuple[fx.Node, fx.Node]:
         """The rows of a dropout's result and of its mask, which is drawn for all tokens."""

@@ -188,7 +188,7 @@ def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:
     if request.mesh is None:
         return planned
     check_tokens(planned.plan)
-    return noted(planned, mesh, _settings(request).get("layers", zoo.layers_of(request.target)))
+    return noted(planned, mesh, {**zoo.settings_of(request.target), **_settings(request)}.get("layers"))
 
 
 def mesh_of(request: Request) -> Mesh:
@@ -251,7 +251,7 @@ def workload_of(request: Request) -> Workload:
     if request.optimizer not in OPTIMIZERS:
         known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
         raise OptionError(f"unknown optimizer {request.optimizer!r}{known}")
-    settings = stage_settings(_settings(request), zoo.layers_of(request.target), mesh_of(request))
+    settings = stage_settings(_settings(request), zoo.settings_of(request.target), mesh_of(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)
     else:

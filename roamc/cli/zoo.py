@@ -104,6 +104,7 @@ class GPT(nn.Module):
         dropout: probability of dropout.
         tied: whether the head has the weight of the token embedding.
         fused_attention: as for :class:`Block`.
+        head: whether it has a head; the first stage of a pipeline has none.
 
     Raises:
         OptionError: ``width`` is not a multiple of ``heads``.
@@ -120,6 +121,7 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         tied: bool = True,
         fused_attention: bool = True,
+        head: bool = True,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -130,17 +132,22 @@ class GPT(nn.Module):
         self.hidden: Tensor | None
         hidden = None if fused_attention else torch.ones(seq, seq, dtype=torch.bool).triu(1)
         self.register_buffer("hidden", hidden, persistent=False)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        if tied:
+        self.norm = nn.LayerNorm(width) if head else None
+        self.head = nn.Linear(width, vocab, bias=False) if head else None
+        if tied and self.head is not None:
             self.head.weight = self.tokens.weight
         self.apply(_init)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq)."""
-        x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
+        """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq).
+
+        Without a head the result is the residual stream, (batch, seq, width).
+        """
+        x: Tensor = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
             x = block(x, self.hidden)
+        if self.norm is None or self.head is None:
+            return x
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -169,11 +176,9 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
     return Workload(name, model, batch, recipe.loss, tp_plan=recipe.tp_plan)
 
 
-def layers_of(name: str) -> int | None:
-    """Return how many layers a model of :data:`MODELS` has by default; None for other names and models without."""
-    recipe = MODELS.get(name)
-    layers = recipe.settings.get("layers") if recipe else None
-    return layers if isinstance(layers, int) else None
+def settings_of(name: str) -> Settings:
+    """Return the settings of a model of :data:`MODELS` with their defaults; none for other names."""
+    return MODELS[name].settings if name in MODELS else {}
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -183,6 +188,12 @@ def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """
     logits: Tensor = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _stage_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """As :func:`text_loss`; of a stage without a head the sum of what it hands on: a gradient comes from outside."""
+    result: Tensor = model(tokens).sum() if getattr(model, "head", None) is None else text_loss(model, tokens, targets)
+    return result
 
 
 def _init(module: nn.Module) -> None:
@@ -323,16 +334,16 @@ _BERT_PLAN = {
 def _of_korthikanti(size: str, batch: int, layers: int, width: int, heads: int) -> Recipe:
     """A model of Korthikanti et al., arXiv 2205.05198, table 3, with the micro-batch of one rank."""
     sizes: dict[str, Setting] = {"batch": batch, "seq": 2048, "layers": layers, "width": width, "heads": heads}
-    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False}
+    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False, "head": True}
     about = f"GPT-3 of {size} parameters as in arXiv 2205.05198; for --mesh tp=8"
-    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _text_batch, text_loss, _BLOCK_PLAN)
+    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _text_batch, _stage_loss, _BLOCK_PLAN)
 
 
 MODELS: dict[str, Recipe] = {
     "gpt": Recipe(
         "decoder-only transformer as in nanoGPT",
-        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True),
-        _gpt, _text_batch, text_loss, _BLOCK_PLAN,
+        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True, head=True),
+        _gpt, _text_batch, _stage_loss, _BLOCK_PLAN,
     ),
     "gpt2": Recipe(
         "GPT-2, 124 M parameters",

@@ -71,12 +71,12 @@ def _size(axis: str, size: Setting) -> int:
     return size
 
 
-def stage_settings(settings: Mapping[str, Setting], layers: Setting | None, mesh: Mesh) -> dict[str, Setting]:
-    """Return the settings of a built-in model with the layers that one stage of the pipeline has.
+def stage_settings(settings: Mapping[str, Setting], defaults: Mapping[str, Setting], mesh: Mesh) -> dict[str, Setting]:
+    """Return the settings of a built-in model as the first stage of the pipeline has it: its layers, and no head.
 
     Args:
         settings: the settings that the user gives.
-        layers: how many layers the model has without them; None if it has no such setting.
+        defaults: all settings of the model, with their defaults.
         mesh: the mesh.
 
     Raises:
@@ -84,12 +84,13 @@ def stage_settings(settings: Mapping[str, Setting], layers: Setting | None, mesh
     """
     if mesh.pp == 1:
         return dict(settings)
-    whole = settings.get("layers", layers)
-    if not isinstance(whole, int):
+    whole = {**defaults, **settings}.get("layers")
+    if "layers" not in defaults or not isinstance(whole, int):
         raise OptionError(f"pp={mesh.pp} needs a built-in model that has layers to divide among the stages")
     if whole % mesh.pp:
         raise OptionError(f"pp={mesh.pp} does not divide the {whole} layers")
-    return {**settings, "layers": whole // mesh.pp}
+    headless: dict[str, Setting] = {"head": False} if "head" in defaults else {}
+    return {**headless, **settings, "layers": whole // mesh.pp}
 
 
 def part_of(
@@ -157,7 +158,6 @@ def _stage_note(graph: TrainGraph, plan: Plan, mesh: Mesh, layers: int) -> str:
     saved = sum(storage.nbytes for storage in build_memory(graph).saved)
     whole = plan.needed_bytes + (mesh.pp - 1) * saved
     return (
-        f"a stage has {layers // mesh.pp} of {layers} layers, and here the embedding and the head; the first of "
-        f"{mesh.pp} has {mesh.pp} micro-batches in flight, of which each saves {format_bytes(saved)}: it needs "
-        f"{format_bytes(whole)}; roamc plans a stage and runs no pipeline"
+        f"the first of {mesh.pp} stages, {layers // mesh.pp} of {layers} layers, has {mesh.pp} micro-batches in "
+        f"flight, of which each saves {format_bytes(saved)}: it needs {format_bytes(whole)}; roamc runs no pipeline"
     )

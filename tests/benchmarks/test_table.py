@@ -11,6 +11,7 @@ ROW = {"model": "gpt", "dtype": "float32", "kind": "optimize 50%", "budget": 100
 def test_readme_and_page_show_what_was_measured() -> None:
     readme = (HERE.parent / "README.md").read_text()
     assert readme.partition(table.START)[2].partition(table.END)[0].strip() == table.short()
+    assert readme.partition(table.SHARD_START)[2].partition(table.SHARD_END)[0].strip() == table.on_ranks()
     assert (HERE / "RESULTS.md").read_text() == table.full()
 
 

@@ -353,6 +353,7 @@ SPLIT = {
     "means of sequences": lambda v, table: v * v.mean((1, 2), keepdim=True),
     "differences": lambda v, table: F.mse_loss(v, table.expand(4, 6, 8), reduction="none"),
     "differences of the mean": lambda v, table: v * F.mse_loss(v, v.sin()),
+    "sums that are read before a view of them": lambda v, table: v * (s := v.sum()).cos() + s.view(1),
     "rectified gradients": lambda v, table: aten.leaky_relu_backward(v, v, 0.1, self_is_result=False),
     "gates' gradients": lambda v, table: aten.hardswish_backward(v, v),
 }
