@@ -120,7 +120,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a mistake")
 
 
-@pytest.mark.parametrize("broken", ["roamc.frontends.backend.search.run", "roamc.runtime.arena.ArenaPool.acquire"])
+@pytest.mark.parametrize("broken", ["roamc.frontends.backend.together.run", "roamc.runtime.arena.ArenaPool.acquire"])
 def test_fallbacks_are_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     monkeypatch.setattr(broken, fail)
     verdict = judge(3, "optimize", None)
