@@ -51,11 +51,11 @@ def compiled_uncounted(function: Callable[P, R]) -> Callable[P, R]:
 def interpreted_first(size: int, solve: Callable[[], R]) -> R:
     """Return `solve()`; `compiled` functions that are not compiled yet run in it as plain Python while that is quick.
 
-    Interpreting may take `PATIENCE` seconds of a process in all; then functions are compiled. Both give the same
+    Interpreting may take 1.5 seconds (`PATIENCE`) of a process in all; then functions are compiled. Both give the same
     result. A function that is compiled already, in this process or on disk, runs compiled.
 
     Args:
-        size: number of operators or storages of the problem; above `SMALL` every function is compiled.
+        size: number of operators or storages of the problem; above 2,000 (`SMALL`) every function is compiled.
         solve: called once, or again from the beginning if interpreting takes too long; `solve` must therefore keep
             nothing between two calls.
     """

@@ -104,7 +104,10 @@ class Finder:
         self.spare = int(self.live.max(initial=0)) if self.kind.several else 0
 
     def group(self, root: fx.Node) -> list[fx.Node]:
-        """Return the largest group that ends with ``root``, in graph order with views; empty if none is worth it."""
+        """Return the largest group that ends with the operator ``root``; empty if none is worth it.
+
+        The result has the group's operators, and the views between them, in graph order.
+        """
         if root not in self.step or not self.kind.fits_numerics(root, fast=self.fast) or in_place.copies(root):
             return []
         if ops.rule(root.target).mutates and self.graph.phase[root.name] is not Phase.UPDATE:
@@ -214,7 +217,7 @@ class Finder:
         return higher or self._own(members, at, int(more[at - begin]))
 
     def note(self, members: Sequence[fx.Node]) -> None:
-        """Note that ``members`` are one group, for the choice of others."""
+        """Note that ``members`` are one group: they join no other, and later choices count the live bytes with it."""
         self.taken.update(members)
         begin = min(self.step[node] for node in members if node in self.step)
         more = self._more(members)

@@ -111,7 +111,7 @@ def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Dec
     Args:
         graph: the graph that the groups are chosen for; stays as it is.
         decision: groups without copies.
-        options: device profile and numerics.
+        options: ``profile`` predicts the time of copies; ``numerics`` says whether last bits may differ.
 
     Returns:
         The groups and the copies in them. An operator that reads a copied value and was in no group becomes a group

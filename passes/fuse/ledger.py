@@ -17,6 +17,9 @@ Undo = Callable[[], object]
 class Ledger:
     """The storages of a graph whose groups are not written yet, with the lives that they have with these groups.
 
+    ``Ledger(memory)`` knows no group; :meth:`group` and :meth:`reread` note what changes. A storage is named by its
+    index in the memory model.
+
     Attributes:
         memory: memory model of the graph without groups.
         step: node of an operator to its step; a copy has that of the operator in front of which it stands.

@@ -63,7 +63,7 @@ def kind_of_groups(graph: TrainGraph) -> type[Fused]:
 
 
 class Site:
-    """A graph while groups are chosen or written in it.
+    """A graph while groups are chosen or written in it; ``Site(graph)`` has no group yet.
 
     Attributes:
         graph: the graph.

@@ -152,7 +152,7 @@ def _largest_element(graph: TrainGraph) -> Bytes:
 def above_eager(graph: TrainGraph, options: Options) -> Bytes:
     """Return an upper bound on the bytes by which ``graph`` may exceed eager's peak, workspace included.
 
-    0 if the graph cannot exceed eager's peak, if it has no layout or no ``eager_floor`` (as large graphs), or if
+    0 if the graph cannot exceed eager's peak, if it has no layout or no ``eager_floor`` (large graphs have none), or if
     ``options.limit_bytes`` sets a budget.
     """
     memory, layout = build_memory(graph), graph.layout

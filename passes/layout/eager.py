@@ -70,7 +70,8 @@ class Moments:
 def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
     """Return the fewest bytes that eager holds at each operator, and at BETWEEN and AFTER, when the caller's code runs.
 
-    Both of these are 0 without ``boundary``.
+    The result maps the name of each operator, and these two, to the bytes if the caller keeps the outputs of forward,
+    and to the bytes if the caller drops them. Both are 0 at BETWEEN and AFTER without ``boundary``.
 
     Args:
         memory: memory model of the captured graph in program order, with every in-place reuse that is possible: eager

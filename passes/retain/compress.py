@@ -286,7 +286,7 @@ def copy_into(
         graph: the graph to write into.
         mode: the fake mode of its tensors.
         recorded: operators with one output, and one placeholder or none.
-        given: what stands for the placeholder.
+        given: node of ``graph`` that stands for the placeholder; None if there is none.
         name: name of the new nodes, which FX makes unique.
 
     Returns:
@@ -318,9 +318,14 @@ def geometry_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.
 def recorded(
     coding: Coding, way: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> fx.Graph:
-    """Return the operators of ``coding.encode`` or ``coding.decode``, as ``way`` says, for tensors of one geometry.
+    """Return the operators of ``coding.encode`` or ``coding.decode`` for one tensor, as a graph with one placeholder.
 
     Calls with equal arguments share the graph, which must not be changed.
+
+    Args:
+        coding: the coding.
+        way: "encode" or "decode".
+        shape, stride, dtype, device: those of the tensor that is encoded, or of the code that is decoded.
     """
     mode = FakeTensorMode()
     with mode:
@@ -333,7 +338,10 @@ def recorded(
 
 @functools.lru_cache(maxsize=4096)
 def recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> fx.Graph:
-    """Return the operators that make a stand-in for readers that need only the shape; shared as :func:`recorded`."""
+    """Return the operators that make a stand-in of this shape, dtype and device for readers that need only the shape.
+
+    The graph has no placeholder. Calls with equal arguments share it, so it must not be changed.
+    """
     graph = trace(lambda: shapes.stand_in(shape, dtype, device), [], FakeTensorMode()).graph
     number(graph)
     return graph

@@ -37,7 +37,10 @@ class Choice:
     codecs won last (see :meth:`forget`), and does not change the graph.
 
     Attributes:
-        graph, options, prices, allowed: as given to the constructor.
+        graph: the graph without codecs and reruns.
+        options: what the user set.
+        prices: predicted seconds of every operator of ``graph``, by name.
+        allowed: which operators may run again: ``"all"``, or ``"light"`` for those that are light on any device.
         asked: the graph as a problem for the solver, with what codecs offer.
         codes: for each of the problem's offers, in its sequence, the storage and its codec.
         search: the solver's search in that problem.

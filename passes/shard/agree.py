@@ -28,7 +28,7 @@ from roamc.passes.shard.varying import SAME_AFTER, read
 
 
 def agreement(graph: TrainGraph, group: object, names: Iterable[str], decision: str) -> Agreement:
-    """Return what the ranks of ``group`` must have the same of.
+    """Return what must be the same on all ranks of ``group``: names of inputs and constants, draws, a hash of the rest.
 
     Args:
         graph: the captured graph.

@@ -89,7 +89,10 @@ def is_source(node: fx.Node) -> bool:
 
 
 def groups(graph: TrainGraph) -> list[object]:
-    """Return the groups over which forward sums activations, as its operators name them, in the order they come."""
+    """Return the groups of ranks over which forward sums activations, each once, in the order of their first sums.
+
+    A group is what the operators of the graph are called with to name it.
+    """
     forward = [node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD]
     return list(dict.fromkeys(group_of(node) for node in forward if is_source(node)))
 
@@ -253,7 +256,14 @@ def maker(node: fx.Node) -> fx.Node:
 
 
 def picked_forms(node: fx.Node, forms: Forms) -> tuple[Form | None, ...]:
-    """Return the form of the result that ``node`` picks of an operator with several; () for other nodes."""
+    """Return, as a tuple of one, the form of the result that ``node`` picks of an operator with several.
+
+    The tuple is empty if ``node`` picks none, or picks one without a form.
+
+    Args:
+        node: any node.
+        forms: operator to the forms of its results.
+    """
     source = node.args[0] if node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or source not in forms:
         return ()
@@ -262,5 +272,5 @@ def picked_forms(node: fx.Node, forms: Forms) -> tuple[Form | None, ...]:
 
 
 def names(node: fx.Node, forms: tuple[Form | None, ...], form: Form) -> list[str]:
-    """Return the names of those results of ``node`` that have ``form``."""
+    """Return the names of those results of ``node`` that have ``form``; ``forms`` are those of all its results."""
     return [storage_name(node, position) for position, found in enumerate(forms) if found is form]

@@ -68,7 +68,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Addend:
-    """An argument in the form of this rank's addend."""
+    """An argument in the form of this rank's addend; ``node`` is the value of the captured graph, the sum of them."""
 
     node: fx.Node
 
@@ -107,7 +107,10 @@ class Rows:
     varies: Callable[[fx.Node], bool]
 
     def lead(self, shape: Sequence[int]) -> int | None:
-        """Return how many leading dimensions of ``shape`` count the tokens; None if none do."""
+        """Return how many leading dimensions of ``shape`` count the tokens; None if none do.
+
+        They count the tokens if their sizes multiply to ``tokens``; the fewest such dimensions are taken.
+        """
         product = 1
         for position, size in enumerate(shape):
             product *= size

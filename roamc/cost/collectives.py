@@ -39,7 +39,7 @@ class Traffic:
     """Collectives of one group.
 
     Attributes:
-        counts: word for a collective to how many there are.
+        counts: word for a collective, such as "all-reduce", to how many of them a step has.
         sent: bytes that each rank sends in a step.
     """
 
@@ -70,12 +70,12 @@ def traffic(graph: TrainGraph, group: object, ranks: int) -> Traffic:
 
 
 def collectives(graph: TrainGraph) -> Iterator[fx.Node]:
-    """Yield the operators of ``graph`` whose bytes and seconds follow from the algorithm of a ring, in order."""
+    """Yield the operators of ``graph`` of kind COLLECTIVE, such as an all-reduce of a tensor, in graph order."""
     return (node for node in operators(graph.graph) if ops.rule(node.target).cost.kind == COLLECTIVE)
 
 
 def sent_bytes(node: fx.Node, ranks: int) -> Bytes:
-    """Return the bytes that each of ``ranks`` ranks sends for ``node``, an operator of kind COLLECTIVE."""
+    """Return the bytes that each of ``ranks`` ranks sends for ``node``, one of :func:`collectives`."""
     word, times = _word(node)
     made = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(node))
     whole = made * ranks if word == "reduce-scatter" else made
@@ -83,7 +83,7 @@ def sent_bytes(node: fx.Node, ranks: int) -> Bytes:
 
 
 def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
-    """Predict the seconds of ``node``, an operator of kind COLLECTIVE, while no other operator runs.
+    """Predict the seconds of ``node``, one of :func:`collectives`, while no other operator runs.
 
     Returns:
         The seconds; None if this process does not know the group, or ``profile`` has no links.

@@ -78,8 +78,9 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
 def group_seconds(group: Fused, profile: DeviceProfile) -> Seconds:
     """Predict the seconds that ``group`` takes on the device that ``profile`` describes.
 
-    They are those of its operands and results out of memory, or of its members one after the other if that is longer:
-    out of a cache if values inside lie in memory.
+    They are the longer of two times, plus the overhead of its launches: that of moving its operands and results to and
+    from memory, and that of its members one after the other. On a CPU, where blocks of the values inside are written, a
+    member takes at least the time to move its tensors to and from a cache.
     """
     inside = sum(_inside(member, group, profile) for member in group.nodes)
     moved = _move_seconds(group_traffic(group.body).total, profile)

@@ -53,7 +53,7 @@ class Scale:
         return self.floats(dtype, self.images, 128, 28, 28)
 
     def scores(self, dtype: torch.dtype) -> Tensor:
-        """Return attention scores of random numbers: rows of 256, in all about as many elements as :meth:`matrix`."""
+        """Return attention scores of random numbers, of shape (rows * width // 256, 256)."""
         return self.floats(dtype, self.rows * self.width // 256, 256)
 
     def indices(self, below: int, *shape: int) -> Tensor:

@@ -36,10 +36,10 @@ PATIENCE: Seconds = 5.0
 
 
 class Form(NamedTuple):
-    """A class of products ``first [batch, rows, depth] @ second [batch, depth, columns]``, sizes as powers of two.
+    """A class of products ``first [batch, rows, depth] @ second [batch, depth, columns]`` of about the same sizes.
 
     Attributes:
-        batch, rows, depth, columns: sizes; batch is 0 for a product of two matrices.
+        batch, rows, depth, columns: sizes, rounded to powers of two; batch is 0 for a product of two matrices.
         first_in_columns, second_in_columns: whether neighbours in memory are of one column, as in a transposed matrix.
     """
 
@@ -68,7 +68,8 @@ def faster_by_onednn(forms: Collection[Form]) -> frozenset[Form]:
     """Return the ``forms`` that oneDNN multiplies faster here, with torch's present number of threads.
 
     Times come from this machine's file in :func:`roamc.cost.profile.folder`. Forms that it lacks are measured, in the
-    order given, for :data:`PATIENCE` at most, and written to it. A form that stays unmeasured is not returned.
+    order given, for 5 seconds (:data:`PATIENCE`) at most, and written to it. A form that stays unmeasured is not
+    returned.
     """
     known = _stored()
     fresh = {}

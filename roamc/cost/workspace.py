@@ -104,7 +104,7 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
 
 
 def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = False) -> Int64s:
-    """Return the bytes of :func:`workspace_bytes` for each of n operators, int64[n]."""
+    """Return :func:`workspace_bytes` of the node of each of n operators, int64[n]; arguments as there."""
     return np.array([workspace_bytes(operator.node, threads, eager=eager) for operator in operators], dtype=np.int64)
 
 

@@ -26,7 +26,7 @@ from roamc.units import Bytes, Seconds
 
 
 class Made(Protocol):
-    """A plan, as far as the choice among plans reads it."""
+    """What the choice among plans reads of a plan; any class with these two properties will do."""
 
     @property
     def needed_bytes(self) -> Bytes:
@@ -38,7 +38,7 @@ class Made(Protocol):
 
 
 class Tried(Made, Protocol):
-    """A plan that was made for a peak of live bytes asked of ``retain``."""
+    """A plan for which pass ``retain`` was asked for some peak of live bytes; it has two more properties."""
 
     @property
     def asked_bytes(self) -> Bytes:

@@ -38,6 +38,9 @@ runs, passes behind it where tensors lie."""
 class Pass:
     """One pass of the pipeline.
 
+    A fact about the graph is a word for what a pass has settled, such as "layout". Facts say which orders of passes are
+    legal.
+
     Attributes:
         name: its name on the command line, in messages and in plans.
         decision: the dataclass that ``decide`` returns, ``apply`` takes, and a plan holds as JSON.

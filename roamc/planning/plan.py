@@ -117,7 +117,7 @@ class Plan:
         return _from_dict(data)
 
     def with_light_reruns(self) -> Plan:
-        """The same plan, but pass retain refuses it if an operator runs again that is not light."""
+        """Return the same plan, with which pass retain raises PlanError if an operator runs again that is not light."""
         kept = self.decisions.get("retain")
         if kept is None:
             return self

@@ -44,7 +44,7 @@ def check_origin(plan: Plan, graph: TrainGraph, mark: str) -> None:
     ``mark`` is the fingerprint of ``graph``.
 
     Raises:
-        PlanError: says of what.
+        PlanError: names the device, the graph or the passes that differ.
     """
     device = main_device(graph).type
     if plan.device != device:
@@ -83,9 +83,11 @@ def check_numbers(given: Plan, planned: Planned) -> None:
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:
-    """Return the plan with ``needed_bytes`` for ``threads`` threads: counted again if it may take more on so many.
+    """Return ``planned`` for ``threads`` of torch's threads, on which operators may take more bytes for themselves.
 
-    The count is that of a caller whose idle arenas are freed, which may be more than a new plan would say.
+    If the plan covers that already, the result is ``planned`` itself; else copies of its graph and plan with these
+    threads and with ``needed_bytes`` counted again. The count is that of a caller whose idle arenas are freed, which
+    may be more than a new plan would say.
     """
     plan, placement = planned.plan, planned.graph.layout
     if planned.covers(threads):

@@ -151,7 +151,10 @@ class PlanMaker:
         return self.place(self.order(start, kept), step_seconds)
 
     def order(self, start: State, kept: retain.Decision | None) -> State:
-        """Run the passes behind ``start`` up to the order of the operators; arguments as for :meth:`make`."""
+        """Run the passes behind ``start``, up to the order of the operators, and return the state behind them.
+
+        Arguments and errors are those of :meth:`make`; the graph of ``start`` may be changed in place.
+        """
         passes = pipeline.until(pipeline.ORDER, pipeline.PIPELINE)
         shared = pipeline.same_for_all_budgets(passes)
         return self.runner.run(start, passes[len(shared) :], {retain.NAME: kept})

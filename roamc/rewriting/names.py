@@ -21,7 +21,10 @@ def stem_of(name: str) -> str:
 
 
 class Names:
-    """The names of all nodes of a graph, and of those that are to be written into it."""
+    """The names that are taken: those of all nodes of the graph in ``Names(graph)``, and those taken since.
+
+    Nothing is written into the graph; the caller names new nodes as :meth:`fresh` and :meth:`take` allow.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         """Take the names of all nodes of ``graph``."""
@@ -31,7 +34,10 @@ class Names:
             self._note(node.name)
 
     def fresh(self, name: str) -> str:
-        """Take ``name`` if no node has it, else its stem with the next higher number; return what is taken."""
+        """Mark a name as taken, and return it: ``name`` if that is free, else its stem with the next higher number.
+
+        The stem is the name without the number at its end, see :func:`stem_of`.
+        """
         if name in self._taken:
             stem = stem_of(name)
             name = f"{stem}_{self._highest.get(stem, 0) + 1}"
@@ -39,10 +45,10 @@ class Names:
         return name
 
     def take(self, name: str) -> None:
-        """Take ``name``.
+        """Mark ``name`` as taken.
 
         Raises:
-            PlanError: it is taken.
+            PlanError: it is taken already.
         """
         if name in self._taken:
             raise PlanError(f"two operators would have the name {name!r}")

@@ -145,7 +145,10 @@ def up_to_date(graph: TrainGraph, phase: Mapping[str, Phase]) -> TrainGraph:
 
 
 def erase_dead(graph: fx.Graph, kept: set[str]) -> None:
-    """Erase nodes without readers, such as a first run whose readers all read a later one."""
+    """Erase ``call_function`` nodes without readers, in place, such as a first run whose readers all read a later one.
+
+    Nodes whose names are in ``kept`` stay, and so do operators that must run, such as those that draw or write.
+    """
     for node in reversed(list(graph.nodes)):
         idle = node.op == "call_function" and not node.users and node.name not in kept
         if idle and not ops.must_run(node.target):

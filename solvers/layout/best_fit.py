@@ -24,8 +24,8 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, Step, StorageInde
 def best_fit(problem: LayoutProblem) -> LongArray:
     """Return offsets in bytes, int64[n], by best fit on a skyline; 0 for storages without bytes.
 
-    The problem must be `plain`, and every `own_alignment` must equal `alignment`. O(n log n), plus, for each
-    look at the lowest stretch of the skyline, the number of storages born in it.
+    The problem must have no gaps and no fixed offsets, and every `own_alignment` must equal `alignment`; none of this
+    is checked. O(n log n), plus, for each look at the lowest stretch of the skyline, the number of storages born in it.
     """
     size = padded(problem)
     offset = np.zeros(problem.num_storages, dtype=np.int64)

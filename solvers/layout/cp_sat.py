@@ -39,9 +39,10 @@ def cp_sat(
 
     floor: bytes, a lower bound on every arena.
     roof: bytes; below `floor` the answer is that no layout exists.
-    node_limit: limit on CP-SAT's deterministic time, in nodes of `effort.cp_sat_unit_nodes` to the unit.
+    node_limit: CP-SAT stops after node_limit / `effort.cp_sat_unit_nodes` units of its deterministic time, and returns
+        the best layout so far.
     seconds: a limit on wall-clock time in addition, which makes the answer depend on the machine; None for none.
-    effort: says how many nodes one unit of CP-SAT's deterministic time stands for.
+    effort: its `cp_sat_unit_nodes` says how many nodes one unit of CP-SAT's deterministic time stands for.
     """
     if roof < floor:
         return CpSatResult(None, proved=True)

@@ -23,7 +23,7 @@ _GAP = re.compile(r"(\d+)-(\d+)(?:@(\d+):(\d+))?")
 
 
 class CsvError(ValueError):
-    """A file is not of this form; the message names the file and the line."""
+    """A text is no layout problem in minimalloc's form of CSV; the message names the text's source and the line."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ LARGE_PAGE = 2 << 20
 class Effort:
     """How much work each part of the layout solver may do.
 
-    A node is one storage placed by a search. A share is a divisor: a capacity with share 8 may spend an eighth of the
+    A node is one storage placed by a search. A capacity is an arena size, in bytes, within which a search looks for a
+    layout; the target is the lowest of them. A share is a divisor: a capacity with share 8 may spend an eighth of the
     nodes that are left. An entry without a measured figure was not measured; it says what another value trades off.
 
     Attributes:

@@ -34,8 +34,10 @@ class _Stacks(NamedTuple):
 def first_fit(problem: LayoutProblem, sequence: LongArray, effort: Effort = EFFORT) -> LongArray:
     """Place storages in the given sequence, each at the lowest offset free all its life: int64[n] bytes.
 
-    sequence: int64[n], a permutation of the storages. Fixed storages come before all others. Storages without
-    bytes get offset 0. O(n^2) at worst, compiled.
+    sequence: int64[n], a permutation of the storages; those with fixed offsets are placed before all others anyway.
+    effort: only `effort.slice_births` is read, which changes the time and not the result.
+
+    Storages without bytes get offset 0, or the offset at which they are fixed. O(n^2) at worst, compiled.
 
     The placed parts are kept sorted by their lowest byte. For a new storage the parts are walked upwards: a part that
     shares a step with the storage pushes it up, and the walk ends at the first part that begins above its end:

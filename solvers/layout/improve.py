@@ -13,7 +13,10 @@ from roamc.solvers.layout.problem import Bytes, LayoutProblem, arena_bytes, padd
 
 
 class Improvement:
-    """A layout that is improved round by round; `Improvement(problem, offset, target_bytes)` makes no round yet.
+    """A layout that is improved round by round: `Improvement(problem, offset, target_bytes, effort)`.
+
+    The constructor makes no round. Its `offset`, int64[n] bytes, is a legal layout of `problem` and stays unchanged; an
+    arena of `target_bytes` is low enough, which mostly is the lower bound.
 
     best: int64[n] bytes, the offsets of the lowest layout so far, at first the given `offset`.
     best_arena: bytes of the arena of `best`.

@@ -82,7 +82,7 @@ class LayoutProblem:
 
     @property
     def plain(self) -> bool:
-        """Whether every storage is one rectangle that may lie anywhere."""
+        """Whether the problem has no gaps and no fixed offsets; alignments of storages' own and hints are allowed."""
         return not self.gaps and bool((self.fixed < 0).all())
 
 
@@ -92,7 +92,7 @@ class LayoutSolution:
 
     offset: int64[n] bytes; 0 for storages without bytes that are not fixed.
     arena_bytes: the highest end of a padded storage.
-    bound_bytes: lower bound on every arena: the peak of live padded bytes, or a fixed storage's end.
+    bound_bytes: lower bound on every arena: the peak of live padded bytes or a fixed storage's end, the larger.
     status: OPTIMAL if arena_bytes == bound_bytes or a completed search proved that no lower arena exists; LIMIT
         if a limit stopped the search; GAP if no search ran, or if the arena meets the capacity that was asked for;
         INFEASIBLE if it is proved that no arena meets the capacity.
@@ -288,7 +288,10 @@ def live_pairs(problem: LayoutProblem) -> int:
 
 
 def lower_bound(problem: LayoutProblem) -> Bytes:
-    """Return a lower bound on every arena, in bytes: the peak of live padded bytes, or the end of a fixed storage."""
+    """Return a lower bound on every arena in bytes: the larger of the peak of live padded bytes and any fixed end.
+
+    A fixed end is the fixed offset of a storage plus its padded size.
+    """
     size = padded(problem)
     held = (problem.fixed >= 0) & (size > 0)
     return max(int(live_bytes(problem)[1].max(initial=0)), int((problem.fixed + size)[held].max(initial=0)))

@@ -58,9 +58,9 @@ def search(state: SearchState, capacity: int, limit: int) -> int:
     FOUND: `state.offset`, by rank, is a layout within the capacity. NONE: there is no such layout. STOPPED: at the
     limit (call again to go on) or out of memory.
 
-    state: made by `start`, then changed in place by every call; all calls have the same capacity.
+    state: made by `section_state.start`, then changed in place by every call; all calls must have the same capacity.
     capacity: bytes of the arena.
-    limit: nodes in all, those of earlier calls included; see `spent`.
+    limit: nodes in all, those of earlier calls included; what a node is says `section_state.spent`.
     """
     at = state.at
     while True:

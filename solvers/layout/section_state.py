@@ -136,7 +136,11 @@ def start(part: LayoutProblem, sequence: LongArray, tie: LongArray | None = None
 
 
 def spent(state: SearchState) -> int:
-    """Return the cost of the search so far in nodes: storages placed, plus one for `WORK_OF_A_NODE` items looked at."""
+    """Return the cost of the search so far in nodes.
+
+    A storage placed counts as one node, and so do `WORK_OF_A_NODE` (a constant of this module) sections or storages
+    that were looked at.
+    """
     return int(state.at[NODES] + state.at[WORK] // WORK_OF_A_NODE)
 
 

@@ -40,7 +40,7 @@ class SearchResult:
     """What a search for a lower layout found.
 
     offset: int64[n] bytes, the lowest layout known.
-    nodes: number of storages placed, with the work on large pieces converted to nodes.
+    nodes: work of the search: storages placed, plus what it looked at in addition, converted by `section_state.spent`.
     proved: whether it is proved that no layout has a smaller arena, or the arena is within the target.
     refuted: whether it is proved that no layout is within the target.
     """
@@ -52,7 +52,7 @@ class SearchResult:
 
 
 def never() -> bool:
-    """Return False: the clock of a search without a limit on time."""
+    """Return False; as the argument `late` of `tree_search` it sets no limit on time."""
     return False
 
 
@@ -64,9 +64,10 @@ def tree_search(
     late: Clock = never,
     effort: Effort = EFFORT,
 ) -> SearchResult:
-    """Search for a layout of a plain problem with a lower arena than `incumbent`, down to `target_bytes`.
+    """Search for a layout with a lower arena than that of `incumbent`, down to `target_bytes`.
 
-    The problem is cut where nothing is live; pieces that are already within the target keep their offsets.
+    The problem must have no gaps and no fixed offsets, which is not checked. It is cut where nothing is live; pieces
+    that are already within the target keep their offsets.
 
     incumbent: int64[n] bytes, the offsets of a legal layout; left unchanged.
     target_bytes: an arena that is low enough, no less than the lower bound.

@@ -74,12 +74,12 @@ class Trimming:
 
     @property
     def trimmed_bytes(self) -> Bytes:
-        """Bytes that are trimmed and then used again in one run of the graph."""
+        """Sum of the bytes of `ranges`: what is given back and then used again in one run of the graph."""
         return sum(gap.high - gap.low for gap in self.ranges)
 
     @property
     def large(self) -> Bytes:
-        """Bytes of ``trimmed_bytes`` that lie in whole large pages."""
+        """Bytes of ``trimmed_bytes`` that lie in whole large pages, those of 2 MiB."""
         pages = ((gap.high // LARGE_PAGE) - -(-gap.low // LARGE_PAGE) for gap in self.ranges)
         return LARGE_PAGE * sum(max(0, count) for count in pages)
 

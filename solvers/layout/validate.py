@@ -9,7 +9,7 @@ from roamc.solvers.status import Status
 
 
 class LayoutVerdict(Enum):
-    """What the judge found; the first fault in this sequence is the one reported."""
+    """The verdict on a layout: GOOD, or the first fault in the sequence of the members; each value says it in words."""
 
     GOOD = "good"
     WRONG_LENGTH = "wrong number of offsets"

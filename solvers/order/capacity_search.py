@@ -104,8 +104,10 @@ class _Search(NamedTuple):
 def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswer:
     """Search for an order of `flow` whose live bytes never exceed `capacity`, in bytes, depth first.
 
-    The answer has an order, a proof that there is none, or neither if a limit of work or memory ended the search.
+    The answer has an order, a proof that there is none, or neither if a limit of work or memory ended the search. The
+    order runs from the problem's first operator to its last, also if the flow runs backward.
 
+    flow: a problem with one stage, from `forward_flow` or `backward_flow`.
     work_limit: operators to look at; the search stops after that many, with at most one step more.
     """
     schedule = new_schedule(flow)

@@ -32,7 +32,7 @@ class Contracted:
     anchor: IntArray
 
     def order_of(self, order: IntArray) -> IntArray:
-        """Return an order of the groups as an order of the operators: int32[n]."""
+        """Return the order of the n operators, int32[n], that runs the groups as `order` does, int32[groups]."""
         return np.array([op for group in order.tolist() for op in self.members[group]], dtype=np.int32)
 
     def groups_in(self, order: IntArray) -> IntArray:
@@ -43,7 +43,9 @@ class Contracted:
 def contract(problem: OrderProblem) -> Contracted:
     """Join each memory-insensitive operator of a problem with one stage to the one group that it belongs next to.
 
-    No order of the operators has a lower peak than the best order of the groups.
+    An operator is memory-insensitive if it needs no bytes of its own and waits for one group only, or if it reads
+    nothing and one group only waits for it. Every other operator begins a group of its own. No order of the operators
+    has a lower peak than the best order of the groups.
     """
     anchor = list(range(problem.num_ops))
     _join_before(problem, anchor)

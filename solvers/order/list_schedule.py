@@ -50,7 +50,10 @@ def list_schedule_backward(problem: OrderProblem, floor_bytes: Bytes = 0) -> Int
 
 
 def lpmf(problem: OrderProblem) -> IntArray:
-    """Return the order that torch's `topological_sort_lpmf` gives, for a problem with one stage: int32[n]."""
+    """Return the order of `topological_sort_lpmf` in torch/_inductor/memory.py: int32[n].
+
+    It is `list_schedule` with the bytes that are kept to the end as `floor_bytes`. The problem must have one stage.
+    """
     return list_schedule(problem, int(problem.size[problem.kept].sum()))
 
 

@@ -65,7 +65,8 @@ class Pieces:
     disjunction: raise the bound by minimum cuts under either-or of two operators that no dependency relates.
     cuts: repeat list scheduling, each time with the order at one more operator settled by its minimum cut.
     contract: join memory-insensitive operators to groups before the exact search, which then orders the groups.
-    segments: let the exact search treat the segments between narrow points one by one.
+    segments: let the exact search treat one by one the segments between narrow points, operators that every other must
+        run before or after.
     search: search exactly for a lower peak or a proof that there is none.
     subgraphs: search parts of the best order exactly, then ever larger ones, where the search of the whole found no
         proof.

@@ -83,7 +83,12 @@ def new_schedule(flow: Flow) -> Schedule:
 
 
 def finished_order(flow: Flow, schedule: Schedule) -> IntArray:
-    """Return the order of a schedule in which all operators have run, from the first to the last: int32[n]."""
+    """Return the order of a schedule in which all operators have run: int32[n].
+
+    The order begins with the operator that runs first in the problem, also if `flow` runs backward.
+
+    flow: the tables that `schedule` was made from.
+    """
     order = schedule.order[::-1] if flow.backward else schedule.order
     return order.astype(np.int32)
 
@@ -109,7 +114,7 @@ def _begin(flow: Flow, schedule: Schedule) -> None:
 
 @compiled
 def enter(schedule: Schedule, op: OpIndex) -> None:
-    """Add `op` to the operators that may run next."""
+    """Add `op` to the operators that may run next, in the arrays `ready`, `place` and `tally` of `schedule`."""
     schedule.place[op] = schedule.tally[READY]
     schedule.ready[schedule.tally[READY]] = op
     schedule.tally[READY] += 1

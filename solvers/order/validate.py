@@ -31,7 +31,7 @@ class OrderVerdict(Enum):
 class OrderReport:
     """The judgement of a solution.
 
-    verdict: what was found.
+    verdict: GOOD, or the first fault.
     items: the numbers of the operators and buffers at fault, or the claimed and the counted value; `detail` says which
         is which. Empty if nothing is wrong.
     detail: one line for people; empty if nothing is wrong.

@@ -72,7 +72,7 @@ class Places(NamedTuple):
 def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int) -> State:
     """Return the state with the fewest seconds within the budget that annealing finds, or the decisions of `best`.
 
-    search: its `work` grows, and its room ends with another schedule than before.
+    search: its `work` grows, and `search.room` holds another schedule than before.
     best: a state within the budget; it is left unchanged.
     budget: bytes.
     work_limit: a value of `search.work`, not an amount on top of it; the temperature falls to its last value there.
@@ -103,7 +103,8 @@ def settle(search: Search, state: State, budget: int) -> State:
     """Return the state without those early rebuilds that save nothing: the buffer is then rebuilt at its next read.
 
     An early rebuild (a `hold` made by `bring_at`) is taken out if the peak stays within the budget and the seconds do
-    not grow. `state` is left unchanged, `search.work` grows, and the room ends with the schedule of the result.
+    not grow. `state` is left unchanged, `search.work` grows, and `search.room` ends with the schedule of the result.
+    What `hold` and `bring_at` are says `simulate.py`.
 
     budget: bytes.
     """

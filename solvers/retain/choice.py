@@ -38,9 +38,11 @@ Known = dict[Taken, Frontier]
 class Choice:
     """Chooses reruns and offers of one problem, for one budget after another.
 
-    Calls share schedules, bounds and earlier solutions; which offers won last is remembered until `forget`.
+    An offer is a smaller form in which a buffer may wait for its readers (`offers.py`). Calls share schedules, bounds
+    and earlier solutions; which offers won last is remembered until `forget`.
 
-    problem, effort: as given to the constructor.
+    problem: the problem, with its offers.
+    effort: limits and thresholds of all searches.
     """
 
     def __init__(self, problem: RetainProblem, effort: Effort = EFFORT) -> None:
@@ -107,7 +109,10 @@ class Choice:
         return bounds
 
     def encoded(self, taken: Taken) -> Encoded:
-        """Return the schedule with these offers; made once for all equal sets."""
+        """Return the problem of the schedule in which these offers are taken; made once for all equal sets.
+
+        taken: places in `problem.offers`, sorted. Raises ValueError if two of them are of one buffer.
+        """
         if taken not in self._encoded:
             self._encoded[taken] = encoded(self.problem, taken)
         return self._encoded[taken]

@@ -48,7 +48,8 @@ class Drops:
 def list_drops(search: Search, state: State, budget: int) -> Drops:
     """Return the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
 
-    The room of the search must hold the schedule of `state`.
+    `search.room` must hold the schedule of `state`, because that was simulated last. A run is one operator run of the
+    schedule, original or rerun.
 
     budget: bytes, for `Drops.reach`.
     """
@@ -65,7 +66,7 @@ def list_drops(search: Search, state: State, budget: int) -> Drops:
 def try_drops(search: Search, state: State, drops: Drops, rows: LongArray, budget: int) -> FloatArray:
     """Simulate some of the drops from `state`, each in every way, and return what the whole schedule then costs.
 
-    state: its arrays are changed and set back; the room does not hold its schedule afterwards. `search.work` grows.
+    state: its arrays are changed and set back. `search.work` grows, and `search.room` ends with another schedule.
     rows: int64[rows], the places of the drops in `drops`.
     budget: bytes; the area counts what is above.
 

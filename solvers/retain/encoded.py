@@ -34,8 +34,10 @@ _Key = tuple[int, int, int, int]
 class Encoded:
     """A problem with taken offers, and where their operators are.
 
-    problem: the problem, without offers and idle operators; operators and buffers keep their relative order.
-    encodes, decodes: by taken offer, the numbers of its operators with these parts.
+    problem: the problem with the operators of the taken offers, and without `offers`. Operators whose results nobody
+        reads any more are left out where `idle` allows that; operators and buffers keep their relative order.
+    encodes, decodes: for each taken offer, the numbers in `problem` of its operators with the part ENCODE, and of those
+        with the part DECODE.
     """
 
     problem: RetainProblem

@@ -19,7 +19,11 @@ from roamc.solvers.retain.tables import Tables
 
 
 def candidates(search: Search) -> LongArray:
-    """Return the gaps to decide, sorted: int64[...]: the buffer is droppable and has bytes, and a step lies inside."""
+    """Return the gaps in which there is a choice (`Gaps.free`), by number and sorted: int64[...].
+
+    A gap is the time between two reads of a buffer (`tables.py`). There is a choice if the buffer is droppable and has
+    bytes, and a step lies inside.
+    """
     return np.flatnonzero(search.gaps.free)
 
 
@@ -40,7 +44,7 @@ def affordable(search: Search, work_limit: int, brings: bool) -> bool:
 
 
 def exact(search: Search, budget: int, brings: bool) -> State:
-    """Try all combinations, and return the best: the fewest seconds within the budget, of equals the lowest peak.
+    """Try all decisions for all free gaps, and return the best: fewest seconds within the budget, then lowest peak.
 
     If no combination is within the budget, the result is the one with the lowest peak, of equals the fewest seconds.
     Nothing limits the work: ask `affordable` first. `search.work` grows, and the room ends with the schedule of the

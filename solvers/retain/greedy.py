@@ -29,8 +29,9 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
     state: is left unchanged; one with infinite seconds is returned itself.
     budget: bytes.
     work_limit: a value of `search.work`, not an amount on top of it.
-    worth: float64[gaps], area freed per second and byte of reach by the last measured drop in each gap, infinite where
-        unknown; changed in place, so that a next call goes on from these guesses. None begins with all unknown.
+    worth: float64[gaps], by gap what the last measured drop in it freed of the area, per second and per byte of
+        `Drops.reach`; infinite where unknown. It is changed in place, so that a next call goes on from these guesses.
+        None begins with all unknown.
     """
     if state.score.seconds == np.inf:
         return state

@@ -68,7 +68,7 @@ class Extra:
     seconds: what a run takes.
     workspace: bytes that it takes for itself.
     repeatable: whether it may run again.
-    reads: the buffers that it reads: buffer k of the problem as k, buffer i of those that the offer makes as ~i.
+    reads: the buffers that it reads: buffer k of the problem as k, entry i of `Offer.made` as ~i.
     makes: the buffers that it makes.
     """
 
@@ -89,7 +89,7 @@ class Offer:
     buffer: the buffer.
     nbytes: bytes that wait in its place.
     operators: what is added to the schedule, in program order within each part.
-    instead: (reader, i) for each reader of `buffer` that reads buffer i of the offer's own in its place.
+    instead: (reader, i) for each reader of `buffer` that reads entry i of `made` in its place.
     """
 
     buffer: BufferIndex
@@ -108,7 +108,7 @@ class Offer:
         return tuple(made for each in self.operators for made in each.makes)
 
     def read_by(self, reader: OpIndex) -> Bytes:
-        """Return the bytes that a reader in `instead` reads in place of the buffer."""
+        """Return the bytes that `reader` reads in place of the buffer; 0 for a reader that is not in `instead`."""
         return sum(self.made[own].size for op, own in self.instead if op == reader)
 
     @cached_property
@@ -127,7 +127,7 @@ class Offer:
         return tuple(reader for reader, own in self.instead if (parts[own] is Part.STAND_IN) is stand_ins)
 
     def price(self, per_byte: float) -> Seconds:
-        """Return what it costs at a price of `per_byte` seconds for each byte that waits."""
+        """Return the seconds of the offer's operators plus `per_byte` seconds for each of the `nbytes` that wait."""
         return self.seconds + self.nbytes * per_byte
 
 
@@ -149,7 +149,10 @@ def cheapest(offers: Sequence[Offer], sizes: Sequence[Bytes], per_byte: float) -
 
 
 def check_offers(offers: Iterable[Offer], num_ops: int, num_buffers: int) -> None:
-    """Raise ValueError, naming the offer, for one that names an operator or buffer which does not exist."""
+    """Raise ValueError, naming the offer, if one names an operator or buffer that does not exist.
+
+    num_ops, num_buffers: how many operators and buffers the problem has; they are numbered from 0.
+    """
     for place, offer in enumerate(offers):
         made = len(offer.made)
         ops = [each.anchor for each in offer.operators] + [reader for reader, _ in offer.instead]

@@ -52,7 +52,7 @@ class Ground:
     `Ground(problem, effort)` makes the other fields. No answer depends on which searches have used the ground before.
 
     problem, effort: the problem, and the limits and thresholds of all searches in it.
-    search, bounds: templates without work, from which each search gets its own by `anew`.
+    search, bounds: tables and bounds of the problem, from which each search gets its own by their method `anew`.
     descents: the searches for the lowest peak so far, by their limits of work.
     """
 
@@ -68,11 +68,14 @@ class Ground:
         self.bounds.look_at()
 
     def limit(self, work_limit: int | None) -> int:
-        """Return `work_limit`, or for None the work of `effort.simulations` simulations of the whole schedule."""
+        """Return `work_limit`, or for None the operators that `effort.simulations` runs of the whole schedule have."""
         return self.effort.simulations * self.problem.num_ops if work_limit is None else work_limit
 
     def descent(self, work_limit: int) -> Descent:
-        """Return the search for the lowest peak that may take `work_limit` work; the same object for the same limit."""
+        """Return the search for the lowest peak that may take `work_limit` work, in operators that simulations run.
+
+        Calls with the same limit return the same object.
+        """
         if work_limit not in self.descents:
             self.descents[work_limit] = Descent(self.search, work_limit)
         return self.descents[work_limit]

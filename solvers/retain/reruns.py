@@ -13,7 +13,7 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
     """Return the reruns of the schedule in the room, as `RetainSolution` holds them; a rerun renews what is read later.
 
     runs: number of runs of the schedule, originals included, as in its `Score`.
-    room: holds the schedule, because it was simulated last.
+    room: the arrays of a search (`Search.room`); they hold the schedule, because it was simulated last.
     """
     found = []
     for run in range(runs):
@@ -28,7 +28,7 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
 def decisions(
     problem: RetainProblem, reruns: tuple[Rerun, ...], gaps: Gaps, tables: Tables
 ) -> tuple[LongArray, LongArray]:
-    """Return decisions (release, hold), int64[gaps] each, whose simulation makes about these reruns.
+    """Return decisions (release, hold), int64[gaps] each, as in `State`, whose simulation makes about these reruns.
 
     In a gap in which reruns renew the buffer, `release` is the step of the first of them and `hold` that of the last,
     which brings the buffer back (`bring_at`) if nothing at its step reads it. A buffer that reruns read behind its last

@@ -93,7 +93,7 @@ class Search:
         return made
 
     def note(self, state: State) -> State:
-        """Make a copy of the state the new `lowest` if its peak is lower; return the state itself."""
+        """Make a copy of `state` the new `lowest` if its peak is lower than that of `lowest`; return `state` itself."""
         if state.score.peak < self.lowest.score.peak:
             self.lowest = state.copy()
         return state
@@ -123,7 +123,8 @@ def keep_more(
 ) -> tuple[float, int]:
     """Try the given moves in turn, and make each that lowers the seconds and leaves the peak within the budget.
 
-    release, hold: int64[gaps], the decisions, changed in place.
+    tables: the problem.
+    release, hold: int64[gaps], the decisions as in `State`, changed in place.
     gap, new_release, new_hold: int64[moves], for each move the gap and its new decision.
     budget: bytes.
     room: ends with the schedule of the last move tried, also if that was not made.

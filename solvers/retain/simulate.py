@@ -102,6 +102,8 @@ def make_room(tables: Tables, most_runs: int) -> Room:
 
     Longer schedules, and schedules whose reruns read or make far more buffers than the original runs, count as
     impossible.
+
+    tables: the problem, whose sizes the arrays have.
     """
     n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
@@ -144,6 +146,7 @@ def simulate_and_measure(
 ) -> tuple[float, int, float, int]:
     """Simulate the schedule of decisions once; return (seconds, peak, area, runs), as the fields of `Score`.
 
+    tables: the problem.
     release, hold: int64[gaps], the decisions, as in `State`.
     budget: bytes; the area counts what is above.
     room: arrays made for the same problem; they end with the schedule if the seconds are finite.
@@ -168,6 +171,7 @@ def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) ->
     the runs before. `room.dead` and `room.live` are not set, see `mark_reuse` and `count_live`. The loop passes tuples
     on only where something is rebuilt, because each call with one takes a microsecond.
 
+    tables: the problem.
     release, hold: int64[gaps], the decisions, as in `State`.
     """
     read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last

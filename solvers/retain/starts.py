@@ -13,7 +13,7 @@ def from_cut(search: Search, cut: Cut, budget: int) -> State:
     other gaps stay as in `Search.keep_everything`. The state is repaired by `possible`, and has infinite seconds if the
     repair fails. `search.work` grows.
 
-    budget: bytes, for the area of the score.
+    budget: bytes; the result's score counts the live bytes above it, added up over all runs.
     """
     gaps, plain = search.gaps, search.keep_everything()
     over = gaps.free & (gaps.begin < cut.step) & (gaps.end > cut.step)
@@ -30,7 +30,7 @@ def possible(search: Search, state: State, budget: int) -> State:
     repairs. The seconds of the result are infinite if no simulation succeeded. `search.work` grows.
 
     state: the state simulated last in `search`; its `release` is changed in place.
-    budget: bytes; the result's score counts the live bytes above it, added up over all steps.
+    budget: bytes; the result's score counts the live bytes above it, added up over all runs.
     """
     for _ in range(search.effort.start_repairs):
         stuck = int(search.room.stuck[0])

@@ -55,7 +55,7 @@ class Gaps:
 
     buffer: int32[g].
     begin, end: int64[g], the steps of the reads before and behind the gap; begin is the producer's step in front of the
-        first read, end is n behind the last.
+        first read, and behind the last read end is the number of steps.
     last: bool[g], whether the gap lies behind the last read.
     free: bool[g], whether there is a choice: the buffer is droppable and has bytes, and a step lies inside the gap.
     family: int32[g], the same number for gaps that are alike: buffers of the same bytes, seconds of the producer and

@@ -27,7 +27,7 @@ and takes more simulations for each.
 class Trail(NamedTuple):
     """The changes made to decisions, oldest first: the gap of each, and its `release` and `hold` before the change.
 
-    All are int64[room]; the number of entries in use is kept by the caller, as `count`.
+    All are int64, long enough for the changes of one drop. The caller keeps the number of entries in use as `count`.
     """
 
     gap: LongArray
