@@ -182,13 +182,13 @@ Key = tuple[Hashable, ...]
 
 
 def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[Place]) -> Key:
-    """Return what the judgement of a group depends on.
+    """Return what the judgement of a group depends on, without names: groups with equal keys need one judgement.
 
     Args:
         group: the group.
         threads: torch's number of threads.
-        places: where the arguments lie.
-        outs: where the results lie.
+        places: where the arguments lie, one entry for each.
+        outs: where the results lie, one entry for each.
     """
     number = {node: f"%{at}" for at, node in enumerate(group.body.nodes)}
     nodes = tuple(

@@ -33,14 +33,14 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Need:
-    """The elements of one value, one for each element that a member goes through.
+    """The elements of one value that an operator of a group reads or writes, one for each that it goes through.
 
     Attributes:
-        value: an input of the group, or the member that makes the value; never a view.
-        sizes: of the shape that the member goes through; the last one is the length of a row.
+        value: an input of the group, or the operator that makes the value; never a view.
+        sizes: of the shape that the operator goes through; the last one is the length of a row.
         strides: elements of the value from one index to the next, for each dimension; 0 where elements are shared.
-        offset: number of the element that is read first.
-        whole: the member takes the whole operand as it is, whichever elements it goes through.
+        offset: number of the element that is read first, in elements behind the first of the value.
+        whole: the operator takes the whole argument as it is, whichever elements it goes through.
     """
 
     value: fx.Node
@@ -66,14 +66,21 @@ class Need:
 
     @cached_property
     def starts(self) -> Int64s:
-        """The number of the first element of each row."""
+        """int64[rows], how many elements the first element of each row lies behind the first of the value in memory."""
         found = np.full(1, self.offset, dtype=np.int64)
         for size, stride in zip(self.sizes[:-1], self.strides[:-1], strict=True):
             found = np.add.outer(found, np.arange(size, dtype=np.int64) * stride).reshape(-1)
         return found
 
     def at(self, elements: Int64s) -> Int64s:
-        """Return the numbers of the elements of the value at ``elements``, which are counted row by row, from 0."""
+        """Return which elements of the value are read where the operator goes through ``elements``.
+
+        Args:
+            elements: numbers of elements of the shape that the operator goes through, counted row by row, from 0.
+
+        Returns:
+            int64, of the same shape: how many elements each lies behind the first of the value in memory.
+        """
         if self._in_order:
             return self.offset + elements
         found, inside = np.full(elements.shape, self.offset, dtype=np.int64), 1
@@ -95,7 +102,7 @@ class Need:
 
 
 def needs_of(node: fx.Node) -> dict[str, Need]:
-    """Return which tensors a member reads, by the name of the argument in the operator's schema.
+    """Return which elements the operator ``node`` reads, by the name of the argument in the operator's schema.
 
     Args:
         node: a call of an operator whose row of the table has ``rowwise``; all of its nodes have fake values.
@@ -126,7 +133,10 @@ def result_of(node: fx.Node) -> Need:
     """Return where a result is written: one element for each that its operator goes through, each row or each column.
 
     Args:
-        node: a member with one result, or the pick of one of several.
+        node: an operator with one result, or the pick of one of several.
+
+    Raises:
+        GroupFault: the result has none of these shapes.
     """
     member, position = _picked(node)
     tensor, sizes = tensor_of(node), shape_of(member)
@@ -143,10 +153,10 @@ def result_of(node: fx.Node) -> Need:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape that a member goes through: that of its result, or of what it reduces.
+    """Return the shape that the operator ``node`` goes through: that of its result, or of what it reduces.
 
     Raises:
-        GroupFault: it reduces along other dimensions than the last, or all others.
+        GroupFault: it reduces neither the last dimension alone nor all others.
     """
     rowwise, _ = rows_of(node)
     if rowwise.dim is None and rowwise.sizes is None:
@@ -169,12 +179,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
-    """Return how a member treats rows, by the operator table, and the names of its operator's arguments.
+    """Return how the operator ``node`` treats rows, by the operator table, and the names of its arguments.
 
-    What torch tags as pointwise treats each element apart.
+    An operator that torch tags as pointwise treats each element apart.
 
     Raises:
-        GroupFault: nothing says that it treats rows apart.
+        GroupFault: nothing says that the operator treats rows apart.
     """
     target = node.target
     rowwise = ops.rule(target).rowwise
@@ -186,12 +196,12 @@ def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether an argument of a group is a number, which has no elements."""
+    """Whether ``node``, an argument of a group, is a number, which has no elements."""
     return isinstance(node.meta.get("val"), float)
 
 
 def adds_over_rows(node: fx.Node) -> tuple[int, ...]:
-    """Return the positions of the results of a member that are sums over all dimensions but the last."""
+    """Return the positions of those results of the operator ``node`` that are sums over all dimensions but the last."""
     columnwise = ops.rule(node.target).columnwise
     if columnwise is None or columnwise.dim is None:
         return () if columnwise is None else columnwise.results
@@ -204,7 +214,7 @@ def adds_over_rows(node: fx.Node) -> tuple[int, ...]:
 
 
 def values_of(member: fx.Node) -> list[fx.Node]:
-    """Return the nodes that stand for the results of a member: itself, or the first pick of each of several."""
+    """Return the nodes that stand for the results of an operator: itself, or the first pick of each of several."""
     if isinstance(member.meta.get("val"), torch.Tensor):
         return [member]
     first: dict[object, fx.Node] = {}
@@ -215,13 +225,13 @@ def values_of(member: fx.Node) -> list[fx.Node]:
 
 
 def is_sum_over_rows(value: fx.Node) -> bool:
-    """Whether one of :func:`values_of` is a sum over all dimensions but the last."""
+    """Whether ``value``, an operator or a pick of one of its results, is a sum over all dimensions but the last."""
     member, position = _picked(value)
     return position in adds_over_rows(member)
 
 
 def position_of(value: fx.Node) -> int:
-    """Return which result of its member one of :func:`values_of` is."""
+    """Return the position among its operator's results of ``value``, an operator (0) or a pick of one result."""
     return _picked(value)[1]
 
 
@@ -238,7 +248,7 @@ def goes_along_last(dims: Any, rank: int) -> bool:
 
 
 def members_of(body: fx.Graph) -> list[fx.Node]:
-    """Return the operators of a group, views left out, in order."""
+    """Return the operators of ``body``, the graph of a group, in order; views are left out."""
     return [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
 
 
@@ -255,7 +265,7 @@ def tensor_of(node: fx.Node) -> torch.Tensor:
 
 
 def extent_of(tensor: torch.Tensor) -> int:
-    """Return the elements of memory from the first of a tensor to the end of its last."""
+    """Return how many elements of memory ``tensor`` spans, from its first element to the end of its last."""
     return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -46,11 +46,11 @@ class GroupFault(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a group lies.
+    """Where a tensor that a group reads or writes lies.
 
     Attributes:
         memory: equal for tensors that may share bytes, such as all in the arena.
-        start: byte of that memory at which its first element lies.
+        start: offset in that memory of the tensor's first element, in bytes.
     """
 
     memory: Hashable

@@ -560,7 +560,11 @@ def _wide(node: fx.Node, name: str, value: Any) -> Any:
 
 
 def given_node(node: fx.Node, name: str) -> fx.Node:
-    """Return the argument called ``name`` in the schema of the operator that ``node`` calls; it must be a node."""
+    """Return the node that is the argument ``name``, in the operator's schema, of the call ``node``.
+
+    Raises:
+        KeyError: the schema has no such argument.
+    """
     called: Any = node.target
     argument: fx.Node = by_name(called, node.args, node.kwargs)[name]
     return argument

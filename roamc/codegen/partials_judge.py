@@ -27,10 +27,10 @@ FIRST = torch.zeros((), dtype=torch.int32, device="cpu")
 
 
 class PartialRows:
-    """The rows of partial sums that those programs of a kernel store which a judge runs.
+    """The rows of partial sums that a kernel stores, as a judge sees them, who runs some of the kernel's programs.
 
     Args:
-        sums: position among the results of the group to the sum over rows there.
+        sums: position among the results of the group to the node of the sum over rows there.
         parts: programs of the launch, each of which stores a row for each sum.
         columns: columns of the group's matrix.
         programs: the numbers of those that run, int64[programs, 1, 1].

@@ -29,16 +29,20 @@ from roamc.operators import ops
 
 
 def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int64s, Int64s]:
-    """Return ``born`` and ``dead`` as :func:`lifetimes` does, but as eager PyTorch has them, in graph order.
+    """Return ``born`` and ``dead`` of :func:`roamc.graph.memory.lifetimes` as eager PyTorch has them, in graph order.
 
-    Gradients live to the end of the step. Some operators make a value here that eager writes over the first argument.
-    Where that argument is all of a temporary's storage and ends its life here, it dies one step earlier: the result
-    takes over its bytes. What eager writes to a part of a storage, or to a tensor of the caller's, lies there and has
-    ``dead == born``; the storage lives as long as all that lies in it.
+    Gradients live to the end of the step. Some operators of the graph make a value that eager writes over the
+    operator's first argument. Where that argument is all of a temporary's storage and has its last use there, it dies
+    one step earlier: the result takes over its bytes. What eager writes to a part of a storage, or to a tensor of the
+    caller's, lies there and has ``dead == born``; the storage lives as long as all that lies in it.
 
     Args:
         memory: of a graph in program order.
-        dropped: whether the caller drops the outputs of forward at once, see :func:`dropped_lifetimes`.
+        dropped: whether the caller drops the outputs of forward at once, see
+            :func:`roamc.graph.memory.dropped_lifetimes`.
+
+    Returns:
+        ``born`` and ``dead``, int64, an entry for each storage of ``memory.counted``, in steps.
     """
     born, dead = lifetimes(memory)
     if dropped:

@@ -41,9 +41,10 @@ def fingerprint(graph: TrainGraph) -> str:
 
 
 def text_of(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> str:
-    """Return one line for each of ``nodes``, which are of the graph of ``module``: the same on every rank.
+    """Return the text of ``nodes`` of the graph of ``module``, a line for each: the same on every rank.
 
-    A line has the node's name, operator, arguments and geometry. Groups of ranks and GPUs have no names in it.
+    A line has the node's name, operator, arguments, and its tensors' shapes, strides and dtypes. Names of process
+    groups and numbers of GPUs are left out.
     """
     return _GPU.sub("cuda", "\n".join(_lines(module, nodes)))
 

@@ -9,11 +9,13 @@ from roamc.errors import RanksError
 
 
 def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
-    """Return what every rank of a group calls this function with, by position; every rank must call it.
+    """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
+
+    Every rank of the group must call it; the call waits for the others until the timeout of the process group.
 
     Args:
-        group: name of the group, or the group, as operators are called with it.
-        text: what the other ranks get.
+        group: the process group or its name, as collectives take it.
+        text: what the other ranks get from this rank.
         name: of the graph, for the message.
         what: what a rank that is missing has not done, in words, such as "plan it".
 
@@ -33,5 +35,5 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
 
 
 def in_words(numbers: Sequence[int]) -> str:
-    """Return ranks in words, such as "rank 1" and "ranks 0, 1"."""
+    """Return the ranks ``numbers`` in words, such as "rank 1" and "ranks 0, 1"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -144,7 +144,7 @@ def derived(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """Return the fake mode that the tensors of ``graph`` belong to; None for a graph without tensors."""
+    """Return the ``FakeTensorMode`` that the tensors of ``graph`` belong to; None for a graph without tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, list | tuple) else (value,):

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, and what its number is made of.
+    """One call of an operator, and what its value number is made of, see :mod:`roamc.graph.value_numbers`.
 
     Attributes:
         node: the node that calls.

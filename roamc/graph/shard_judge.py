@@ -113,7 +113,12 @@ class Walk:
         self.same: dict[object, Callable[[Term], bool]] = {}
 
     def fail(self, node: fx.Node, what: str) -> Any:
-        """Raise a VerifyError: the pass, ``node`` and its operator, then ``what``, which goes on from there."""
+        """Raise a VerifyError whose message names the pass, ``node`` and its operator, and goes on with ``what``.
+
+        Args:
+            node: the operator at fault.
+            what: the end of the sentence, such as "reads rows of ranks of two groups".
+        """
         raise VerifyError(f"after pass {self.after!r}: {node.name} ({name_of(node.target)}) {what}")
 
     def run(self) -> None:
@@ -336,7 +341,11 @@ class Walk:
         return made is not None and made.term in self.captured.made
 
     def shared(self, group: object) -> Callable[[Term], bool]:
-        """Return a function that says whether all ranks of ``group`` have the same elements of a term."""
+        """Return a function that says whether all ranks of a process group have the same elements of a term.
+
+        Args:
+            group: the group's name.
+        """
         if group not in self.same:
             self.same[group] = self._shared(group)
         return self.same[group]

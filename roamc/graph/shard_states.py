@@ -30,7 +30,7 @@ class Value:
     """What a rank has of one tensor.
 
     Attributes:
-        term: what the tensor stands for.
+        term: number of the tensor's elements, equal for equal elements, see :mod:`roamc.graph.shard_terms`.
         state: what the rank has: "R", the whole tensor; "T", the rows of its own tokens; "P", an addend, where the
             tensor is the sum over the ranks.
         shape: shape of the tensor; in state T that of the tensor with the rows of all ranks.
@@ -133,11 +133,12 @@ def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     """Return what a rank has of the result of ``node``, which works element by element, with broadcasting.
 
     Args:
-        walk: the walk, which has passed the arguments.
+        walk: the walk over the graph, which has passed the arguments of ``node``.
         node: an operator with one tensor as its result.
 
     Returns:
-        One value: in state T if an argument is, in state P for the sum of two addends, else in state R.
+        One value: in state T if an argument is, in state P for the sum of two addends, else in state R, as
+        :class:`Value` explains the states.
 
     Raises:
         VerifyError: rows, addends and whole values meet in a way that gives no such result.

@@ -47,12 +47,12 @@ class Terms:
         return tuple(part for part in parts if isinstance(part, Term)) if kind == "sum" else (term,)
 
     def total(self, parts: Sequence[Term]) -> Term:
-        """Return the sum of ``parts``, in whatever order they are added."""
+        """Return the term of the sum of ``parts``; it is the same in whatever order they are added."""
         every = sorted(addend for part in parts for addend in self.addends(part))
         return every[0] if len(every) == 1 else self.of("sum", *every)
 
     def expanded(self, term: Term, shape: Sequence[int], full: Sequence[int]) -> Term:
-        """Return ``term``, a tensor of ``shape``, broadcast to the shape ``full``."""
+        """Return the term of a tensor with term ``term`` and shape ``shape``, broadcast to the shape ``full``."""
         padded = [1] * (len(full) - len(shape)) + list(shape)
         repeated = [at for at, (own, size) in enumerate(zip(padded, full, strict=True)) if own != size]
         if not repeated:
@@ -188,9 +188,13 @@ def _composed(inner: Sizes, outer: Sizes) -> Sizes | None:
 
 
 def merged(shape: Sequence[int], marked: Sequence[int]) -> Sizes:
-    """Return the sizes of ``shape``, each with whether it is in ``marked``; neighbours that agree are multiplied.
+    """Return pairs (size, whether its dimension is marked) for ``shape``, with equally marked neighbours multiplied.
 
     Sizes of 1 are left out, so that the result is the same for tensors with the same elements in the same order.
+
+    Args:
+        shape: sizes of a tensor.
+        marked: the dimensions that are marked, such as those along which elements are repeated.
     """
     found: list[tuple[int, bool]] = []
     for at, size in enumerate(shape):

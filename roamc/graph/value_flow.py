@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
-    """Number the values of ``graph`` in its present order.
+    """Number the values of ``graph`` in its present order: equal numbers stand for equal bits.
 
     Args:
         graph: the graph; stays as it is.
@@ -316,7 +316,7 @@ class Walk:
         return value if keeps is Need.ELEMENTS else content
 
     def given(self, node: fx.Node) -> Number:
-        """Return the number of what ``node`` hands to a group: the content of a tensor's storage, or of a number."""
+        """Return the number of what ``node`` hands to a group: all bytes of a tensor's storage, or a plain number."""
         places = self.numbers.places(node)
         return self.content(places[0]) if places else self._other_of(node)
 
@@ -336,13 +336,13 @@ class Walk:
         return self.uncopied(self.numbers.elements(*said)) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
-        """Return the number of ``call``, as :meth:`called` gives it."""
+        """Return the number that stands for the value of ``call``, as :meth:`called` gives it."""
         return self.called(call.target, call.keys, call.state, call.once)
 
     def called(
         self, target: Any, keys: tuple[Key, Key], state: Number | None = None, once: str | None = None
     ) -> Number:
-        """Return the number of a call of ``target``.
+        """Return the number that stands for the value of a call of ``target``.
 
         Args:
             target: the operator.
@@ -450,8 +450,9 @@ class Walk:
     def keys(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, Key]:
         """Return keys of the positional and of the keyword arguments, with the present numbers in the place of tensors.
 
-        Where ``target`` needs only the shape of an argument, the key holds no more. Where it needs only signs, a
-        decoded value with the same signs has the key of the original.
+        A key is a tuple that is equal for equal values, see :mod:`roamc.graph.value_numbers`. Where ``target`` needs
+        only the shape of an argument, the key holds no more. Where it needs only signs, a decoded value with the same
+        signs has the key of the original.
 
         Args:
             target: the operator.

@@ -32,7 +32,10 @@ NOWHERE = StorageId(-1, 0)
 
 
 class Numbers:
-    """Gives numbers to keys, the same to equal keys. Graphs can be compared only if one object numbers them all."""
+    """Gives numbers to keys, the same to equal keys; a key is a tuple that says how a value comes about.
+
+    Graphs can be compared only if one object numbers them all.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Key, Number] = {}
@@ -53,7 +56,7 @@ class Numbers:
         return number
 
     def key(self, number: Number) -> Key:
-        """Return the key that has ``number``."""
+        """Return the key that :meth:`of` gave ``number`` to."""
         return self._keys[number]
 
     def target(self, target: Any) -> Target:
@@ -98,7 +101,12 @@ class Numbers:
         return known
 
     def born(self, content: Number, geometry: Number) -> None:
-        """Note that an operator made a tensor with this ``geometry``, in a storage with this ``content``."""
+        """Note that an operator made a tensor in a new storage.
+
+        Args:
+            content: number of all bytes of the storage.
+            geometry: number of the tensor's shape, strides, offset, dtype and lazy bits.
+        """
         self._born.setdefault(content, geometry)
 
     def elements(self, content: Number, geometry: Number) -> Number:
@@ -107,8 +115,8 @@ class Numbers:
         For a tensor in the storage that its operator made for it, with the same geometry, it is ``content``.
 
         Args:
-            content: of the tensor's storage.
-            geometry: of the tensor.
+            content: number of all bytes of the tensor's storage.
+            geometry: number of the tensor's shape, strides, offset, dtype and lazy bits.
         """
         return content if self._born.get(content) == geometry else self.of("elements", content, geometry)
 

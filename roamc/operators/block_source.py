@@ -58,14 +58,16 @@ class Text:
 
 
 def text_of(name: str, body: fx.Graph, matrix: Matrix, written: Mapping[fx.Node, fx.Node] | None = None) -> Text:
-    """Write the function for ``body``, which calls members and views as :func:`roamc.operators.blocks.fits` has them.
+    """Return the source of the function that runs ``body``, block after block of rows.
+
+    The operators of ``body`` are those that :func:`roamc.operators.blocks.fits` accepts.
 
     Args:
         name: of the function, an FX node's.
-        body: placeholders, members and views with fake values; the output node has the last member's result, if that
-            is the group's, then what is written over operands.
-        matrix: the rows and columns of its operands.
-        written: placeholder to the member whose result is written over it; None for none.
+        body: placeholders, operators and views with fake values; the output node has the last operator's result, if
+            that is the group's, then what is written over arguments.
+        matrix: the rows and columns that all of its tensors are seen as.
+        written: placeholder to the node of ``body`` whose result is written over it; None for none.
     """
     return _Writer(body, matrix, written or {}).write(name)
 

@@ -72,9 +72,9 @@ def matrix_of(shape: Sequence[int]) -> Matrix | None:
 
 
 def matrix_of_node(node: fx.Node) -> Matrix | None:
-    """Return the matrix that ``node`` works on: its result, or what it reduces along rows.
+    """Return the matrix that ``node`` works on: that of its result or, for a reduction along rows, of its argument.
 
-    None if the result is no single tensor, or there are no rows.
+    None if the result is no single tensor, or the matrix would have less than two rows or two columns.
     """
     rowwise, made = ops.rule(node.target).rowwise, node.meta.get("val")
     if rowwise is not None and rowwise.keepdim is not None and isinstance(node.args[0], fx.Node):
@@ -86,7 +86,8 @@ def steps_of(tensor: torch.Tensor, shape: Sequence[int]) -> Steps | None:
     """Return the strides by which ``tensor``, broadcast to ``shape``, is seen as a matrix.
 
     Returns:
-        None if its rows do not follow each other at one stride, its columns lie apart, or it cannot be broadcast.
+        (from row to row, from column to column), in elements; 0 where all rows or columns share elements. None if the
+        rows do not follow each other at one stride, the columns lie apart, or ``tensor`` cannot be broadcast.
     """
     lacking = len(shape) - tensor.dim()
     if lacking < 0:
@@ -126,9 +127,11 @@ def fits(node: fx.Node, matrix: Matrix) -> bool:
 
 
 def result_steps(node: fx.Node, matrix: Matrix) -> Steps | None:
-    """Return (columns, 1) for a result with all elements of ``matrix``, (1, 0) for one with an element for each row.
+    """Return the strides of the result of ``node`` as a part of ``matrix``: from row to row and from column to column.
 
-    None if ``node`` does not treat rows apart, or its result is another.
+    They are (columns, 1) for a result with all elements of ``matrix``, and (1, 0) for one with an element for each row.
+    None if ``node`` does not treat rows apart, or its result has another shape, lies otherwise in memory, or is on no
+    CPU.
     """
     rule, made = ops.rule(node.target), node.meta.get("val")
     if rule.rowwise is None or not isinstance(made, torch.Tensor) or made.device.type != "cpu":
@@ -169,9 +172,11 @@ def _operands_fit(node: fx.Node, matrix: Matrix) -> bool:
 
 
 def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | None:
-    """Return the strides by which ``node`` sees its argument as a part of ``matrix``; None if it cannot.
+    """Return the strides by which ``node`` reads ``argument`` as a part of ``matrix``.
 
-    It is :data:`AS_IT_IS` for a number, a tensor without dimensions and one that is the same for all rows.
+    They are (from row to row, from column to column), in elements, 0 where all rows or columns share elements. None if
+    ``node`` cannot read ``argument`` so. It is :data:`AS_IT_IS` for a number, a tensor without dimensions and one that
+    is the same for all rows.
     """
     tensor = argument.meta.get("val")
     if isinstance(tensor, float):  # a number that is an argument of the group
@@ -202,11 +207,13 @@ def tensors_listed(value: Any) -> list[fx.Node]:
 
 
 def view_fits(view: fx.Node, base: fx.Node, matrix: Matrix) -> bool:
-    """Whether a view of a member's result is seen as that, or as one element for each row spread over the columns.
+    """Whether blocks of rows can be cut of ``view``, a view of a member's result, as they are cut of that result.
+
+    It is so too if the result has one element for each row and ``view`` spreads these over the columns.
 
     Args:
         view: its only tensor argument is ``base`` or another such view.
-        base: the member.
+        base: the member, an operator of the group.
         matrix: the rows and columns of the group.
     """
     made, steps = view.meta.get("val"), result_steps(base, matrix)
@@ -224,7 +231,7 @@ def is_per_row(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def input_steps(node: fx.Node, matrix: Matrix) -> Steps:
-    """Return how the members that read ``node``, an input of a group, see it.
+    """Return the strides, as :func:`operand_steps` does, by which a group's members read its input ``node``.
 
     Raises:
         ValueError: two members see it differently, or one cannot.
@@ -243,7 +250,10 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def value_of(node: fx.Node) -> fx.Node:
-    """Return what ``node`` is a view of: an operator with one result, or the pick of one of several results."""
+    """Return what ``node`` is a view of, through any number of views; ``node`` itself if it views nothing.
+
+    It is an operator with one result, or the ``getitem`` that picks one of several results.
+    """
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
         (base, *_) = node.all_input_nodes
         if node.target is operator.getitem and not ops.is_view(base.target):
@@ -267,7 +277,7 @@ def results_of(body: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def last_member(body: fx.Graph) -> fx.Node:
-    """Return the member that runs last, whose result is one of the group's, or is written over an argument."""
+    """Return the last ``call_function`` node of ``body``, the graph of a group, that is no view."""
     last: fx.Node = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)][-1]
     return last
 
@@ -283,7 +293,15 @@ def same_form(node: fx.Node, base: fx.Node) -> bool:
 
 
 def must_align(nodes: Iterable[fx.Node], matrix: Matrix) -> bool:
-    """Whether blocks have to begin at a multiple of :data:`TOGETHER` rows, for members that work element by element."""
+    """Whether blocks have to begin at a multiple of :data:`TOGETHER` rows.
+
+    They have to where a member works element by element and the columns of ``matrix`` are no multiple of
+    :data:`TOGETHER`, or where its result has one element for each row.
+
+    Args:
+        nodes: the members of the group.
+        matrix: the rows and columns of the group.
+    """
     for node in nodes:
         if ops.rule(node.target).rowwise == Rowwise():
             steps = result_steps(node, matrix)
@@ -327,14 +345,14 @@ def may_block(nodes: Iterable[fx.Node], matrix: Matrix, threads: int, *, broadca
 
 
 def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool, pointwise: bool) -> int:
-    """Return how many rows one block has: about :data:`BLOCK_BYTES`, so that each thread begins where it may.
+    """Return how many rows one block has, so that a block of one value takes about :data:`BLOCK_BYTES`.
 
-    Never such that one row is left for the last block, since torch adds up one row in another order than several. All
-    rows if blocks of no size will do.
+    The last block never has a single row, since torch adds up one row in another order than several. All rows of
+    ``matrix`` are one block where no size of blocks near the wanted one keeps this and the rules below.
 
     Args:
-        matrix: the rows and columns.
-        itemsize: bytes of an element.
+        matrix: the rows and columns of the group.
+        itemsize: bytes of the largest element.
         threads: torch's number of threads.
         aligned: blocks begin at a multiple of :data:`TOGETHER` rows; without it at any row.
         pointwise: some member works element by element: then the threads that share a block, and those that share the
@@ -357,7 +375,7 @@ TRIES = 16
 
 
 def widest(nodes: Iterable[fx.Node]) -> int:
-    """Return the bytes of the largest element among the results of ``nodes``; 1 without tensors."""
+    """Return the bytes of the largest element among the results of ``nodes``; 1 if no result is a tensor."""
     return max((t.itemsize for node in nodes for _, t in tensors_of(node)), default=1)
 
 

@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensor_at(call: Call, position: int) -> torch.Tensor:
-    """Return the fake tensor that is positional argument ``position`` of ``call``, or the first in it if it is a list.
+    """Return the fake tensor that is positional argument ``position`` of ``call``; of a list, the first tensor in it.
 
     Raises:
         StopIteration: the argument is no tensor.

@@ -111,7 +111,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def all_reduce(input: Tensor, reduce_op: str, group_name: Any, *, out: Tensor) -> None:
-    """Reduce ``input`` over all ranks by ``reduce_op`` into ``out``; ``input`` stays unless ``out`` is ``input``."""
+    """Reduce ``input`` over all ranks by ``reduce_op`` into ``out``, and wait for the result.
+
+    ``input`` stays unless ``out`` is ``input``. ``reduce_op``, such as "sum", and ``group_name``, the process group,
+    are as torch's functional collectives take them.
+    """
     if out.data_ptr() != input.data_ptr():
         out.copy_(input)
     FUNCTIONAL.all_reduce_.default(_real(out), reduce_op, group_name)
@@ -121,7 +125,11 @@ def all_reduce(input: Tensor, reduce_op: str, group_name: Any, *, out: Tensor) -
 def all_reduce_coalesced(
     inputs: Sequence[Tensor], reduce_op: str, group_name: Any, *, out: Tensor | tuple[Tensor, ...]
 ) -> None:
-    """Reduce each of ``inputs`` over all ranks by ``reduce_op`` into its tensor of ``out``, in one call."""
+    """Reduce each of ``inputs`` over all ranks by ``reduce_op`` into its tensor of ``out``, in one call, and wait.
+
+    ``reduce_op``, such as "sum", and ``group_name``, the process group, are as torch's functional collectives take
+    them.
+    """
     results = [out] if isinstance(out, Tensor) else list(out)
     for result, tensor in zip(results, inputs, strict=True):
         result.copy_(tensor)
@@ -131,20 +139,31 @@ def all_reduce_coalesced(
 
 
 def all_gather_into_tensor(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> None:
-    """Write the ``input`` of all ``group_size`` ranks to ``out``, one behind the other along dimension 0, by rank."""
+    """Write the ``input`` of all ``group_size`` ranks to ``out``, one behind the other along dimension 0.
+
+    The order is that of the ranks. The call waits for the result. ``group_name``, the process group, is as torch's
+    functional collectives take it.
+    """
     FUNCTIONAL.all_gather_into_tensor_out.default(_real(input.contiguous()), group_size, group_name, out=_real(out))
     FUNCTIONAL.wait_tensor.default(out)
 
 
 def reduce_scatter_tensor(input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor) -> None:
-    """Reduce ``input`` over all ranks by ``reduce_op`` and write this rank's part along dimension 0 to ``out``."""
+    """Reduce ``input`` over all ranks by ``reduce_op``, write this rank's part along dimension 0 to ``out``, and wait.
+
+    The parts are ``group_size`` equal ones, by rank. ``reduce_op``, such as "sum", and ``group_name``, the process
+    group, are as torch's functional collectives take them.
+    """
     dense = _real(input.contiguous())
     FUNCTIONAL.reduce_scatter_tensor_out.default(dense, reduce_op, group_size, group_name, out=_real(out))
     FUNCTIONAL.wait_tensor.default(out)
 
 
 def broadcast(input: Tensor, src: int, group_name: Any, *, out: Tensor) -> None:
-    """Write the ``input`` of rank ``src`` to ``out`` on every rank; ``out`` may be ``input``."""
+    """Write the ``input`` of rank ``src`` to ``out`` on every rank, and wait; ``out`` may be ``input``.
+
+    ``src`` and ``group_name``, the process group, are as torch's functional collectives take them.
+    """
     if out.data_ptr() != input.data_ptr():
         out.copy_(input)
     FUNCTIONAL.broadcast_.default(out, src, group_name)

@@ -10,7 +10,7 @@ class Composite:
 
     Attributes:
         title: what is shown and hashed in the place of an operator's qualified name; the same in every process.
-        stands_for: names of the operators in place that ran for themselves before, and whose writes are its own now.
+        stands_for: names of the nodes in place of which it runs and that write an argument; it writes these arguments.
         rule: the :class:`roamc.operators.ops.OpRule` that follows from the operators.
         exact: its results have the bits of the operators run one after the other.
         kernel: the :class:`roamc.operators.kernels.Kernel` that writes its results into planned memory.

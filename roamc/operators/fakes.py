@@ -137,7 +137,7 @@ WHOLE: tuple[OpOverload, ...] = (
 
 
 def kept_whole() -> AbstractContextManager[None]:
-    """While inside, the operators of :data:`WHOLE` that this thread traces stay as they are."""
+    """Return a context manager inside of which operators of :data:`WHOLE` that this thread traces stay whole."""
     return decompositions({target: whole(target) for target in WHOLE})
 
 

@@ -58,13 +58,15 @@ class Fused(Composite):
     """A group of operators: the target of a node whose arguments are what the group reads.
 
     Attributes:
-        name: name of the member that runs last.
+        name: name of the operator, a member of the group, that runs last.
         body: an FX graph. Placeholders in the order of the arguments; ``call_function`` nodes with fake results, views
             included; an output node with the result, or with a tuple of several. None of its operators writes an
             argument: see :mod:`roamc.operators.in_place`.
-        matrix: the rows and columns that its operands are seen as.
+        matrix: the rows and columns that all tensors of the group are seen as.
         writes: positions of the arguments that the group writes; the last results of the body are written to them.
-        stands_for: names of the operators in place that it stands for.
+        stands_for: names of the members that are operators in place, such as ``mul_``, in the captured graph.
+        in_blocks: values inside lie in memory, for one block; else in registers.
+        several: a group may have several results.
     """
 
     name: str
@@ -111,17 +113,28 @@ class Fused(Composite):
 
     @staticmethod
     def frame(root: fx.Node) -> Matrix | None:
-        """Return the rows and columns of a group that ends with ``root``; None if that can end none."""
+        """Return the rows and columns of a group whose last member is ``root``; None if ``root`` cannot be the last."""
         return None if ops.rule(root.target).rowwise is None else blocks.matrix_of_node(root)
 
     @staticmethod
     def fits_numerics(node: fx.Node, *, fast: bool) -> bool:
-        """Whether ``node`` has the bits in a group that it has alone, or other last bits are allowed: ``fast``."""
+        """Return True: every operator has in a group, on a CPU, the bits that it has alone.
+
+        Args:
+            node: an operator.
+            fast: other last bits are allowed; read only by groups on a GPU.
+        """
         return True
 
     @staticmethod
     def misfit(members: Sequence[fx.Node], matrix: Matrix, threads: int) -> str:
-        """Say why these nodes, views between members included, cannot run as one; "" if they can."""
+        """Say why these nodes cannot run as one; "" if they can.
+
+        Args:
+            members: operators of one graph and the views between them, in graph order.
+            matrix: the rows and columns of the group.
+            threads: torch's number of threads.
+        """
         for node in members:
             if ops.is_view(node.target):
                 if len(node.all_input_nodes) != 1 or not blocks.view_fits(node, blocks.base_of(node), matrix):
@@ -132,7 +145,12 @@ class Fused(Composite):
 
     @staticmethod
     def unwritable(node: fx.Node, matrix: Matrix) -> str:
-        """Say why the result of the member ``node`` cannot be one of the group's; "" if it can."""
+        """Return "": the result of any member can be a result of the group. Other kinds of groups say why it cannot.
+
+        Args:
+            node: a member.
+            matrix: the rows and columns of the group.
+        """
         return ""
 
     def unfit_writes(self) -> str:
@@ -151,7 +169,7 @@ class Fused(Composite):
 
     @property
     def launches(self) -> int:
-        """How many kernels run for each block."""
+        """How many kernels run for each block: one for each member."""
         return len(self.nodes)
 
     @functools.cached_property
@@ -228,7 +246,11 @@ class Fused(Composite):
         return any(not all(steps) for steps in seen)
 
     def block_bytes(self, threads: int) -> Bytes:
-        """Return the bytes of the values inside the group that exist at one time."""
+        """Return the bytes of the values inside the group that exist at one time, for one block.
+
+        Args:
+            threads: torch's number of threads, which :meth:`block_rows` depends on.
+        """
         return self.text.bytes_per_row * self.block_rows(threads)
 
     @functools.cached_property
@@ -240,27 +262,33 @@ class Fused(Composite):
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """:meth:`write`, as a kernel."""
+        """The :class:`roamc.operators.kernels.Kernel` for the CPU whose function is :meth:`write`."""
         return Kernel(self.write, CPU_ONLY)
 
     def write(self, *args: torch.Tensor | float, out: torch.Tensor | None) -> None:
-        """Write the result for the arguments ``args`` to ``out``, which has the geometry of the result.
+        """Write the result for the arguments ``args`` to ``out``, which has the dtype, shape and strides of the result.
 
-        An argument that lies otherwise in memory than in the body is copied first, and back if the group writes it.
+        ``out`` is None if the group only writes arguments. An argument whose strides are not those of its placeholder
+        in ``body`` is copied first, and back if the group writes it.
         """
         lie = self.laid_out(args)
         self._run(*lie, **({} if out is None else {"out": out}), rows=self.block_rows(torch.get_num_threads()))
         self.put_back(args, lie)
 
     def laid_out(self, args: Sequence[torch.Tensor | float]) -> list[torch.Tensor | float]:
-        """Return the arguments; copies of those that lie otherwise in memory than in the body."""
+        """Return ``args``, copied where shape or strides are not those of the placeholder in ``body``."""
         return [
             given if node is None or _as_expected(given, node) else _laid_out(given, node)  # type: ignore[arg-type]
             for given, node in zip(args, self._expected, strict=True)
         ]
 
     def put_back(self, args: Sequence[torch.Tensor | float], lie: Sequence[torch.Tensor | float]) -> None:
-        """Copy what the group wrote to copies ``lie`` of its arguments to the arguments themselves."""
+        """Copy what the group wrote to copies of its arguments to the arguments themselves.
+
+        Args:
+            args: the arguments; changed where the group writes them.
+            lie: what :meth:`laid_out` returned for ``args``, after the group has run on it.
+        """
         for at in self.writes:
             if lie[at] is not args[at]:
                 args[at].copy_(lie[at])  # type: ignore[union-attr,arg-type]
@@ -288,14 +316,14 @@ class Fused(Composite):
         return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
     def allocated(self) -> Any:
-        """Return memory for the result, or a tuple for several; None without results."""
+        """Return new, unset memory for the result, or a tuple for several; None without results."""
         made = [blocks.only_tensor(node) for node in self.results]
         outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made)
         return outs if len(outs) > 1 else next(iter(outs), None)
 
 
 def same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether both have the same dtype and cover the same elements of their storages, in rows of one length."""
+    """Whether ``tensor`` and ``made`` have the same dtype, shape and strides."""
     return (tensor.dtype, tensor.shape, tensor.stride()) == (made.dtype, made.shape, made.stride())
 
 
@@ -348,11 +376,11 @@ def fuse(
     """Make a group of nodes of a graph.
 
     Args:
-        root: the member that runs last; it says how operands are seen.
+        root: the member that runs last; the group has its rows and columns.
         members: all nodes of the group in graph order, views between members and picks of results included.
-        kind: how the group runs.
-        results: the members whose results are the group's, in graph order. () for ``root`` alone, and for no results
-            if some member writes an argument.
+        kind: the class of the group: how it runs.
+        results: the members whose results are the group's, in graph order. () for ``root`` alone, and for no results if
+            some member writes an argument.
 
     Returns:
         The group, and the nodes of the graph that it reads, in the order of its arguments. The graph stays as it is.

@@ -24,10 +24,10 @@ from roamc.operators.schemas import value_form
 
 
 class Versions:
-    """The values that members of a group read and make, while its body is written.
+    """The values that operators of a group read and make, while the group's own graph, its body, is written.
 
     Args:
-        body: the graph that gets the members.
+        body: the graph that gets the operators; :meth:`take` adds to it.
         operands: node of the outer graph that the group reads to its placeholder in ``body``.
     """
 
@@ -37,11 +37,11 @@ class Versions:
         self._written: dict[StorageId, fx.Node] = {}
 
     def now(self, node: fx.Node) -> fx.Node:
-        """Return the node of the body that has what lies in ``node``, of the outer graph, behind all writes so far."""
+        """Return the node of the body for what ``node``, of the outer graph, holds after all writes so far."""
         return self.written(node) or self._copies[node]
 
     def written(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of the body with the last value that was written to ``node``; None if nothing was."""
+        """Return the node of the body for the last value written to ``node``, of the outer graph; None without one."""
         return next((self._written[own] for own in _ids(node) if own in self._written), None)
 
     def take(self, node: fx.Node) -> None:
@@ -78,12 +78,13 @@ def writers(members: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def unfit(members: Sequence[fx.Node]) -> str:
-    """Say why what the members write cannot be a value inside a group; "" if it can.
+    """Say why what the operators of a group write cannot be a value inside it; "" if it can.
 
-    An operator in place must write a whole storage, which the members touch in one geometry and through one operand.
+    An operator in place must write a whole storage. All operators of the group must see that storage with one shape and
+    strides, and through one node from outside of the group.
 
     Args:
-        members: of a graph with storage ids, views between members included.
+        members: operators of a graph with storage ids, and the views between them.
     """
     inside = set(members)
     written: dict[StorageId, fx.Node] = {}

@@ -23,7 +23,7 @@ Rule = Callable[[fx.Node], Range]
 
 
 def places(dims: int) -> Rule:
-    """Return the rule for indices into the last ``dims`` dimensions of argument ``self``, flattened."""
+    """Return the rule for indices into the last ``dims`` dimensions of argument ``self`` of a call, flattened."""
 
     def rule(node: fx.Node) -> Range:
         return _below(math.prod(_shape(node, "self")[-dims:]))
@@ -32,18 +32,21 @@ def places(dims: int) -> Rule:
 
 
 def along(node: fx.Node) -> Range:
-    """Return the range of indices along dimension ``dim`` of argument ``self``; without ``dim``, into it flattened."""
+    """Return the range of indices along dimension ``dim`` of argument ``self`` of the call ``node``.
+
+    Without ``dim`` it is the range of indices into ``self`` flattened.
+    """
     shape, dim = _shape(node, "self"), _argument(node, "dim")
     return _below(shape[dim] if isinstance(dim, int) and shape else math.prod(shape))
 
 
 def rows(node: fx.Node) -> Range:
-    """Return the range of indices of the rows of argument ``weight``."""
+    """Return the range of indices of the rows, along dimension 0, of argument ``weight`` of the call ``node``."""
     return _below(_shape(node, "weight")[0])
 
 
 def classes(node: fx.Node) -> Range:
-    """Return the range of class labels: those that ``self`` has scores for, extended to ``ignore_index``."""
+    """Return the range of class labels of the loss ``node``: those that ``self`` scores, and ``ignore_index``."""
     shape, ignored = _shape(node, "self"), int(_argument(node, "ignore_index"))
     known = _below(shape[1] if len(shape) > 1 else shape[0])
     return Range(min(ignored, known.low), max(ignored, known.high))

@@ -50,7 +50,7 @@ KERNELS: dict[OpOverload, Kernel] = {
 
 
 def kernel_of(target: object) -> Kernel | None:
-    """Return the function that stands for an operator, or a group, and writes its results; None if there is none."""
+    """Return the :class:`Kernel` of ``target``, an operator or a group; None if no function writes its results."""
     if isinstance(target, Composite):
         kernel: Kernel = target.kernel
         return kernel
@@ -68,13 +68,13 @@ def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bo
 
 @_writes(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default)
 def copy(source: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Copy ``source`` to ``out``, converted to the dtype of ``out``."""
+    """Copy ``source`` to ``out``, converted to the dtype of ``out``; other arguments are ATen's and not read."""
     out.copy_(source)
 
 
 @_writes(aten.copy.default)
 def functional_copy(self: Tensor, source: Tensor, non_blocking: bool = False, *, out: Tensor) -> None:
-    """Write the values of ``source``, broadcast to the shape of ``self``, to ``out``."""
+    """Write the values of ``source``, broadcast to the shape of ``self``, to ``out``; ``self`` itself is not read."""
     out.copy_(source)
 
 
@@ -92,19 +92,19 @@ def ones(*shape: Any, out: Tensor, **geometry: Any) -> None:
 
 @_writes(aten.full.default, aten.full_like.default)
 def full(shape: Any, value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Fill ``out`` with ``value``."""
+    """Fill ``out`` with ``value``; the other arguments are those of ATen's operators and are not read."""
     out.fill_(value)
 
 
 @_writes(aten.new_full.default)
 def new_full(like: Tensor, shape: Any, value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Fill ``out`` with ``value``."""
+    """Fill ``out`` with ``value``; the other arguments are those of ATen's operators and are not read."""
     out.fill_(value)
 
 
 @_writes(aten.scalar_tensor.default)
 def scalar_tensor(value: float, *, out: Tensor, **geometry: Any) -> None:
-    """Write ``value`` to ``out``, a tensor of one element."""
+    """Write ``value`` to ``out``, a tensor of one element; the other arguments are not read."""
     out.fill_(value)
 
 
@@ -116,7 +116,7 @@ def scalar_tensor(value: float, *, out: Tensor, **geometry: Any) -> None:
     aten.new_empty_strided.default,
 )
 def empty(*shape: Any, out: Tensor, **geometry: Any) -> None:
-    """Leave ``out`` as it is."""
+    """Leave ``out`` as it is; the other arguments are those of ATen's operators and are not read."""
 
 
 @_writes(aten.add.Scalar)
@@ -151,13 +151,16 @@ def relu(self: Tensor, *, out: Tensor) -> None:
 
 @_writes(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def arange(*bounds: float, out: Tensor, **geometry: Any) -> None:
-    """Write ``torch.arange(*bounds)`` to ``out``."""
+    """Write ``torch.arange(*bounds)`` to ``out``; the other arguments are not read."""
     torch.arange(*bounds, out=out)
 
 
 @_writes(aten._safe_softmax.default)
 def safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor) -> None:
-    """Write the softmax along ``dim`` to ``out``, with zeros for rows that are minus infinity throughout."""
+    """Write the softmax along ``dim`` to ``out``, with zeros for rows that are minus infinity throughout.
+
+    ``self`` is converted to ``dtype`` first, unless that is None.
+    """
     aten._softmax.out(self if dtype is None else self.to(dtype), dim, False, out=out)
     out.masked_fill_(self.eq(-math.inf).all(dim, keepdim=True), 0)
 
@@ -345,19 +348,19 @@ def bernoulli(self: Tensor, p: float, *, generator: torch.Generator | None = Non
 
 @_writes(aten.rand_like.default)
 def rand_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Draw uniform numbers in [0, 1) into ``out``."""
+    """Draw uniform numbers in [0, 1) into ``out`` from the default generator; no other argument is read."""
     out.uniform_(0, 1)
 
 
 @_writes(aten.randn_like.default)
 def randn_like(self: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Draw normal numbers with mean 0 and deviation 1 into ``out``."""
+    """Draw normal numbers with mean 0 and deviation 1 into ``out``; no other argument is read."""
     out.normal_(0, 1)
 
 
 @_writes(dropout_mask, devices=CPU_ONLY)
 def keep_some(size: Sequence[int], stride: Sequence[int], keep: float, *, out: Tensor, **geometry: Any) -> None:
-    """Draw a dropout's mask into ``out``: True with probability ``keep``."""
+    """Draw a dropout's mask into ``out``: True with probability ``keep``; no other argument is read."""
     out.bernoulli_(keep)
 
 
@@ -365,7 +368,8 @@ def keep_some(size: Sequence[int], stride: Sequence[int], keep: float, *, out: T
 def native_dropout(self: Tensor, p: float, train: bool | None, *, out: tuple[Tensor, Tensor]) -> None:
     """Write the result and the mask of a dropout to ``out`` with the bits of ATen's CPU kernel.
 
-    Like that kernel it draws the mask, scales it in the dtype of ``self``, and multiplies.
+    An element becomes 0 with probability ``p``. Like that kernel the function draws the mask, scales it in the dtype of
+    ``self``, and multiplies. If ``train`` is False, it draws nothing: the mask is True, the result is ``self``.
     """
     result, mask = out
     if train is False:
@@ -429,7 +433,10 @@ def embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False,
     *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write the rows of ``weight`` at ``indices`` to ``out``; ATen's own embedding is an ``index_select`` too."""
+    """Write the rows of ``weight`` at ``indices`` to ``out``; ATen's own embedding is an ``index_select`` too.
+
+    The other arguments matter only for gradients and are not read.
+    """
     torch.index_select(weight, 0, indices.reshape(-1), out=out.view(-1, weight.size(1)))
 
 

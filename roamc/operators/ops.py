@@ -107,7 +107,7 @@ def rule(target: Target) -> OpRule:
 
 @functools.cache
 def single_rule(target: Target) -> OpRule:
-    """Return what is known of a target that is no composite; kept for each target."""
+    """Return what is known of ``target``, an operator or a function that is no :class:`Composite`; cached by target."""
     if target is operator.getitem:
         return OpRule(view_of=(0,), cost=Cost(VIEW))
     if isinstance(target, OpOverload):
@@ -206,7 +206,10 @@ def _tagged_kind(target: OpOverload) -> str:
 
 
 def draws(target: Target, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a call of ``target`` draws random numbers: a random operator does, unless its ``dropout_p`` is 0."""
+    """Whether a call of ``target`` with ``args`` and ``kwargs`` draws random numbers.
+
+    A call of a random operator does, unless its argument ``dropout_p`` is 0.
+    """
     return rule(target).random and argument_of(target, args, kwargs, "dropout_p") != 0
 
 

@@ -31,11 +31,11 @@ from roamc.operators.table import OutForm
 
 
 class FormKind(enum.Enum):
-    """How an operator puts its results into planned memory: one row of this module's table each.
+    """How an operator puts its results into planned memory.
 
     Attributes:
         OUT: its overload with ``out=`` arguments writes them there.
-        KERNEL: a function of :mod:`roamc.operators.kernels` writes them there.
+        KERNEL: a function of :mod:`roamc.operators.kernels`, or of a group, writes them there.
         IN_PLACE: the operator makes no storage.
         ALLOCATE: the operator allocates them; they are copied to planned memory, or stay with torch's allocator.
     """
@@ -48,10 +48,10 @@ class FormKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one operator on one device.
+    """How one operator puts its results into planned memory on one device.
 
     Attributes:
-        kind: one of the four forms.
+        kind: one of the four ways.
         overload: for OUT, the overload to call; else None.
         arguments: for OUT, the keyword of each result, in result order; else empty.
     """
@@ -84,7 +84,7 @@ ALLOCATE = Form(FormKind.ALLOCATE)
 
 
 def form_of(node: fx.Node, births: int) -> Form:
-    """Return the form of ``node``, an operator with fake results that makes ``births`` new storages."""
+    """Return the form in which the operator ``node`` writes its results, of which ``births`` are new storages."""
     if births == 0:
         return Form(FormKind.IN_PLACE)
     target: Any = node.target
@@ -122,7 +122,7 @@ def _form(target: OpOverload, device: str) -> Form:
 
 
 def runs_on(name: str, device: str) -> bool:
-    """Whether the overload ``name``, such as ``"aten::mm.out"``, has a kernel of its own on a type of device.
+    """Whether the overload ``name``, such as ``"aten::mm.out"``, has a kernel of its own on ``device``, such as "cpu".
 
     Where torch is built without CUDA, it is asked for the CPU's kernels: CUDA has the same, but for those of
     :data:`CPU_ALONE` and :data:`CUDA_ALONE`.

@@ -63,7 +63,8 @@ def ordered_by(operands: Sequence[Tensor], noted: Tensor) -> Tensor | None:
         noted: what torch's fake kernel gives.
 
     Returns:
-        A new tensor; None if ``noted`` has these strides, or there are fewer than two operands, or none of floats.
+        A new tensor; None if ``noted`` has these strides or is no elementwise result of ``operands``, all tensors are
+        contiguous, there are fewer than two operands, or the operands are not of a float dtype.
     """
     if len(operands) < 2 or all(tensor.is_contiguous() for tensor in (noted, *operands)):
         return None

@@ -40,7 +40,7 @@ def save_rng_state(device: torch.device) -> torch.Tensor:
 
 
 def state_bytes(device: torch.device) -> Bytes:
-    """Return the size of what :func:`save_rng_state` returns; a GPU need not be there: its state is seed and offset."""
+    """Return the size of what :func:`save_rng_state` returns for ``device``; a GPU need not be there."""
     return 16 if device.type == "cuda" else torch.get_rng_state().numel()
 
 

@@ -34,7 +34,7 @@ def argument_of(target: Target, args: Sequence[object], kwargs: Mapping[str, obj
 
 
 def group_of(node: fx.Node) -> Any:
-    """Return what a collective calls the group of ranks that it talks to; None for operators that talk to none."""
+    """Return the argument ``group_name`` of a collective, a process group or its name; None for other operators."""
     return argument_of(node.target, node.args, node.kwargs, "group_name")
 
 
@@ -69,7 +69,7 @@ def stem(target: Target) -> str:
 
 
 def relative(target: Target, rename: Callable[[str], str]) -> OpOverload | None:
-    """Find the ATen operator that has another name, such as one without underscore, and takes the same arguments.
+    """Return the ATen operator that has another name, such as one without underscore, and takes the same arguments.
 
     Args:
         target: an operator.

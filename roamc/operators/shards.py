@@ -22,7 +22,10 @@ LIBRARY.define("own_part(Tensor input, int group_size, Any group_name) -> Tensor
 
 
 def write_own_part(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> None:
-    """Write this rank's rows of ``input`` to ``out``; the number of rows is a multiple of ``group_size``."""
+    """Write this rank's rows of ``input`` to ``out``: one of ``group_size`` equal parts of dimension 0, by rank.
+
+    The number of rows is a multiple of ``group_size``, the number of ranks of the process group ``group_name``.
+    """
     length = input.shape[0] // group_size
     out.copy_(input.narrow(0, rank_in(group_name) * length, length))
 

@@ -37,7 +37,10 @@ def _by_onednn(dtype: torch.dtype) -> bool:
 
 
 def forward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``aten.convolution`` with the result ``made``."""
+    """Return the workspace in bytes of a call of ``aten.convolution``, whose result is ``made``, beside each thread's.
+
+    See :func:`forward_per_thread` for what each thread takes.
+    """
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if not _by_onednn(image.dtype):
         return _columns(weight, image if call.args[6] else made)
@@ -48,7 +51,7 @@ def forward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def forward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in ``aten.convolution``; ``made`` is not read.
+    """Return the bytes that each thread takes in a call of ``aten.convolution``; its result ``made`` is not read.
 
     Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image. In
     torch's own kernel, transposed and in 16 bits: the matrix of windows of one image in float32.
@@ -80,7 +83,10 @@ def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> 
 
 
 def backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``aten.convolution_backward``; ``made`` is not read."""
+    """Return the workspace in bytes of a call of ``aten.convolution_backward`` beside each thread's.
+
+    See :func:`backward_per_thread` for what each thread takes. The call's first result ``made`` is not read.
+    """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
         transposed_one = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
@@ -101,11 +107,12 @@ def backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in ``aten.convolution_backward``; ``made`` is not read.
+    """Return the bytes that each thread takes in a call of ``aten.convolution_backward``.
 
     Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice; windows
     wider than :data:`WIDEST`: one image's matrix of windows and several gradients of the weight in float32. In torch's
-    own kernel, in 16 bits: one image's matrix of windows, and again in float32.
+    own kernel, in 16 bits: one image's matrix of windows, and again in float32. The call's first result ``made`` is not
+    read.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):

@@ -32,26 +32,36 @@ TALL = 11 / 6
 
 
 def exponential(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``linalg_matrix_exp``: powers and sums of them, see :data:`EXPONENTIAL`."""
+    """Return the workspace in bytes of a call of ``linalg_matrix_exp``, whose first result is ``made``.
+
+    It holds powers of the matrix and sums of them, see :data:`EXPONENTIAL`.
+    """
     count = _matrices(made)
     return made.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
 def inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``linalg_inv_ex``: the factors, a pivot for each row, flags."""
+    """Return the workspace in bytes of a call of ``linalg_inv_ex``, whose first result is ``made``.
+
+    It holds the factors, a pivot for each row of the result, and LAPACK's status for each matrix, see :data:`FLAGS`.
+    """
     return made.nbytes + rows_of(made) * PIVOT + _matrices(made) * FLAGS
 
 
 def pivots(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of determinants and ``lu_unpack``: two pivots for each row of the argument, flags."""
+    """Return the workspace in bytes of a call of a determinant or ``lu_unpack``; its first result ``made`` is not read.
+
+    It holds two pivots for each row of the first argument, and a status for each matrix, see :data:`FLAGS`.
+    """
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
 def singular(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_linalg_svd``: a copy of the argument, and LAPACK's buffer for one matrix.
+    """Return the workspace in bytes of a call of ``_linalg_svd``; its first result ``made`` is not read.
 
-    With vectors the buffer holds three squares of the shorter side, or four if the matrix is made square first.
+    It holds a copy of the argument, and LAPACK's buffer for one matrix. With vectors the buffer holds three squares of
+    the shorter side, or four if the matrix is made square first.
     """
     read = tensor_at(call, 0)
     full = call.args[1] if len(call.args) > 1 else False
@@ -65,7 +75,10 @@ def singular(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``linalg_pinv``: singular vectors, products of them, and LAPACK's buffer."""
+    """Return the workspace in bytes of a call of ``linalg_pinv``, whose first result is ``made``.
+
+    It holds singular vectors, products of them, and LAPACK's buffer.
+    """
     short = min(made.shape[-2:])
     squares = _matrices(made) * short * short * made.itemsize
     first = made.nbytes + (LINES + 4 * short) * short * made.itemsize
@@ -73,16 +86,20 @@ def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def eigen(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_linalg_eigh``: LAPACK's buffer for one matrix, two squares of it and some rows."""
+    """Return the workspace in bytes of a call of ``_linalg_eigh``; its first result ``made`` is not read.
+
+    It is LAPACK's buffer for one matrix, as large as two such matrices and :data:`LINES` rows.
+    """
     side = tensor_at(call, 0).shape[-1]
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
 def reflectors(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``linalg_qr`` and ``linalg_householder_product``.
+    """Return the workspace in bytes of a call of ``linalg_qr`` or ``linalg_householder_product``.
 
     It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: 3/8 of its longer
-    sides up to 192, then 3/16, and 96 at least if there are so many. One thread alone takes a third.
+    sides up to 192, then 3/16, and 96 at least if there are so many. One thread alone takes a third. The call's first
+    result ``made`` is not read.
     """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
@@ -91,7 +108,10 @@ def reflectors(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def copied_factor(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``cholesky_solve``: a copy of the factor, flags."""
+    """Return the workspace in bytes of a call of ``cholesky_solve``, whose first result is ``made``.
+
+    It holds a copy of the factor, and LAPACK's status for each matrix, see :data:`FLAGS`.
+    """
     return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
 
 

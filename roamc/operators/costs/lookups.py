@@ -22,12 +22,18 @@ SPREAD = 16
 
 
 def largest_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return what each thread takes in ``topk``: a value and an index of 8 bytes each for every element of a row."""
+    """Return the bytes that each thread takes in a call of ``topk``; its first result ``made`` is not read.
+
+    They are a value and an index of 8 bytes each for every element along ``dim``.
+    """
     return 2 * INDEX * _along(call)
 
 
 def sorted_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return what each thread takes in ``sort``, at most: an index of 8 bytes for every element along ``dim``."""
+    """Return the bytes that each thread takes in a call of ``sort``, at most; its first result ``made`` is not read.
+
+    They are an index of 8 bytes for every element along ``dim``.
+    """
     return INDEX * _along(call)
 
 
@@ -39,10 +45,10 @@ def _along(call: Call) -> int:
 
 
 def index_add(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``index_add``.
+    """Return the workspace in bytes of a call of ``index_add``, whose first result is ``made``.
 
-    Along the first dimension it is five numbers for every index, which are sorted; along the last, in half precision,
-    the result in float32.
+    Along the first dimension it is five numbers of 8 bytes for every index, which are sorted. Along the last, in half
+    precision, it is the result in float32.
     """
     dim = call.args[1] % max(1, made.dim())
     ordered = 5 * INDEX * tensor_at(call, 2).numel() if dim == 0 else 0
@@ -50,16 +56,19 @@ def index_add(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def bags(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_embedding_bag``: for means a number for every index, else one for every bag."""
+    """Return the workspace in bytes of a call of ``_embedding_bag``; its first result ``made`` is not read.
+
+    It is a number of 8 bytes for every bag; for means one for every index, if these are more.
+    """
     indices, offsets = tensor_at(call, 1), tensor_at(call, 2)
     return INDEX * (max(indices.numel(), offsets.numel()) if _mode(call, 4) == MEAN else offsets.numel())
 
 
 def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_embedding_bag_backward``: five numbers for every index.
+    """Return the workspace in bytes of a call of ``_embedding_bag_backward``; its first result ``made`` is not read.
 
-    They are index and place, both sorted as well, and bag. For largest elements it is an element and a number for every
-    element of the gradient, and a number for every bag.
+    It is five numbers of 8 bytes for every index: index and place, both sorted as well, and bag. For largest elements
+    it is an element and a number for every element of the gradient, and a number for every bag.
     """
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
@@ -68,10 +77,11 @@ def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_embedding_bag_dense_backward``: four numbers for every index.
+    """Return the workspace in bytes of a call of ``_embedding_bag_dense_backward``.
 
-    They are index and place, both sorted as well. For largest elements it is an element and a number for every element
-    of the gradient, and a number for every bag.
+    It is four numbers of 8 bytes for every index: index and place, both sorted as well. For largest elements it is an
+    element and a number for every element of the gradient, and a number for every bag. The call's first result ``made``
+    is not read.
     """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
@@ -84,9 +94,9 @@ def _mode(call: Call, position: int) -> int:
 
 
 def median(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``median`` and ``nanmedian``: a copy of the argument to sort.
+    """Return the workspace in bytes of a call of ``median`` or ``nanmedian``; its first result ``made`` is not read.
 
-    It is 0 if there is a dimension and the elements along it lie side by side.
+    It is a copy of the argument to sort; 0 if the call has a dimension and the elements along it lie side by side.
     """
     read = tensor_at(call, 0)
     ordered = len(call.args) > 1 and read.dim() > 0 and read.stride(call.args[1]) == 1
@@ -94,11 +104,11 @@ def median(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``scatter_reduce``.
+    """Return the workspace in bytes of a call of ``scatter_reduce``, whose first result is ``made``.
 
-    If each row has one index, it is four numbers for every row: torch sorts the rows. Else a mean takes a tensor like
-    the result, one like the larger of result and source, and a byte (four in half precision) for every element of the
-    result; any other reduction takes the result in float32 in half precision, else nothing.
+    If each row has one index, it is four numbers of 8 bytes for every row: torch sorts the rows. Else a mean takes a
+    tensor like the result, one like the larger of result and source, and a byte (four in half precision) for every
+    element of the result; any other reduction takes the result in float32 in half precision, else nothing.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     half = made.itemsize == 2 and made.is_floating_point()
@@ -119,18 +129,19 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 
 
 def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``index_reduce``: 0, except for mode "mean".
+    """Return the workspace in bytes of a call of ``index_reduce``, whose first result is ``made``.
 
-    A mean takes a tensor of ones as large as the source, their sums, as large as the result ``made``, and four integers
-    of 8 bytes for every index.
+    It is 0, except for mode "mean". A mean takes a tensor of ones as large as the source, their sums, as large as the
+    result, and four integers of 8 bytes for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
 
 
 def masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``masked_scatter_backward``: the mask as integers, and their running sums.
+    """Return the workspace in bytes of a call of ``masked_scatter_backward``.
 
-    The number is that of several threads. One thread alone takes up to three times these bytes.
+    It holds the mask as integers of 8 bytes, and their running sums. The number is that of several threads: one thread
+    alone takes up to three times these bytes. The call's first result ``made`` is not read.
     """
     return 2 * INDEX * tensor_at(call, 1).numel()

@@ -21,19 +21,25 @@ FOURIER: Bytes = 104
 
 
 def first_again(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of operators that copy their first argument, or make one tensor of its size."""
+    """Return the workspace in bytes of a call that copies its first argument, or makes one tensor of its size.
+
+    The call's first result ``made`` is not read.
+    """
     return tensor_at(call, 0).nbytes
 
 
 def dropout_piece(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of roamc's ``native_dropout_backward``: one piece of the mask in the dtype of ``made``."""
+    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward``, whose result is ``made``.
+
+    It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``made``.
+    """
     return piece_elements(tensor_at(call, 0)) * made.itemsize
 
 
 def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``native_batch_norm_backward``: a copy of the gradient.
+    """Return the workspace in bytes of a call of ``native_batch_norm_backward``; its first result ``made`` is not read.
 
-    The copy is in float32 if the gradient has half precision and other strides than the image.
+    It is a copy of the gradient, in float32 if the gradient has half precision and other strides than the image.
     """
     gradient, image = tensor_at(call, 0), tensor_at(call, 1)
     alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
@@ -41,10 +47,10 @@ def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def summed(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``sum``: the argument converted to the result's dtype, if the two dtypes differ.
+    """Return the workspace in bytes of a call of ``sum``, whose first result is ``made``.
 
-    If they are the same, it is 0, except in half precision if the summed dimensions do not lie in memory as one: then
-    it is the argument in float32.
+    It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is 0, except
+    in half precision if the summed dimensions do not lie in memory as one: then it is the argument in float32.
     """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
@@ -54,9 +60,10 @@ def summed(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def averaged(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``mean``: the argument converted to the result's dtype, if the two dtypes differ.
+    """Return the workspace in bytes of a call of ``mean``, whose first result is ``made``.
 
-    If they are the same, it is argument and result in float32 in half precision, else 0.
+    It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is argument
+    and result in float32 in half precision, else 0.
     """
     read = tensor_at(call, 0)
     if read.dtype != made.dtype:
@@ -69,23 +76,28 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def cast_to_result(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of reductions that convert a real argument to the result's dtype, if that is another."""
+    """Return the workspace in bytes of a call of a reduction, whose first result is ``made``.
+
+    It is the first argument converted to the result's dtype, if the two dtypes differ and the argument is real; else 0.
+    """
     read = tensor_at(call, 0)
     return 0 if read.dtype == made.dtype or read.is_complex() else read.numel() * made.itemsize
 
 
 def fourier(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_fft_r2c`` and ``_fft_c2c``: a buffer for one row, and maybe a copy of the argument.
+    """Return the workspace in bytes of a call of ``_fft_r2c`` or ``_fft_c2c``; its first result ``made`` is not read.
 
-    The argument is copied if the dimensions that are not transformed do not lie as one in memory.
+    It is a buffer for one row along the longest dimension that is transformed, and a copy of the argument if the
+    dimensions that are not transformed do not lie as one in memory.
     """
     return _batched(tensor_at(call, 0), call.args[1])
 
 
 def fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_fft_c2r``: as :func:`fourier` for one dimension.
+    """Return the workspace in bytes of a call of ``_fft_c2r``; its first result ``made`` is not read.
 
-    For several it is a complex copy, in which all but the last are transformed first, and the larger of both stages.
+    For one dimension it is as in :func:`fourier`. For several it is a complex copy, in which all but the last are
+    transformed first, and the larger workspace of both stages.
     """
     read, (*others, last) = tensor_at(call, 0), call.args[1]
     if not others:
@@ -102,9 +114,10 @@ def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
 
 
 def distances(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_euclidean_dist``: copies of both sets of points with two columns more.
+    """Return the workspace in bytes of a call of ``_euclidean_dist``, whose first result is ``made``.
 
-    Before there is a result, the first set is there twice.
+    It holds copies of both sets of points with two columns more. Before there is a result, the first set is there
+    twice.
     """
     first, second = tensor_at(call, 0), tensor_at(call, 1)
     more = 2 * (rows_of(first) + rows_of(second)) * made.itemsize
@@ -112,12 +125,18 @@ def distances(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def pairs(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_cdist_forward``: a set of points is copied if it is broadcast over the batch."""
+    """Return the workspace in bytes of a call of ``_cdist_forward``; its first result ``made`` is not read.
+
+    It holds a copy of each set of points that is broadcast over the batch; else it is 0.
+    """
     return _repeated(tensor_at(call, 0), tensor_at(call, 1))
 
 
 def pairs_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_cdist_backward``, see :func:`pairs`; argument 0 is the gradient."""
+    """Return the workspace in bytes of a call of ``_cdist_backward``: the copies that :func:`pairs` counts.
+
+    The sets of points are arguments 1 and 2. The call's first result ``made`` is not read.
+    """
     return _repeated(tensor_at(call, 1), tensor_at(call, 2))
 
 
@@ -135,82 +154,100 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
 
 
 def logits_loss(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``binary_cross_entropy_with_logits``: two tensors like the argument in float32.
+    """Return the workspace in bytes of a call of ``binary_cross_entropy_with_logits``.
 
-    There are three if the argument is not contiguous.
+    It is two tensors like the argument in float32; three if the argument is not contiguous. The call's first result
+    ``made`` is not read.
     """
     read = tensor_at(call, 0)
     return (8 if read.is_contiguous() else 12) * read.numel()
 
 
 def half_in_float32(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of operators that compute half precision in float32: ``made`` in float32; else 0."""
+    """Return the workspace in bytes of a call that computes half precision in float32.
+
+    It is the call's first result ``made`` in float32 if ``made`` has 16 bits an element, else 0. ``call`` is not read.
+    """
     return 4 * made.numel() if made.itemsize == 2 else 0
 
 
 def safe_softmax(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_safe_softmax``: a byte for every element, whether it is finite."""
+    """Return the workspace in bytes of a call of ``_safe_softmax``, whose first result is ``made``.
+
+    It is a byte for every element of the result, which says whether the element is finite.
+    """
     return made.numel()
 
 
 def losses(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of losses that are summed or averaged: the loss of every element; without reduction 0.
+    """Return the workspace in bytes of a call of a loss, whose first result is ``made``.
 
-    In half precision it is there in float32 as well, to be summed.
+    It is the loss of every element if these are summed or averaged, and in half precision the same in float32, to be
+    summed; without a reduction 0.
     """
     read = tensor_at(call, 0)
     return read.nbytes + half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
 def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of eager losses that keep the loss of every element in the result's storage.
+    """Return the workspace in bytes of eager's call of a loss that keeps every element's loss in the result's storage.
 
-    In half precision it is these losses in float32, if they are summed or averaged; else 0.
+    It is these losses in float32 in half precision, if they are summed or averaged; else 0. The call's first result is
+    ``made``.
     """
     read = tensor_at(call, 0)
     return half_in_float32(call, read) if made.numel() < read.numel() else 0
 
 
 def norm_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return what each thread takes in ``native_layer_norm_backward``: its sums of the weight's and bias's gradients.
+    """Return the bytes that each thread takes in a call of ``native_layer_norm_backward``.
 
-    Nothing if neither is asked for.
+    They are the thread's sums of the gradients of weight and bias; 0 if neither gradient is asked for. The call's first
+    result ``made`` is not read.
     """
     return 2 * prod(call.args[2]) * tensor_at(call, 1).itemsize if any(call.args[7][1:]) else 0
 
 
 def image_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return what each thread takes in an upsampling's backward: in half precision an image of ``made`` in float32.
+    """Return the bytes that each thread takes in a call of an upsampling's backward, whose first result is ``made``.
 
-    That is with channels last; else nothing beside the copies.
+    They are an image of ``made`` in float32, if ``made`` lies channels last in half precision; else 0.
     """
     return 4 * made.numel() // max(1, made.shape[0]) if made.itemsize == 2 and channels_last(made) else 0
 
 
 def rolled(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``roll``: a copy for each dimension but the first, as torch rolls one after the other.
+    """Return the workspace in bytes of a call of ``roll``, whose first result is ``made``.
 
-    Without dimensions it is a copy of an argument that is not contiguous.
+    It is a copy for each dimension but the first, as torch rolls one after the other. Without dimensions it is a copy
+    of an argument that is not contiguous.
     """
     dims = call.args[2] if len(call.args) > 2 else ()
     return made.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
 def multinomial(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``multinomial``: two tensors like the probabilities."""
+    """Return the workspace in bytes of a call of ``multinomial``; its first result ``made`` is not read.
+
+    It is two tensors like the probabilities.
+    """
     return 2 * tensor_at(call, 0).nbytes
 
 
 def kth_value(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``kthvalue``: a copy of all values, and an index of 8 bytes for each."""
+    """Return the workspace in bytes of a call of ``kthvalue``; its first result ``made`` is not read.
+
+    It is a copy of all values, and an index of 8 bytes for each.
+    """
     read = tensor_at(call, 0)
     return read.numel() * (read.itemsize + 8)
 
 
 def rms_norm(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace of ``_fused_rms_norm``: the squares of the argument in float32.
+    """Return the workspace in bytes of a call of ``_fused_rms_norm``; its first result ``made`` is not read.
 
-    For other dtypes than float32, such as half precision, it is two and a half times as much.
+    It is the squares of the argument in float32. For dtypes of another size, such as half precision, it is two and a
+    half times as much.
     """
     read = tensor_at(call, 0)
     return read.numel() * (4 if read.itemsize == 4 else 10)

@@ -26,7 +26,10 @@ VECTORS = 64
 
 
 def softmax_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes for ``_softmax``: one buffer; along the last dimension one row."""
+    """Return the bytes that each thread takes in a call of ``_softmax`` in half precision, whose result is ``made``.
+
+    They are :data:`VECTORS` rows in float32; along the last dimension one row. In other dtypes they are 0.
+    """
     row, _ = _row(made, call.args[1])
     if made.itemsize == 2 and made.dim() and not row:
         return 4 * made.shape[-1]
@@ -34,19 +37,31 @@ def softmax_per_thread(call: Call, made: torch.Tensor) -> Bytes:
 
 
 def log_softmax_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes for ``_log_softmax``: one buffer, the largest element and the sum of every row."""
+    """Return the bytes that each thread takes in a call of ``_log_softmax`` in half precision.
+
+    The call's result is ``made``. They are a buffer of neighbouring rows in float32, and the largest element and the
+    sum of every row. Along the last dimension and in other dtypes they are 0.
+    """
     row, rows = _row(made, call.args[1])
     return 4 * _together(row, rows) * (row + 2)
 
 
 def softmax_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes for ``_softmax_backward_data``: buffers for gradient and result, and the sum of every row."""
+    """Return the bytes that each thread takes in a call of ``_softmax_backward_data`` in half precision.
+
+    They are two buffers of neighbouring rows in float32, for gradient and result, and the sum of every row. Along the
+    last dimension and in other dtypes they are 0. The call's result ``made`` is not read.
+    """
     row, rows = _row(tensor_at(call, 1), call.args[2])
     return 4 * _together(row, rows) * (2 * row + 1)
 
 
 def log_softmax_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes for ``_log_softmax_backward_data``: one buffer, and the sum of every row."""
+    """Return the bytes that each thread takes in a call of ``_log_softmax_backward_data`` in half precision.
+
+    They are a buffer of neighbouring rows in float32, and the sum of every row. Along the last dimension and in other
+    dtypes they are 0. The call's result ``made`` is not read.
+    """
     row, rows = _row(tensor_at(call, 1), call.args[2])
     return 4 * _together(row, rows) * (row + 1)
 

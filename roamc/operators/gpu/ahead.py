@@ -133,13 +133,20 @@ def _source(function: Any, name: str, pointers: Sequence[str], constants: dict[s
 
 
 def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
-    """Assemble the text ``ptx`` for ``target`` with NVIDIA's assembler in ``folder``.
+    """Assemble ``ptx``, a kernel in NVIDIA's PTX, for ``target``, a key of :data:`CAPABILITIES`.
+
+    Args:
+        ptx: the text of the kernel.
+        target: the GPU.
+        folder: where NVIDIA's assembler lies.
 
     Returns:
         Registers, and spilled bytes, of one thread.
 
     Raises:
         RuntimeError: the assembler says neither.
+        subprocess.CalledProcessError: the assembler refuses the text.
+        StopIteration: no assembler is in ``folder``.
     """
     tool = next(folder / name for name in ASSEMBLERS if (folder / name).exists())
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

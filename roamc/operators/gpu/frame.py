@@ -24,7 +24,7 @@ Dims = tuple[tuple[int, int], ...]
 
 
 class Reach(enum.Enum):
-    """Whether a value has an element for each of the matrix (ALL), for each ROW, for each COLUMN, or ONE for all."""
+    """Which elements a value of a group has: one for each element, ROW or COLUMN of the matrix, or ONE for all."""
 
     ALL = "all"
     ROW = "row"
@@ -144,9 +144,10 @@ def along_columns(access: Access) -> Access:
 
 
 def frame_of(node: fx.Node) -> Matrix | None:
-    """Return rows and columns of the group that ends with ``node``: those of its result, or of what it reduces.
+    """Return the rows and columns of the group that ends with ``node``: those of its result, or of what it reduces.
 
-    Columns are the last dimension, rows all others. None if there is no one tensor, or one without elements.
+    Columns are the last dimension, rows all others. None if ``node`` makes several tensors, none, or one without
+    elements.
     """
     source = node.args[0] if picks(node) else node
     assert isinstance(source, fx.Node), f"{node.name} is no result of a node"
@@ -161,7 +162,7 @@ def frame_of(node: fx.Node) -> Matrix | None:
 
 
 def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:
-    """Return ALL if ``shape`` has as many elements as ``frame``, ROW if as many as ``frame`` has rows, else None."""
+    """Return ALL if ``shape`` has as many elements as the matrix ``frame``, ROW if as many as its rows, else None."""
     if math.prod(shape) == frame.numel:
         return Reach.ALL
     return Reach.ROW if math.prod(shape) == frame.rows else None
@@ -170,8 +171,8 @@ def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:
 def keeps_order(view: fx.Node, frame: Matrix) -> bool:
     """Whether ``view`` has the elements of its one argument in the same order, so that a kernel need not move them.
 
-    It may also repeat an element for each row of ``frame`` over the columns. The argument is made in the group, and may
-    lie in memory in any order.
+    ``view`` may also repeat an element for each row of ``frame``, the group's matrix, over the columns. The argument is
+    made in the group, and may lie in memory in any order.
     """
     (base,) = view.all_input_nodes
     inner, made = base.meta["val"], view.meta["val"]
@@ -192,10 +193,10 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
 
 
 def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matrix) -> bool:
-    """Whether ``tensor``, broadcast to ``shape``, reads the first ``numel`` elements of its memory in order.
+    """Whether ``tensor``, broadcast to ``shape``, reads the first ``numel`` elements of its memory in order, each once.
 
-    Each of them once, or, if there is one for each row of ``frame`` and ``shape`` has all elements of it, each along
-    its whole row.
+    If ``numel`` is the number of rows of ``frame``, the group's matrix, and ``shape`` has all elements of ``frame``,
+    each element must be read along its whole row instead.
     """
     access = access_of(tensor, shape, frame.columns)
     wanted = math.prod(shape)

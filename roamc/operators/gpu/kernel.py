@@ -268,7 +268,7 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether an argument of a group is a number, which may be another one at every step."""
+    """Whether ``node``, an argument of a group, is a number, which may be another one at every step."""
     return isinstance(node.meta.get("val"), float)
 
 

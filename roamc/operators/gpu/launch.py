@@ -63,8 +63,8 @@ def jit_functions(text: KernelText) -> Callable[..., None]:
 def launcher(text: KernelText) -> Callable[..., None] | None:
     """Return a function that takes the operands and ``out``, and launches the kernel on the stream of the caller.
 
-    The keyword ``out`` is a tensor, or a tuple of them for several results; None without results. If Triton is not
-    installed, :func:`launcher` warns and returns None.
+    The keyword ``out`` of that function is a tensor, or a tuple of them for several results; None without results. If
+    Triton is not installed, :func:`launcher` warns and returns None.
     """
     try:
         run = jit_functions(text)

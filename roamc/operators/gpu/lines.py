@@ -56,14 +56,14 @@ class Value:
         reach: whether it has one element for each element of the matrix, each row, each column, or one for all.
         level: how many reductions along a row come before it, one after the other: so many times a kernel has to read
             rows before it, if they are too long to be held at once.
-        dtype: a value of 16 bits is held in float32.
+        dtype: its dtype in the graph; in the kernel a value of 16 bits is held in float32.
         reads: the values in ``text``.
         reduced: "sum" or "max" for a reduction along rows of the only value that it reads; :data:`DOWN` for the sum of
             that value over rows; else "".
         aliases: the value whose variable this is, under another dtype.
         number: the number that it is; None for other values, which have a line or are an argument.
+        comment: the line of the user's model that made it, as ``file.py:line``; "" if there is none.
         argument: whether it is a number that the kernel is passed.
-        comment: the user's line.
     """
 
     name: str
@@ -121,7 +121,12 @@ class Lines:
         return self._keep(Value(self.name("down"), "", Reach.COLUMN, value.level, self.dtype, (value,), DOWN))
 
     def pick(self, table: fx.Node, place: Value) -> Value:
-        """Write a load of the element of ``table``, of one dimension, at the index ``place``; return it in float32."""
+        """Write a load of one element of ``table``, a node with one dimension; return it in float32.
+
+        Args:
+            table: the node of a tensor of one dimension.
+            place: the value that is the index into ``table``.
+        """
         stride = table.meta["val"].stride(0)
         text = f"tl.load({self.pointers[table]} + {place.name} * {stride}).to(tl.float32)"
         return self._add("picked", text, (place,), self.dtype)
@@ -169,11 +174,11 @@ class Lines:
     # -- what the kernel's printer calls ----------------------------------------------------------------
 
     def argument(self, node: fx.Node) -> Value:
-        """Return the value of ``node``, a number that the kernel is passed; it needs no line."""
+        """Return the value of ``node``, a number that is an argument of the kernel; no line is written."""
         return Value(self.pointers[node], "", Reach.ONE, 0, torch.float32, argument=True)
 
     def load(self, node: fx.Node, access: Access) -> Value:
-        """Return the elements of the operand ``node`` as ``access`` reads them; writes a load the first time."""
+        """Return the elements of the operand ``node`` as ``access`` reads them; only the first call writes a load."""
         known = self.loaded.get((node, access))
         if known is None:
             dtype = node.meta["val"].dtype
@@ -187,13 +192,19 @@ class Lines:
         return known
 
     def constant(self, value: object, dtype: torch.dtype) -> Value:
-        """Return the number ``value`` as a value of ``dtype`` without a line; a float if ``dtype`` is one of floats."""
+        """Return the number ``value`` as a value of ``dtype``, a float if that is a float type; no line is written."""
         number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
         known = value if isinstance(value, int | float) else None
         return Value(self.number(number), "", Reach.ONE, 0, dtype, number=known)
 
     def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:
-        """Write ``value``, a result of the operator ``name``, rounded to ``dtype`` under that name; return it."""
+        """Write a line that rounds ``value`` to ``dtype`` and assigns it to a variable; return the new value.
+
+        Args:
+            name: of the variable: that of the operator whose result it is.
+            value: the result, not yet rounded.
+            dtype: dtype of the result in the graph.
+        """
         done = value.dtype is dtype or dtype not in FLOATS
         if self.values and self.values[-1] is value and value in self.unnamed:
             self.values.pop()  # its text becomes that of the named line
@@ -231,7 +242,7 @@ class Lines:
         return value
 
     def name(self, name: str) -> str:
-        """Return ``name``, with a number behind it if it is taken, and take it."""
+        """Return ``name``, or ``name`` and a number if it is taken; what is returned is taken from now on."""
         free, number = name, 0
         while free in self.taken:
             number += 1
@@ -246,7 +257,7 @@ def rounded(text: str, dtype: torch.dtype) -> str:
 
 
 def joined(reaches: Iterable[Reach]) -> Reach:
-    """Return the dimensions that a value has which is computed element by element from values with ``reaches``.
+    """Return the :class:`Reach` of a value that is computed element by element from values with ``reaches``.
 
     ``ROW`` and ``COLUMN`` together give ``ALL``; without values, or of single elements alone, it is ``ONE``.
     """

@@ -73,7 +73,7 @@ class PartialSums:
 
     @property
     def programs(self) -> int:
-        """How many programs the launch of the second kernel has."""
+        """How many programs of Triton the launch of the second kernel has."""
         return -(-self.columns // COLUMNS)
 
     @property
@@ -85,7 +85,7 @@ class PartialSums:
         """Return the expression, in Triton, of a pointer to the partial sums of one part, one for each ``column``.
 
         Args:
-            number: which of the sums over rows, counted from 0.
+            number: position of the sum over rows among :attr:`results`, from 0.
             pointer: name of the pointer to the first partial sum.
             part: expression of the number of the first kernel's program.
         """
@@ -93,7 +93,11 @@ class PartialSums:
         return f"{pointer} + " + (f"{first} + " if first else "") + f"{part} * {self.columns} + column"
 
     def source(self, outs: Sequence[str]) -> str:
-        """Return the source of the second kernel, whose result k is written to the pointer named ``outs[k]``."""
+        """Return the source of the second kernel.
+
+        Args:
+            outs: for each of :attr:`results`, in order, the name of the pointer that the sum is written to.
+        """
         constants = [f"{name}: tl.constexpr" for name in self.constants]
         lines = [
             "part = tl.arange(0, PARTS)[:, None]",

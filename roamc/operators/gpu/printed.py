@@ -379,14 +379,14 @@ PRINTED: dict[str, Printed] = {
 
 
 def printed(target: Any) -> Printed | None:
-    """Return how ``target`` prints, an operator in place as that of a new value; None if it does not print."""
+    """Return how the operator ``target`` prints; None if it does not. ``mul_`` prints as ``mul``, with a new value."""
     if not isinstance(target, OpOverload) or (target._schema.is_mutable and value_form(target) is None):
         return None
     return PRINTED.get(stem(target))
 
 
 def is_exact(node: fx.Node) -> bool:
-    """Whether ``node``, whose operator prints, has the bits of ATen's kernel on every device."""
+    """Whether ``node``, a call of an operator that prints, has the bits of ATen's kernel on every device."""
     found = printed(node.target)
     if found is None:
         return False

@@ -12,7 +12,10 @@ from roamc.operators import ops
 
 
 def made_by(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the operator whose result ``node`` is, or views through any number of views; and the result's position."""
+    """Return the operator that makes what ``node`` is or views, and which of its results this is, from 0.
+
+    ``node`` may be the operator, the pick of one of its results, or a view of either through any number of views.
+    """
     position = 0
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
         if node.target is operator.getitem:
@@ -27,18 +30,18 @@ def picks(node: fx.Node) -> bool:
 
 
 def results_of(node: fx.Node) -> Sequence[torch.Tensor | None]:
-    """Return the fake tensors that an operator makes, None for one that it leaves out."""
+    """Return the fake tensors that the operator ``node`` makes, in order, None for one that it leaves out."""
     made = node.meta.get("val")
     return tuple(made) if isinstance(made, list | tuple) else (made,)
 
 
 def first_of(node: fx.Node) -> torch.Tensor:
-    """Return the first fake tensor that an operator makes."""
+    """Return the first fake tensor that the operator ``node`` makes."""
     return next(made for made in results_of(node) if made is not None)
 
 
 def shape_of_operands(node: fx.Node) -> torch.Size:
-    """Return the shape to which a member broadcasts its operands: that of its result, or of what it reduces."""
+    """Return the shape to which the operator ``node`` broadcasts its operands: of its result, or of what it reduces."""
     rowwise = ops.rule(node.target).rowwise
     reduces = rowwise is not None and (rowwise.keepdim is not None or rowwise.sizes is not None)
     shape: torch.Size = (node.args[0] if reduces else node).meta["val"].shape  # type: ignore[union-attr]
@@ -46,7 +49,7 @@ def shape_of_operands(node: fx.Node) -> torch.Size:
 
 
 def sums_over_rows(node: fx.Node) -> tuple[int, ...]:
-    """Return the positions of the results of a call that are sums over all dimensions but the last."""
+    """Return the positions of those results of the operator ``node`` that are sums over all dimensions but the last."""
     columnwise = ops.rule(node.target).columnwise
     if columnwise is None or columnwise.dim is None:
         return () if columnwise is None else columnwise.results
@@ -58,6 +61,6 @@ def sums_over_rows(node: fx.Node) -> tuple[int, ...]:
 
 
 def is_sum_over_rows(node: fx.Node) -> bool:
-    """Whether ``node``, a member or a pick of one of its results, is a sum over rows."""
+    """Whether ``node``, an operator or a pick of one of its results, is a sum over all dimensions but the last."""
     source, position = made_by(node)
     return position in sums_over_rows(source)
