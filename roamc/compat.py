@@ -96,7 +96,13 @@ class CaptureMode(FakeTensorMode):
         self._kernel_of = kernel_of or (lambda operator: None)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run an operator on fakes; an in-place one gets fakes for real tensors, and memory of held ones is refused."""
+        """Return the results of operator ``func`` for fakes; arguments are those of ``FakeTensorMode.dispatch``.
+
+        An in-place operator gets fakes in the place of real tensors.
+
+        Raises:
+            CaptureError: it is handed the memory of a tensor in ``held``, or writes to that of one in ``watched``.
+        """
         leaves, spec = flatten((tuple(args), kwargs or {}))
         if any(map(is_dtensor, leaves)):
             return NotImplemented  # DTensor calls the operators on its parts
@@ -331,7 +337,10 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
 
 
 def number_backward(loss: torch.Tensor) -> None:
-    """While tracing, before backward: give operators of backward the ``meta["seq_nr"]`` of their forward call."""
+    """Register hooks by which operators of backward get the ``meta["seq_nr"]`` of their forward call.
+
+    Call it inside the trace, before the backward of ``loss``.
+    """
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
     if loss.grad_fn is not None:

@@ -114,7 +114,12 @@ def graph_break(gm: fx.GraphModule) -> str | None:
 
 
 def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Return ``graph``, rewritten from that of ``gm``, as a module that AOTAutograd takes for one of dynamo's."""
+    """Return ``graph`` as a module with the attributes and dynamo's notes of ``gm``, so that AOTAutograd takes it.
+
+    Args:
+        gm: a module that dynamo has made.
+        graph: rewritten from the graph of ``gm``; becomes that of the result.
+    """
     module = fx.GraphModule(gm, graph)
     module.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):

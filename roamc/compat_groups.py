@@ -58,7 +58,10 @@ def rank_in(group_name: Any) -> int:
 
 
 def numbers_in(group_name: Any) -> list[int]:
-    """Return the numbers, among all ranks of the job, of the ranks in the group of a collective."""
+    """Return the numbers, among all ranks of the job, of the ranks in a group; ``group_name`` as for :func:`ranks_in`.
+
+    This process must know the group.
+    """
     if planned := _planned(group_name):
         return list(planned)
     return list(torch.distributed.get_process_group_ranks(_group(group_name)))

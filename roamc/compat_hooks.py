@@ -82,7 +82,7 @@ def kernels_of_attention() -> tuple[object, ...]:
 
 
 def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return the hooks before and after ``optimizer.step()``, in torch's order, with those of all optimizers."""
+    """Return (pre-hooks, post-hooks) of ``optimizer.step()``, in torch's order, those for all optimizers included."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
     before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
@@ -90,7 +90,15 @@ def optimizer_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callabl
 
 
 class AbsentGradient(torch.Tensor):
-    """A tensor with the geometry of a parameter's gradient and no values: every operator on it is refused."""
+    """A tensor with the geometry of a parameter's gradient and no values, for ``.grad`` while optimizer hooks run.
+
+    Args:
+        parameter: the parameter.
+        name: its name, kept as ``parameter_name``.
+
+    Raises:
+        CaptureError: later, by every operator on the tensor; names the parameter.
+    """
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:

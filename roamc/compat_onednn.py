@@ -28,9 +28,11 @@ Product = Callable[[Tensor, Tensor, Tensor, float], None]
 
 @functools.cache
 def product_into() -> Product | None:
-    """Return oneDNN's product for float32 tensors on a CPU, of 2 dimensions, or 3 with a batch in front; None without.
+    """Return oneDNN's matrix product for float32 tensors on a CPU; None where this torch does not have it.
 
-    No dimension of its arguments may be 0. They may have any strides; the third argument is contiguous.
+    The result is a function of (first, second, out, beta) that writes ``first @ second + beta * out`` to ``out``; beta
+    is 0 or 1. Tensors have 2 dimensions, or 3 with a batch in front, and none of size 0. ``first`` and ``second`` may
+    have any strides; ``out`` is contiguous.
     """
     if not torch.backends.mkldnn.is_available() or not sys.platform.startswith("linux"):
         return None

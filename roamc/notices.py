@@ -42,7 +42,10 @@ def reason_of(error: Exception) -> str:
 
 
 def lost_budget(options: Options, what: str = "for this graph") -> str:
-    """Return the part of a warning about a fallback that says the budget is not kept; empty without a budget."""
+    """Return the end of a warning about a fallback, which says that the budget is not kept; empty without a budget.
+
+    ``what`` says for what it is not kept, in words.
+    """
     budget = options.memory_budget
     return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT {what}"
 

@@ -72,11 +72,11 @@ class Options:
 
     @property
     def limit_bytes(self) -> Bytes | None:
-        """The budget in bytes; None for none, or before the pipeline has made bytes of it."""
+        """The budget, if it is in bytes; None if there is none, or it is still a share or a name such as "min"."""
         return self.memory_budget if isinstance(self.memory_budget, int) else None
 
     def key(self) -> tuple[object, ...]:
-        """Everything that a plan depends on, hashable."""
+        """Return the values of all options as a hashable key, equal for equal options."""
         return dataclasses.astuple(self)
 
 

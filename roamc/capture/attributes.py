@@ -74,7 +74,8 @@ def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
 def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_state.Reads) -> None:
     """Refuse a step that reads an attribute and then sets it to a tensor: the next step would read the old value.
 
-    A tensor that is the same in every step, such as a mask that is made once, is made in every step instead.
+    A tensor that is the same in every step, such as a mask that eager makes once, is allowed: the captured step makes
+    the tensor anew every time.
 
     Args:
         model: the model, for the names of its modules.

@@ -129,10 +129,10 @@ def describe(leaf: Any) -> object:
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return (shape, strides in elements, dtype, device, whether it requires a gradient) of ``tensor``; hashable.
 
-    Of a DTensor, where its parts lie comes last.
+    For a DTensor a sixth item stands for device mesh, placements and this rank's part.
 
     Raises:
-        CaptureError: the tensor has no shape yet, is nested, sparse, or laid out by a library.
+        CaptureError: the tensor has no shape yet (lazy parameter), is nested, or is not strided (sparse, mkldnn).
     """
     if is_lazy(tensor):
         raise CaptureError(

@@ -66,7 +66,8 @@ def to_callers(half: Half, copy: fx.Node) -> list[str]:
         copy: any node of the graph.
 
     Returns:
-        Names of the erased nodes: ``copy``, and scatters. Empty if nothing has changed.
+        Names of the erased nodes: ``copy``, and nodes like ``slice_scatter`` that copy a tensor with one part replaced.
+        Empty if nothing has changed.
     """
     if copy.target is not aten.copy_.default or copy.users:
         return []

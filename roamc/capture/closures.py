@@ -49,8 +49,8 @@ class Closures(TorchFunctionMode):
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:
     """Merge the ``get_attr`` nodes of each constant into the first one.
 
-    The fake tensor of the first node moves to the storage of the constant's views. A constant is a tensor that is no
-    parameter, buffer or batch tensor; the trace makes a fake tensor of it at every use.
+    A constant is a tensor that is no parameter, buffer or batch tensor. The trace makes a fake tensor of it at every
+    use; afterwards the fake tensors of the constant and of its views share one storage.
 
     Args:
         graph: changed in place.
@@ -75,10 +75,12 @@ def _lies_in(user: fx.Node, node: fx.Node) -> bool:
 
 
 def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str]) -> None:
-    """Refuse a loss whose gradient flows to a parameter of the model past the trace; warn of one that flows elsewhere.
+    """Refuse a loss whose gradient flows to a parameter of the model past the trace.
+
+    A warning says if the gradient flows to another tensor that is no parameter of the model.
 
     Args:
-        model: the model; a second call for it does not warn again.
+        model: the model; each model gets the warning once.
         loss: the loss as it was traced.
         held: ``id`` of each parameter to its name.
 

@@ -38,7 +38,8 @@ def join(module: fx.GraphModule) -> dict[str, str]:
         Name of every wait that is gone to the name of the node that stands for its result now.
 
     Raises:
-        CaptureError: a start has no wait, a wait has no start, or an operator's way of communicating is not known.
+        CaptureError: a start has no wait, a wait has no start, a collective stands in a branch or a loop, or roamc
+            does not know when a collective has finished.
     """
     graph = module.graph
     starts = [node for node in graph.nodes if node.target in FINISHED]

@@ -37,8 +37,9 @@ aten = torch.ops.aten
 def as_values(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Replace in-place operators by operators that make a value, where nothing reads the old value afterwards.
 
-    Every reader keeps what it reads. A node whose operator is replaced has the mark ``WROTE_OVER``. Views without
-    readers are erased, and so are the copies of an argument that autograd makes before it is written over.
+    Every reader keeps what it reads. A node whose operator is replaced gets the key ``WROTE_OVER`` in its ``meta``.
+    Views without readers are erased, and so are the copies of an argument that autograd makes before the argument is
+    written over.
 
     Args:
         graph: of forward and backward, changed in place.

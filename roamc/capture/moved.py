@@ -94,7 +94,8 @@ def moved(graph: TrainGraph, device: torch.device) -> TrainGraph:
     """Return ``graph`` as it is on ``device``; its FX graph is changed in place.
 
     Inputs are tensors of ``device`` with the same geometry; those that share memory still do. Arguments that name a CPU
-    name ``device``. A tensor that lies on ``device`` as its reader does not take it is copied first, as in eager.
+    name ``device``. Where an operator's kernel on ``device`` needs other strides than its argument has, a copy of the
+    argument is inserted, as eager makes one.
 
     Args:
         graph: as it was captured on a CPU, under :func:`traced_for`.

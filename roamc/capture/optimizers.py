@@ -32,14 +32,16 @@ class Rule:
     """How one optimizer updates one parameter.
 
     Attributes:
-        states: function of a group that returns the keys of ``optimizer.state[p]`` that are tensors of p's shape.
+        states: function of a group, an item of ``optimizer.param_groups``, that returns the keys of
+            ``optimizer.state[p]`` that are tensors of p's shape.
         has_step: whether ``optimizer.state[p]["step"]`` counts steps.
         flags: keys of a group whose truth value decides which operators are written; see :func:`structure`.
         scalars: function of (group, number of the step, counted from 1, whether the parameters had no state before it)
             that returns the numbers that are inputs of the graph at that step, by name. The names do not depend on the
             step.
-        write: function of (writer, parameter, gradient, states, scalars, group) that appends the update. States and
-            scalars are nodes by key and name; the update writes to the parameter and the states in place.
+        write: function of (writer, parameter, gradient, states, scalars, group) that appends the update by a
+            :class:`roamc.graph.rewrite.Writer`. States and scalars are nodes by key and name; the update writes to
+            the parameter and the states in place.
     """
 
     states: Callable[[Group], tuple[str, ...]]
@@ -145,8 +147,8 @@ def init_state(
         group: the parameter's group in ``optimizer.param_groups``.
 
     Returns:
-        A function without arguments that removes the added entries: an optimizer that counts no steps takes a step
-        for its first where there is no state. None if nothing was missing.
+        A function without arguments that removes the added entries again; None if nothing was missing. Call it if the
+        step fails: an optimizer that counts no steps takes a parameter without state for one before its first step.
     """
     before = optimizer.state.get(parameter)
     held = before or {}

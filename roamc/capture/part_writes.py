@@ -35,8 +35,9 @@ aten = torch.ops.aten
 def to_parts(half: Half, scatter: fx.Node) -> list[str]:
     """Let the operator that makes the value of ``scatter`` write to the part that it fills, and erase ``scatter``.
 
-    Nothing changes unless eager writes there in place (``WROTE_OVER``), only forward reads the whole before and behind
-    the write, and every reader keeps what it reads.
+    A scatter, such as ``slice_scatter(whole, value, ...)``, copies a whole with one part replaced by a value. Nothing
+    changes unless eager computes the value in place (its node has ``WROTE_OVER`` in ``meta``), only forward reads the
+    whole before and after the write, and every reader keeps what it reads.
 
     Args:
         half: its graph and storages are changed in place.
@@ -63,7 +64,8 @@ def to_parts(half: Half, scatter: fx.Node) -> list[str]:
 def write_to_part(half: Half, value: fx.Node, whole: fx.Node) -> None:
     """Make ``value`` call the in-place form of its operator, on its first argument, a view in the storage of ``whole``.
 
-    Call it where :func:`fits` holds. The result then lies in the storage of ``whole``, in ``half.shared`` as well.
+    Call it where :func:`fits` holds. The fake result of ``value`` is moved to the storage of ``whole``; ``half.shared``
+    follows.
     """
     part: Any = value.args[0]
     value.target = writes_over(value.target)  # type: ignore[assignment]
@@ -78,7 +80,7 @@ def copy_to_part(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) -> Non
 
     Args:
         half: gets the views that lead to the part, and the copy, in front of the last scatter.
-        scatters: nested, innermost first; they stay.
+        scatters: nested as in :func:`until_whole`, innermost first; they stay.
         whole: what the last of them puts its value into.
     """
     part = whole
@@ -92,7 +94,7 @@ def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) ->
 
     Args:
         half: its graph and storages are changed in place.
-        scatters: nested, innermost first.
+        scatters: nested as in :func:`until_whole`, innermost first.
         whole: takes the place of the last one's result; views of that move into its storage.
 
     Returns:
@@ -124,8 +126,9 @@ def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
 def until_whole(scatter: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
     """Return the nested scatters that begin with ``scatter``, innermost first, ``scatter`` alone if it is not nested.
 
-    Each is the only reader of the one before it, and fills the part of its own first argument of which the first
-    argument of the one before is a view. ``mode`` is the fake mode of their tensors.
+    With ``w = slice(x, 0, 3)``, ``z = select_scatter(w, s, 1, 1)`` is nested in ``slice_scatter(x, z, 0, 3)``: the
+    outer one is the only reader of ``z``, and fills the part of ``x`` that ``w`` is a view of. ``mode`` is the fake
+    mode of the scatters' tensors.
     """
     scatters = [scatter]
     while len(scatters[-1].users) == 1:
@@ -174,8 +177,8 @@ def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node
 def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode) -> bool:
     """Whether ``value`` may be written straight into the part of ``whole`` that ``scatter`` copies it into.
 
-    That is so if all of this holds: eager computes ``value`` in place (it is marked ``WROTE_OVER``) from that same part
-    of ``whole``; ``scatter`` is its only reader; and its bits do not depend on where it lies.
+    That is so if all of this holds: eager computes ``value`` in place (``WROTE_OVER`` in its ``meta``) from that same
+    part of ``whole``; ``scatter`` is its only reader; and its bits do not depend on where it lies.
 
     Args:
         scatter: a node that copies ``whole`` with one part replaced, such as ``slice_scatter``.

@@ -27,7 +27,10 @@ aten = torch.ops.aten
 
 
 def check_placements(named: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters and buffers that are sums over the ranks: an update of the addends is none of the sum.
+    """Refuse DTensors that are sums over the ranks (``Partial``): an update of the addends is none of the sum.
+
+    Args:
+        named: name to parameter or buffer.
 
     Raises:
         CaptureError: names the first.
@@ -41,7 +44,9 @@ def check_placements(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def stand_in(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Return what stands for ``real`` in the trace: ``part`` itself, or a leaf of autograd made of it.
+    """Return what stands for ``real`` in the trace: a leaf of autograd made of ``part``, or ``part`` itself.
+
+    A DTensor ``real`` gets a DTensor of the same mesh and placements; a plain tensor without gradient gets ``part``.
 
     Args:
         part: the traced part of this rank; all of the tensor where ``real`` is no DTensor.
@@ -53,10 +58,10 @@ def stand_in(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def place_gradient(held: torch.Tensor) -> None:
-    """Let the gradient of a traced DTensor ``held`` have its placements as soon as backward has it.
+    """Register a hook on the traced DTensor ``held`` that brings its gradient to the placements of ``held``.
 
-    Hooks that were registered before see it as backward gives it, a sum over the ranks perhaps. Nothing is done for
-    other tensors, and for those that require no gradient.
+    Hooks that were registered before see the gradient as backward gives it, perhaps as a sum over the ranks. Nothing is
+    done if ``held`` is no DTensor or requires no gradient.
     """
     if is_dtensor(held) and held.requires_grad:
         held.register_hook(lambda gradient: compat_dtensor.placed_as(gradient, held))

@@ -104,7 +104,7 @@ class Seen:
         self.objects: dict[int, object] = {}
 
     def note(self, value: object) -> bool:
-        """Note an object whose attributes functions may read; return whether ``value`` is one."""
+        """Add ``value`` to ``objects`` if functions may read attributes of it; return whether they may."""
         if isinstance(value, (*NAMED, type)) or not _is_watched(value):
             return False
         if len(self.objects) < OBJECTS:
@@ -164,7 +164,7 @@ def of_function(function: object, *, inside: bool = True) -> tuple[object, dict[
         inside: whether the content of lists, dicts and sets that are named counts; if not, their identity alone.
 
     Returns:
-        The key, and a key of each attribute that the functions read of objects that they name; all are hashable.
+        The key; and for the attributes that the functions read of objects, (identity of object, name) to its key.
     """
     seen = Seen()
     return _called(function, seen, inside=inside), _read_of_objects(seen)

@@ -22,7 +22,8 @@ Place = tuple[fx.Node, int]
 class Sharing:
     """The tensors of a graph, grouped by the storage of their fake values.
 
-    A caller that erases a node, or gives a node another value, must change ``shared`` accordingly.
+    A tensor is a :data:`Place`: (node, position among the results of the node, 0 if there is one result). A caller
+    that erases a node, or gives a node another value, must change ``shared`` accordingly.
 
     Attributes:
         graph: the graph.
@@ -43,14 +44,14 @@ class Sharing:
                     self.shared.setdefault(identity(tensor), []).append((node, position))
 
     def of(self, node: fx.Node) -> list[Place]:
-        """Return the tensors in the storage of ``node``, which stands for one tensor.
+        """Return the tensors, as (node, position), in the storage of ``node``, which has one result.
 
         The list is the one in ``shared``, not a copy.
         """
         return self.shared[identity(node.meta["val"])]
 
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes that read elements in the storage of ``node``, views left out, as views read none.
+        """Yield the nodes that take a tensor in the storage of ``node`` as an argument, except views.
 
         The output node counts as a reader. A node that reads several tensors of the storage comes several times.
         """
@@ -63,7 +64,7 @@ class Sharing:
         ``shared`` has them under the new storage as well; the caller removes the entries of their old one.
 
         Args:
-            tensors: changed in place, each in the ``meta["val"]`` of its node.
+            tensors: (node, position) of each; its fake value in the ``meta["val"]`` of the node is replaced.
             into: a fake tensor whose storage is in ``shared``.
         """
         tensors = list(tensors)
@@ -102,8 +103,8 @@ class Half(Sharing):
         """Insert a call of a view operator, or of one that writes in place, and return its node.
 
         Args:
-            place: the node that it is put in front of; the new node has its position, phase and ``meta``, without the
-                mark ``WROTE_OVER``.
+            place: the new node is put in front of it, and has its position, phase and ``meta``, but for the key
+                ``WROTE_OVER``, which says that eager computes a node in place.
             target: an operator with one result, which lies in a storage of the graph.
             args: of the call.
         """

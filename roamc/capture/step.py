@@ -61,7 +61,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Cohort:
-    """What decides the optimizer's scalars of a parameter; parameters with equal cohorts share them.
+    """What decides which scalars, such as learning rate and step count, the update of a parameter reads.
+
+    Parameters with equal cohorts share these inputs of the graph.
 
     Attributes:
         group: position of its group in ``optimizer.param_groups``.

@@ -62,23 +62,31 @@ class _Leave(torch.autograd.Function):
 
 
 class Columns(nn.Linear):
-    """A linear layer of which this rank has a part of the outputs."""
+    """A linear layer of which this rank has a part of the outputs: some rows of weight and bias.
+
+    Attributes:
+        group: name of the process group that splits the layer; set after construction.
+    """
 
     group: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's columns of the layer's result."""
+        """Return this rank's columns of the layer's result for ``input`` (..., in_features), the same on every rank."""
         entered: Tensor = _Enter.apply(input, self.group)  # type: ignore[no-untyped-call]
         return F.linear(entered, self.weight, self.bias)
 
 
 class Rows(nn.Linear):
-    """A linear layer of which this rank has a part of the inputs; the bias is added once."""
+    """A linear layer of which this rank has a part of the inputs: some columns of the weight, and the whole bias.
+
+    Attributes:
+        group: name of the process group that splits the layer; set after construction.
+    """
 
     group: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result, the same on every rank, for this rank's columns of its argument."""
+        """Return the layer's result, summed over the ranks, for ``input``: this rank's columns of the argument."""
         addend = F.linear(input, self.weight)
         summed: Tensor = _Leave.apply(addend, self.group)  # type: ignore[no-untyped-call]
         return summed if self.bias is None else summed + self.bias

@@ -12,7 +12,11 @@ from roamc.operators import ops
 
 
 def values_of(graph: TrainGraph) -> Flow | None:
-    """Return the values of ``graph`` as they are; None where no operator writes and nothing is to be rewritten."""
+    """Return what operators of ``graph`` read and its outputs hold, each value as a number.
+
+    The result is for :func:`check` after a rewriting. It is None where no operator writes, as capture rewrites nothing
+    there.
+    """
     if not any(_writes(node.target) for node in operators(graph.graph)):
         return None
     number(graph.graph)
@@ -20,7 +24,7 @@ def values_of(graph: TrainGraph) -> Flow | None:
 
 
 def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) -> Flow | None:
-    """Compare the values of ``graph`` with those that :func:`values_of` has found before a rewriting.
+    """Compare the values of ``graph`` with those that :func:`values_of` returned before a rewriting.
 
     Args:
         graph: after the rewriting.
@@ -28,7 +32,7 @@ def check(graph: TrainGraph, before: Flow | None, *, handed_over: bool = False) 
         handed_over: whether to compare outputs of forward as they are at its end only, not at the end of the step too.
 
     Returns:
-        The values of ``graph`` as they are; None if ``before`` is.
+        The values of ``graph`` now, for the next check; None if ``before`` is None.
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value.

@@ -19,7 +19,7 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
     """Solve the layout problem in a CSV file, and write it with its offsets to another, if one is named.
 
     Args:
-        path: file of minimalloc's form.
+        path: CSV file of minimalloc's form: columns id, lower, upper (steps, half-open) and size (bytes).
         capacity: bytes of the arena at which the search may stop; None for no such limit.
         seconds: stop after about this time; None for the usual node limit.
         output: file for the rows with their offsets; None for none.

@@ -242,7 +242,8 @@ def _check_profile(options: Options, device: torch.device) -> None:
 def workload_of(request: Request) -> Workload:
     """Return the model of ``request``, built in or from a file, with its batch, loss and optimizer.
 
-    Of a pipeline it is one stage, and in it whole matrices: :func:`roamc.frontends.mesh.on_mesh` splits them.
+    With ``pp`` in the mesh the model is one stage of the pipeline. Its matrices are whole whatever ``tp`` is;
+    :func:`roamc.frontends.mesh.on_mesh` splits them.
 
     Raises:
         OptionError: an unknown model, setting or optimizer; names the nearest; or stages do not divide the layers.

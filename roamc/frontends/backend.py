@@ -88,10 +88,15 @@ class Calls:
 class Record:
     """The programs that roamc has made for one compiled object.
 
+    Args:
+        name: initial value of the attribute.
+        limit: the most programs that are remembered.
+
     Attributes:
         name: name of the model's class, or ``""`` if it is not known.
-        calls: how often what was compiled of a model, fallbacks included, has been called.
-        programs: the last programs, oldest first, as many as ``limit`` says at most.
+        calls: counts the calls of all functions that were compiled of the object, fallbacks included.
+        programs: the last programs, oldest first; a :class:`Pair` runs forward and backward, a :class:`Whole` runs
+            inference.
         fallbacks: one line for each time that planning or a program failed and something else ran in its place.
     """
 
@@ -104,12 +109,12 @@ class Record:
         self.fallbacks: list[str] = []
 
     def add(self, program: Pair | Whole) -> None:
-        """Remember a program. Beyond the limit the oldest is forgotten, but what was compiled of it keeps running."""
+        """Append ``program`` to ``programs``. Beyond ``limit`` the oldest is taken off; its owner can still run it."""
         with self._lock.now:
             self.programs = [*self.programs, program][-self._limit :]
 
     def remove(self, program: Pair | Whole) -> None:
-        """Forget a program."""
+        """Take ``program`` off ``programs``; nothing happens if it is not there."""
         with self._lock.now:
             self.programs = [kept for kept in self.programs if kept is not program]
 

@@ -47,7 +47,7 @@ class BoundStep:
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether this program also runs ``captured``, a step captured anew whose graph has the fingerprint ``mark``.
 
-        It does not if operators may take more on as many threads as torch now uses.
+        It does not if operators may need more workspace than planned on the number of threads that torch now uses.
         """
         return (
             self.plan.fingerprint == mark

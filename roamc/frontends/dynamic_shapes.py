@@ -87,6 +87,8 @@ UNPLANNED = Compiled(lambda *_: (), lambda: None, {}, 0)
 class BySize:
     """A compiled function for symbolic sizes: it looks at the sizes of a call and runs the program for them.
 
+    Call it with the graph's inputs, real tensors and numbers; it returns the graph's results.
+
     Args:
         gm: the graph as dynamo captured it.
         example_inputs: its inputs, fake, some with symbolic sizes.

@@ -23,16 +23,16 @@ from roamc.options import Options
 def checked(
     model: weakref.ref[nn.Module], record: Record, options: Options, compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return what calls an optimized module as a function that says when a whole call has run in eager.
+    """Return a function that calls ``compiled``, and warns once for the module if a whole call has run in eager.
 
     Args:
         model: the module.
-        record: that of the module; counts the calls of what was compiled.
+        record: the module's record; a call in which ``record.calls`` does not rise has run in eager.
         options: what the user set.
-        compiled: calls the module, by torch.compile.
+        compiled: the module's call as torch.compile has made it; gets the same arguments.
 
     Raises:
-        CaptureError: by the returned function, with option ``strict``: a call has run in eager.
+        CaptureError: raised by the returned function in the place of the warning, if option ``strict`` is set.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,10 @@ class Mesh:
     tp: int = 1
 
     def planned_for(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a graph for this mesh is captured, planned and explained."""
+        """Return a context manager; capture, plan and explain a graph for this mesh inside.
+
+        Collectives may there name the group of the ``tp`` ranks, although no process group exists.
+        """
         return planned_for({TP: tuple(range(self.tp))} if self.tp > 1 else {})
 
 
@@ -141,7 +144,8 @@ def noted(planned: Planned, mesh: Mesh, layers: Setting | None = None) -> Planne
     Args:
         planned: the plan of one rank.
         mesh: the mesh.
-        layers: how many layers the whole model has, where a stage of a pipeline was planned.
+        layers: how many layers the whole model has; if they are given and ``mesh`` has several stages, a note says
+            what the first stage needs with its micro-batches in flight. None for no such note.
     """
     notes: tuple[str, ...] = (
         f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp}: dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}",

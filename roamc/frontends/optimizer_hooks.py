@@ -28,7 +28,7 @@ Parameters = Mapping[str, torch.Tensor]
 def check_step_method(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose ``step`` was replaced by another function: it would never be called.
 
-    Learning-rate schedulers replace it, too; theirs only counts.
+    The function that a learning-rate scheduler of torch puts in its place is allowed, since it only counts steps.
 
     Raises:
         CaptureError: names the function.

@@ -22,7 +22,8 @@ class KernelReport:
         source: line of the model, as :func:`roamc.report.origin.origin` gives it.
         operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
         count: number of groups.
-        targets: what it takes, for each target; behind that, what the kernel takes that ends its sums over rows.
+        targets: registers and memory of the kernel on each GPU; where a second kernel adds up its sums over rows, each
+            is followed by those of the second kernel.
     """
 
     source: str
@@ -35,8 +36,11 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     """Compile each kernel of a planned graph once for every target; takes about a second a kernel.
 
     Args:
-        graph: behind all passes.
+        graph: behind all passes, planned for a GPU.
         say: called with a few words on what is being done.
+
+    Returns:
+        One report for each kernel that differs by more than names, in the order of the graph; empty without groups.
 
     Raises:
         OptionError: Triton is not installed.

@@ -30,8 +30,8 @@ class Arena:
     Args:
         nbytes: size of the arena; 0 if nothing is planned.
         device: the device of the arena.
-        bind: makes the planned tensors and the functions that run over them.
-        trimmed: the ranges that are closed when a step starts.
+        bind: function of the arena that makes the planned tensors by :meth:`view`, and returns ``entry``.
+        trimmed: the ranges ``(low, high)`` that are closed (trimmed, see :meth:`close`) when a step starts.
 
     Attributes:
         nbytes: size of the arena in bytes; the block may be larger.

@@ -162,7 +162,7 @@ def give(block: Block, *, keep: bool) -> None:
 
 
 def holds(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` lies in a block of this process, or its storage has given its memory back."""
+    """Whether ``tensor`` lies in a block of this process, or in the emptied storage of a block without memory."""
     storage = tensor.untyped_storage()
     if tensor.numel() and not storage.nbytes():
         return True

@@ -32,7 +32,9 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo measured. Mappings have the sides of ``SIDES`` as keys, lists one element per step.
+    """What the demo measured. Keys of mappings are the sides, lists have one element per step.
+
+    The sides are "eager", "roamc" (no budget) and "roamc, budget"; the first is missing in ``plans``.
 
     Attributes:
         task: sizes and budget, shared by all sides.
@@ -61,15 +63,15 @@ class Result:
         return sum(len({loss.hex() for loss in row}) == 1 for row in rows)
 
     def time_ratio(self, side: str) -> float | None:
-        """Return the median, over the steps behind the first WARM, of the time of ``side`` divided by eager's.
+        """Return the median over the steps, without the first WARM, of the time of ``side`` divided by eager's.
 
-        ``side`` is one of ``SIDES``. None if no more than WARM steps were run.
+        ``side`` is "eager", "roamc" or "roamc, budget". None if no more than WARM steps were run.
         """
         pairs = list(zip(self.seconds[EAGER][WARM:], self.seconds[side][WARM:], strict=True))
         return statistics.median(ours / eager for eager, ours in pairs) if pairs else None
 
     def memory_ratio(self, side: str) -> float:
-        """Return the measured peak of ``side``, one of ``SIDES``, divided by eager's."""
+        """Return the measured peak of ``side`` ("eager", "roamc" or "roamc, budget"), divided by eager's."""
         return self.peak_bytes[side] / self.peak_bytes[EAGER]
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,10 +37,10 @@ class Task:
     """What all sides do, and which side this is.
 
     Attributes:
-        side: one of ``SIDES``.
+        side: "eager", "roamc" (no budget) or "roamc, budget".
         steps: number of training steps.
         batch, seq, layers, width, heads, dropout: settings of model ``gpt`` of :mod:`roamc.cli.zoo`.
-        memory_budget: the budget of side ``BUDGET``.
+        memory_budget: the budget of side "roamc, budget", as the option of that name.
         seed: seeds weights, batches and dropout.
         lr: learning rate of AdamW.
     """
@@ -87,6 +87,9 @@ def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
 
 class Side:
     """One side of the demo: a model with its optimizer and batches, ready to step.
+
+    Args:
+        task: which side it is, and the sizes.
 
     Attributes:
         parameters: number of parameters of the model.
