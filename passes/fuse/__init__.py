@@ -20,6 +20,7 @@ alone; see :mod:`roamc.operators.in_place`.
     decision.py     what is decided
     choose.py       which operators are one group
     inline.py       what groups of backward make once more, so that forward need not store it; ledger.py: live bytes
+    estimates.py    what groups take
     write.py        which nodes fit a group, and how it is written into the graph; copies.py: what runs once more
 """
 

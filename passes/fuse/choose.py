@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from roamc.cost import group_workspace, load_profile, workspace_bytes
+from roamc.cost import workspace_bytes
+from roamc.cost.profile import DeviceProfile
 from roamc.graph import Phase, TrainGraph, main_device, operators, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
 from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import blocks, in_place, ops
-from roamc.operators.fused import fuse
 from roamc.options import Options
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
+from roamc.passes.fuse.estimates import Estimates
 from roamc.passes.fuse.inline import with_inlines
 from roamc.passes.fuse.write import Site, operands_of
 from roamc.units import Bytes
@@ -61,23 +62,24 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     the peak may not rise. Groups that have other last bits than their operators are chosen under ``numerics="fast"``
     alone. Then :func:`roamc.passes.fuse.inline.with_inlines` adds what groups of backward make once more.
     """
-    finder = Finder(Site(graph), _least_bytes(graph, options), fast=options.numerics == "fast")
+    site = Site(graph)
+    estimates = Estimates.of(site, options)
+    finder = Finder(site, _least_bytes(graph, estimates.profile), estimates, fast=options.numerics == "fast")
     found: list[tuple[str, ...]] = []
     for node in reversed(operators(graph.graph)):
         members = [] if node in finder.taken else finder.group(node)
         if members:
             finder.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
-    return with_inlines(graph, Decision(tuple(reversed(found))), options)
+    return with_inlines(graph, Decision(tuple(reversed(found))), estimates, fast=finder.fast)
 
 
-def _least_bytes(graph: TrainGraph, options: Options) -> float:
+def _least_bytes(graph: TrainGraph, profile: DeviceProfile) -> float:
     """Bytes of the largest value inside a group at least."""
-    device = main_device(graph)
-    if device.type == "cuda":
+    if main_device(graph).type == "cuda":
         return 1
     share = EFFORT.least_share * (graph.eager_bytes or 0)
-    return max(EFFORT.least_bytes, min(load_profile(device, options.profile).cache_bytes, share))
+    return max(EFFORT.least_bytes, min(profile.cache_bytes, share))
 
 
 class Finder:
@@ -89,8 +91,8 @@ class Finder:
         fast: groups may have other last bits than their operators.
     """
 
-    def __init__(self, site: Site, least: float, *, fast: bool) -> None:
-        self.site, self.graph, self.kind = site, site.graph, site.kind
+    def __init__(self, site: Site, least: float, estimates: Estimates, *, fast: bool) -> None:
+        self.site, self.graph, self.kind, self.estimates = site, site.graph, site.kind, estimates
         self.least, self.fast = least, fast
         self.least_written = max(least, EFFORT.least_update_bytes) if self.kind.in_blocks else least
         self.taken: set[fx.Node] = set()
@@ -263,8 +265,8 @@ class Finder:
         before = max(
             int(self.live[self.step[node]]) + workspace_bytes(node, threads) for node in members if node in self.step
         )
-        group, _ = fuse(blocks.last_of(members), members, self.kind, self.site.results(members))
-        return int(self.live[at]) + more + group_workspace(group, threads) > max(before, self.spare)
+        own = self.estimates.group_workspace(members, self.site.results(members))
+        return int(self.live[at]) + more + own > max(before, self.spare)
 
     def _bytes(self, node: fx.Node) -> Bytes:
         return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from roamc.cost import group_seconds, group_workspace, load_profile, seconds
-from roamc.graph import Phase, TrainGraph, copied, main_device
+from roamc.graph import Phase, TrainGraph, copied
 from roamc.graph.memory import Place, Storage, build_memory
 from roamc.operators import blocks, ops
-from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.results import made_by
-from roamc.options import Options
 from roamc.passes.fuse.copies import Writer, Written, repeats
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
+from roamc.passes.fuse.estimates import Estimates
 from roamc.passes.fuse.ledger import Ledger, Undo
 from roamc.passes.fuse.write import Site
 from roamc.rewriting.expiry import droppable, expiries
@@ -105,13 +103,14 @@ class _Gain:
     seconds: Seconds
 
 
-def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Decision:
+def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *, fast: bool) -> Decision:
     """Return ``decision`` with copies of operators of forward in groups of backward, so that forward saves fewer bytes.
 
     Args:
         graph: the graph that the groups are chosen for; stays as it is.
         decision: groups without copies.
-        options: ``profile`` predicts the time of copies; ``numerics`` says whether last bits may differ.
+        estimates: seconds and workspace of the groups.
+        fast: whether groups may have other last bits than their operators.
 
     Returns:
         The groups and the copies in them. An operator that reads a copied value and was in no group becomes a group
@@ -121,7 +120,7 @@ def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Dec
     memory = build_memory(graph)
     if not any(storage.nbytes >= EFFORT.least_bytes for storage in memory.saved):
         return decision
-    inliner = _Inliner(copied(graph), decision, options)
+    inliner = _Inliner(copied(graph), decision, estimates, fast=fast)
     inliner.run()
     return inliner.decision() if inliner.copies else decision
 
@@ -129,16 +128,14 @@ def with_inlines(graph: TrainGraph, decision: Decision, options: Options) -> Dec
 class _Inliner:
     """Tries copies in a graph of its own, one value after the other, and takes back what is not worth it."""
 
-    def __init__(self, graph: TrainGraph, decision: Decision, options: Options) -> None:
+    def __init__(self, graph: TrainGraph, decision: Decision, estimates: Estimates, *, fast: bool) -> None:
         self.memory = build_memory(graph)
         self.ledger = Ledger(self.memory)
         self.writer = Writer(dict(graph.phase))
         self.graph = graph.replace(phase=self.writer.phase)
-        self.site = Site(self.graph)
-        self.kind, self.fast = self.site.kind, options.numerics == "fast"
-        self.profile = load_profile(main_device(graph), options.profile)
+        self.site = Site(self.graph, estimates.alike)
+        self.kind, self.fast, self.estimates = self.site.kind, fast, estimates
         self.prices: dict[fx.Node, Seconds] = {}
-        self.fused: dict[_Group, Fused] = {}
         self.seconds: dict[_Group, Seconds] = {}
         self.alone: dict[fx.Node, bool] = {}
         self.names = {node.name: node for node in graph.graph.nodes}
@@ -170,14 +167,14 @@ class _Inliner:
 
     def _price(self, node: fx.Node) -> Seconds:
         if node not in self.prices:
-            self.prices[node] = seconds(node, self.profile)
+            self.prices[node] = self.estimates.operator_seconds(node)
         return self.prices[node]
 
     def _took(self, group: _Group) -> Seconds:
         """The predicted seconds of a group as it is now."""
         if group not in self.seconds:
             alone = len(group.members) == 1
-            self.seconds[group] = self._price(group.root) if alone else group_seconds(self._fused(group), self.profile)
+            self.seconds[group] = self._price(group.root) if alone else self.estimates.group_seconds(*self._body(group))
         return self.seconds[group]
 
     def run(self) -> None:
@@ -273,7 +270,7 @@ class _Inliner:
         if int(live.max()) > most:
             return False
         for group in [self.group_of[root] for root in change.took if root in self.group_of]:
-            own = group_workspace(self._fused(group), self.graph.threads)
+            own = self.estimates.group_workspace(*self._body(group))
             if int(live[self.ledger.runs_at(group.root)]) + own > most:
                 return False
         return True
@@ -411,12 +408,10 @@ class _Inliner:
 
         return back
 
-    def _fused(self, group: _Group) -> Fused:
-        """The group as it is now; equal groups have equal texts, which take long to print."""
-        if group not in self.fused:
-            nodes = self.site.with_views(group.root, set(group.members))
-            self.fused[group] = fuse(group.root, nodes, self.kind, self.site.results(nodes))[0]
-        return self.fused[group]
+    def _body(self, group: _Group) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes of the group as it is now, views included, and those whose results it has."""
+        nodes = self.site.with_views(group.root, set(group.members))
+        return nodes, self.site.results(nodes)
 
     # -- forward --------------------------------------------------------------------------------------------------
 

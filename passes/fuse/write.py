@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, main_device, operators, tensors_of
+from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.keep import is_kept
 from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of
 from roamc.operators import blocks, in_place, ops
+from roamc.operators.alike import Alike
 from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.passes.fuse.copies import with_copies
@@ -67,6 +68,7 @@ class Site:
 
     Attributes:
         graph: the graph.
+        alike: makes the keys by which groups that differ in names alone are judged once.
         kind: class of its groups, which says how groups run on its device.
         position: node to its index among all nodes, as counted before groups are written; a node that is inserted later
             has a number between those of its neighbours.
@@ -79,15 +81,16 @@ class Site:
         idle: views that nothing reads any longer; their bases are not read for them.
     """
 
-    def __init__(self, graph: TrainGraph) -> None:
+    def __init__(self, graph: TrainGraph, alike: Alike | None = None) -> None:
         self.graph = graph
+        self.alike = alike or Alike()
         self.kind = kind_of_groups(graph)
         self.position: dict[fx.Node, float] = {node: at for at, node in enumerate(graph.graph.nodes)}
         self.made: dict[fx.Node, float] = dict(self.position)
         self.read: dict[fx.Node, float] = dict(self.position)
         self.fixed = {*graph.gradients, *graph.saved, *graph.waits.values()}
         written = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
-        self._fit: set[Hashable] = set()  # updates that fit, without their names: those of a model's layers are alike
+        self._misfits: dict[Hashable, str] = {}
         self.touched = {own: uses for own, uses in _touched(graph).items() if own in written}
         self.idle: set[fx.Node] = set()
 
@@ -129,7 +132,10 @@ class Site:
         return in_order if members <= reached and blocks.last_of(in_order) is root else []
 
     def unfit(self, members: Sequence[fx.Node]) -> str:
-        """Say why these nodes, views between members included, cannot be one group; "" if they can."""
+        """Say why these nodes, views between members included, cannot be one group; "" if they can.
+
+        Where it is their values that do not fit, names in the answer may be those of an earlier group that is alike.
+        """
         root, phase = blocks.last_of(members), self.graph.phase
         matrix = self.kind.frame(root)
         if matrix is None:
@@ -154,15 +160,17 @@ class Site:
             if early:
                 return early
         wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
-        if wrong or not writes:
-            return wrong or self.kind.misfit(members, matrix, self.graph.threads)
-        alike = _without_names(members, results)
-        if alike not in self._fit:
-            said = self._unfit_values(members, results)
-            if said:
-                return said
-            self._fit.add(alike)
-        return ""
+        if wrong:
+            return wrong
+        alike = self.alike.key(members, results if writes else ())
+        if alike not in self._misfits:
+            misfit = (
+                self._unfit_values(members, results)
+                if writes
+                else self.kind.misfit(members, matrix, self.graph.threads)
+            )
+            self._misfits[alike] = misfit
+        return self._misfits[alike]
 
     def _unfit_values(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
         """Say why members, some of which write an argument, cannot run as one on values; "" if they can."""
@@ -302,28 +310,6 @@ class Site:
             if node not in results and (self.read_outside(node, inside) or not left.isdisjoint(node.users)):
                 left.add(node)
         return [node for node in members if node in left]
-
-
-def _without_names(members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Hashable:
-    """Return all that says how the members run as one, without the names of nodes."""
-    number: dict[fx.Node, str] = {}
-
-    def numbered(node: fx.Node) -> str:
-        return number.setdefault(node, f"%{len(number)}")
-
-    calls = [(node.target, repr(fx.map_arg((node.args, node.kwargs), numbered)), numbered(node)) for node in members]
-    storages: dict[StorageId, int] = {}
-    lies = [
-        (
-            *(
-                (str(t.device), t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
-                for _, t in tensors_of(node)
-            ),
-            *(storages.setdefault(own, len(storages)) for own in node.meta.get(STORAGES, ())),
-        )
-        for node in number
-    ]
-    return tuple(calls), tuple(lies), tuple(number[node] for node in results)
 
 
 def _touched(graph: TrainGraph) -> dict[StorageId, list[tuple[fx.Node, bool]]]:

@@ -119,7 +119,7 @@ def placed(node: fx.Node) -> Sequence[tuple[int, torch.Tensor, StorageId]]:
 
 def all_ids(nodes: Iterable[fx.Node | None]) -> set[StorageId]:
     """Return the ids of the storages of all tensors that ``nodes`` stand for; a None is skipped."""
-    return {storage for node in nodes if node is not None for storage in ids_of(node)}
+    return {own for node in nodes if node is not None for own in node.meta.get(STORAGES) or ids_of(node)}
 
 
 def renewed(ids: Sequence[StorageId]) -> tuple[StorageId, ...]:

@@ -6,7 +6,6 @@ A target is what a ``call_function`` node calls.
 from __future__ import annotations
 
 import enum
-import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -99,15 +98,22 @@ def rule(target: Target) -> OpRule:
 
     Of a function, or a higher-order operator, the rule says that it may draw, keeps its place and must not run again.
     """
+    kept = RULES.get(id(target))
+    if kept is not None:
+        return kept[1]
     if isinstance(target, Composite):
-        known: OpRule = target.rule
-        return known
-    return single_rule(target)
+        own: OpRule = target.rule
+        return own
+    return RULES.setdefault(id(target), (target, _single_rule(target)))[1]
 
 
-@functools.cache
-def single_rule(target: Target) -> OpRule:
-    """Return what is known of ``target``, an operator or a function that is no :class:`Composite`; cached by target."""
+RULES: dict[int, tuple[Target, OpRule]] = {}
+"""Identity of each target that was asked for, and is no composite, to the target and its rule.
+
+A dict of targets would be slow: planning asks some 100,000 times, and torch hashes an overload by its name."""
+
+
+def _single_rule(target: Target) -> OpRule:
     if target is operator.getitem:
         return OpRule(view_of=(0,), cost=Cost(VIEW))
     if isinstance(target, OpOverload):
@@ -182,7 +188,7 @@ def _rowwise(target: OpOverload, row: Row, strides: Strides) -> Rowwise | None:
 
 def _rowwise_in_place(target: OpOverload) -> Rowwise | None:
     value = value_form(target)
-    return None if value is None else single_rule(value).rowwise
+    return None if value is None else rule(value).rowwise
 
 
 def _cost(target: OpOverload, *, is_view: bool) -> Cost:

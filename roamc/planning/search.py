@@ -26,6 +26,7 @@ from roamc.options import Options
 from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import check_lossy
 from roamc.planning import budget_search, other_orders, pipeline
+from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
@@ -38,6 +39,7 @@ from roamc.units import Bytes, Seconds
 log = logging.getLogger(__name__)
 
 
+@older_objects_left_alone()
 def run(
     graph: TrainGraph, options: Options, plan: Plan | None = None, *, deep: bool = False, quick: bool = False
 ) -> Planned:

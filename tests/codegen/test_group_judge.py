@@ -19,7 +19,7 @@ from roamc.operators import blocks, fused, ops
 from roamc.operators.fused import Fused, fuse
 from roamc.options import Options
 from roamc.passes import fuse as fuse_pass
-from roamc.passes.fuse import choose
+from roamc.passes.fuse import choose, estimates
 from roamc.planning import search
 from tests.codegen.random_groups import random_case
 from tests.graphs import traced
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks of small tensors, and groups of the smallest."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 9)
     monkeypatch.setattr(choose, "EFFORT", choose.Effort(least_bytes=1, least_share=0.0))
-    monkeypatch.setattr(choose, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(estimates, "group_workspace", lambda group, threads: 0)
 
 
 def group_of(function: Callable[..., Tensor], *inputs: Tensor) -> Fused:

@@ -75,9 +75,9 @@ def rows(arenas_of_any_size: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         monkeypatch.setitem(ROWS, f"roamc::{name}", Row(recomputable=False))
     monkeypatch.setitem(ROWS, "roamc::late_wait", Row(finishes=0, recomputable=False))
     monkeypatch.setitem(ROWS, "roamc::late_to_host", Row(space=Space.HOST))
-    ops.single_rule.cache_clear()
+    ops.RULES.clear()
     yield
-    ops.single_rule.cache_clear()
+    ops.RULES.clear()
     assert not UNDER_WAY
 
 
@@ -212,7 +212,7 @@ def test_bytes_of_the_host_are_not_counted_on_the_device(monkeypatch: pytest.Mon
     assert "late_to_host" not in [storage.name for storage in memory.counted]
     device = live_bytes(memory).tolist()
     monkeypatch.delitem(ROWS, "roamc::late_to_host")
-    ops.single_rule.cache_clear()
+    ops.RULES.clear()
     both = live_bytes(build_memory(traced(offloaded, X))).tolist()
     names = [operator.node.name for operator in memory.operators]
     kept = range(names.index("late_to_host"), names.index("late_from_host") + 1)

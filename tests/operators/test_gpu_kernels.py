@@ -28,6 +28,7 @@ from roamc.options import Options
 from roamc.passes import fuse
 from roamc.passes.fuse import Decision
 from roamc.passes.fuse.choose import Finder
+from roamc.passes.fuse.estimates import Estimates
 from roamc.passes.fuse.write import Site
 from roamc.planning import search
 from roamc.planning.plan import Plan
@@ -242,7 +243,8 @@ def test_an_operator_belongs_to_one_group() -> None:
     with torch.no_grad():
         graph = traced(lambda x: (x * 2 + 1).relu(), *on_gpu((64, 64)))
     first, *_, last = operators(graph.graph)
-    finder = Finder(Site(graph), 1, fast=False)
+    site = Site(graph)
+    finder = Finder(site, 1, Estimates.of(site, Options()), fast=False)
     assert [node.name for node in finder.group(last)] == ["mul", "add", "relu"]
     finder.taken.add(first)
     assert [node.name for node in finder.group(last)] == ["add", "relu"]

@@ -24,7 +24,7 @@ from roamc.operators.fused import Fused
 from roamc.operators.fused import fuse as make_group
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, Effort, choose
+from roamc.passes.fuse import Decision, Effort, choose, estimates
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
@@ -44,7 +44,7 @@ MODELS = ("gpt2", "llama", "bert", "resnet50", "nanogpt-dropout")
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the smallest tensors as well, in blocks of a few rows."""
     monkeypatch.setattr(choose, "EFFORT", Effort(least_bytes=1, least_share=0.0))
-    monkeypatch.setattr(choose, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(estimates, "group_workspace", lambda group, threads: 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
 
 

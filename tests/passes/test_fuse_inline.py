@@ -21,7 +21,7 @@ from roamc.operators import blocks
 from roamc.operators.fused import Fused
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, Effort, choose, inline
+from roamc.passes.fuse import Decision, Effort, choose, estimates, inline
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.report.fused import grouped
@@ -42,8 +42,7 @@ def any_value_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "EFFORT", Effort(least_bytes=1, least_share=0.0))
     monkeypatch.setattr(inline, "EFFORT", inline.Effort(least_bytes=1))
     monkeypatch.setattr(inline._Inliner, "_spare", lambda inliner: 1.0)
-    for file in (choose, inline):
-        monkeypatch.setattr(file, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(estimates, "group_workspace", lambda group, threads: 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
 
 

@@ -21,7 +21,7 @@ from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
 from roamc.operators.fused import Fused
 from roamc.options import Options
-from roamc.passes.fuse import Decision, apply, choose, decide
+from roamc.passes.fuse import Decision, apply, choose, decide, estimates
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, captured_step, clones, run_real, traced
@@ -35,7 +35,7 @@ X = torch.randn(40, 24)
 def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the smallest tensors as well, in blocks of a few rows."""
     monkeypatch.setattr(choose, "EFFORT", choose.Effort(least_bytes=1, least_share=0.0, least_update_bytes=1))
-    monkeypatch.setattr(choose, "group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr(estimates, "group_workspace", lambda group, threads: 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 10)
 
 
@@ -145,7 +145,7 @@ def test_a_group_made_smaller_has_no_copy_without_what_it_copies(monkeypatch: py
     def large(group: Fused, threads: int) -> int:
         return 1_000_000 if len(group.nodes) > 4 else int(not group.block_rows(threads))
 
-    monkeypatch.setattr(choose, "group_workspace", large)
+    monkeypatch.setattr(estimates, "group_workspace", large)
     check_steps("Adam, amsgrad and weight decay", torch.float32, whole=0)
 
 

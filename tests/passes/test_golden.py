@@ -60,8 +60,7 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roamc.passes.fuse.choose.EFFORT", Effort(least_bytes=1, least_share=0.0))
     monkeypatch.setattr("roamc.passes.fuse.inline.EFFORT", inline.Effort(least_bytes=1))
     monkeypatch.setattr(inline._Inliner, "_spare", lambda inliner: 1.0)
-    for file in ("choose", "inline"):
-        monkeypatch.setattr(f"roamc.passes.fuse.{file}.group_workspace", lambda group, threads: 0)
+    monkeypatch.setattr("roamc.passes.fuse.estimates.group_workspace", lambda group, threads: 0)
 
 
 def of_normalize() -> Example:
