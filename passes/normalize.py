@@ -1,7 +1,8 @@
-"""normalize: take out operators without effect, and split dropout into its mask and a product.
+"""normalize: take out operators without effect or that repeat another, and split dropout into its mask and a product.
 
     rewrite:  y = detach(x); f(y)              -->  f(x)
               y = op(x), y never read          -->  nothing, if op has no other effect
+              y = op(x); z = op(x)             -->  y = op(x), if y is still read behind z
               y, mask = native_dropout(x, p)   -->  mask = dropout_mask(size, stride, 1 - p)
                                                     y = native_dropout_backward(x, mask, 1 / (1 - p))
     checks:   the graph has every node that the decision names; nodes that are erased have no readers left;
@@ -14,7 +15,7 @@ operator of dropout's backward; the scale is rounded to the dtype of ``x``, as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from roamc.graph.storage_ids import STORAGES, id_of, ids_of
 from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.options import Options
+from roamc.rewriting.repeats import read_first, repeats
 
 NAME = "normalize"
 
@@ -46,11 +48,13 @@ class Decision:
             lists these nodes as well.
         dead: names of nodes to erase; a node is listed behind all of its users.
         dropouts: names of ``native_dropout`` nodes to split into a mask and a product with the mask.
+        repeats: pairs of names: a node, and the earlier one that its readers read instead. ``dead`` lists the first.
     """
 
     aliases: tuple[str, ...]
     dead: tuple[str, ...]
     dropouts: tuple[str, ...]
+    repeats: tuple[tuple[str, str], ...] = ()
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -64,14 +68,32 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     named = {*graph.saved, *graph.gradients, *_handed_out(graph.graph)}
     aliases = [n.name for n in operators(graph.graph) if ops.rule(n.target).renames and n.name not in named]
     apart = {node: None for node in operators(graph.graph) if _comes_apart(node)}
-    live: set[fx.Node] = set()
-    for node in reversed(graph.graph.nodes):
-        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.must_run(node.target))
-        if wanted or any(user in live and (user not in apart or _drops(user, live)) for user in node.users):
-            live.add(node)
+    again = repeats(graph, lambda instead: _live(graph.graph, apart, instead))
+    live = _live(graph.graph, apart, again)
     skipped = set(aliases)
     dead = [n.name for n in reversed(graph.graph.nodes) if n not in live or n.name in skipped]
-    return Decision(tuple(aliases), tuple(dead), tuple(node.name for node in apart))
+    pairs = tuple((node.name, earlier.name) for node, earlier in again.items())
+    return Decision(tuple(aliases), tuple(dead), tuple(node.name for node in apart), pairs)
+
+
+def _live(graph: fx.Graph, apart: Collection[fx.Node], instead: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, None]:
+    """Return the nodes that something reads, or that have another effect.
+
+    Args:
+        graph: the graph.
+        apart: dropouts that are split.
+        instead: nodes to the nodes that their readers read instead.
+    """
+    live: dict[fx.Node, None] = {}
+    read: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.must_run(node.target))
+        used = any(user in live and (user not in apart or _drops(user, live)) for user in node.users)
+        if used and node in instead:
+            read[instead[node]] = None
+        elif wanted or used or node in read:
+            live[node] = None
+    return live
 
 
 def _handed_out(graph: fx.Graph) -> set[str]:
@@ -91,7 +113,7 @@ def _handed_out(graph: fx.Graph) -> set[str]:
     return found
 
 
-def _drops(dropout: fx.Node, live: set[fx.Node]) -> bool:
+def _drops(dropout: fx.Node, live: Collection[fx.Node]) -> bool:
     """Whether somebody reads more of ``dropout`` than its mask, which is drawn whatever it is given."""
     return any(pick in live and pick.args[1] == 0 for pick in dropout.users)
 
@@ -136,6 +158,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if unknown or loose or whole:
         odd = (unknown + loose + whole)[0]
         raise PlanError(f"the plan names {odd!r}, which this graph does not have as such")
+    graph = read_first(graph, decision.repeats)
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
     phase = dict(graph.phase)

@@ -1,0 +1,155 @@
+"""Operators that repeat another one: the same call on the same values, whose result is still there.
+
+    mask   = where(causal, 0, -inf)            mask = where(causal, 0, -inf)
+    a      = attention(q1, k1, v1, mask)  -->  a    = attention(q1, k1, v1, mask)
+    mask_1 = where(causal, 0, -inf)
+    b      = attention(q2, k2, v2, mask_1)     b    = attention(q2, k2, v2, mask)
+
+The first result has to live until the second is made: then no step holds more bytes without the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from roamc.errors import PlanError
+from roamc.graph import Phase, TrainGraph, operators, output_node
+from roamc.graph.keep import is_kept
+from roamc.graph.rewrite import derived, mode_of
+from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of, ids_of
+from roamc.operators import ops
+from roamc.operators.alike import Alike
+from roamc.rewriting.versions import saved_values
+
+LiveNodes = Callable[[Mapping[fx.Node, fx.Node]], Collection[fx.Node]]
+"""Returns the nodes that something reads, or that have another effect, if readers of some nodes read others instead."""
+
+
+def repeats(graph: TrainGraph, live: LiveNodes) -> dict[fx.Node, fx.Node]:
+    """Return each operator whose result an earlier one of the same phase has, to that earlier one.
+
+    Both make one new tensor that nothing writes and that is not handed to the caller, out of what nothing writes.
+    Updates are left out, and so is what the user has asked to save, to make again or to keep.
+    """
+    position = {node: at for at, node in enumerate(graph.graph.nodes)}
+    used = live({})
+    equal = [[node for node in nodes if node in used] for nodes in _equal(graph)]
+    found = _while_they_live(equal, position, _last_reads(used, position))
+    while True:  # without the second of a pair, what it read may die earlier
+        again = _while_they_live(equal, position, _last_reads(live(found), position), found)
+        if again == found:
+            return found
+        found = again
+
+
+def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
+    """Operators that have equal results, in graph order."""
+    fixed, alike = _fixed(graph), Alike()
+    numbers: dict[fx.Node, int] = {}
+    known: dict[tuple[int, ...], int] = {}
+    equal: dict[tuple[int, Phase], list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op != "call_function" or not fixed.isdisjoint(all_ids([node, *node.all_input_nodes])):
+            continue
+        if ops.rule(node.target).renames:
+            numbers[node] = numbers[node.all_input_nodes[0]]
+        elif ops.is_view(node.target) or may_repeat(node):
+            key = alike.call(node), *(numbers[argument] for argument in node.all_input_nodes)
+            numbers[node] = known.setdefault(key, numbers[node])
+            # What backward makes again of what forward has made, a user may have asked for.
+            if not ops.is_view(node.target) and graph.phase[node.name] is not Phase.UPDATE:
+                equal.setdefault((numbers[node], graph.phase[node.name]), []).append(node)
+    return [nodes for nodes in equal.values() if len(nodes) > 1]
+
+
+def _fixed(graph: TrainGraph) -> set[StorageId]:
+    """The storages that some operator writes over, or that the caller gets."""
+    written = (argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
+    return all_ids([*output_node(graph.graph).all_input_nodes, *written])
+
+
+def may_repeat(node: fx.Node) -> bool:
+    """Whether another call like ``node`` makes the same new tensor, and the user has asked nothing of this one."""
+    rule = ops.rule(node.target)
+    if not rule.recomputable or rule.mutates or rule.may_draw or rule.collective or rule.view_of:
+        return False
+    alone = isinstance(node.meta.get("val"), torch.Tensor) and len(ids_of(node)) == 1
+    return alone and "recompute" not in node.meta and not is_kept(node)
+
+
+def _last_reads(live: Iterable[fx.Node], position: Mapping[fx.Node, int]) -> dict[StorageId, int]:
+    """Return storage to the position of the last node that reads or makes it; views read nothing."""
+    last: dict[StorageId, int] = {}
+    for node in live:
+        if node.op != "call_function" or not ops.is_view(node.target):
+            for own in all_ids([node, *node.all_input_nodes]):
+                last[own] = max(last.get(own, 0), position[node])
+    return last
+
+
+def _while_they_live(
+    equal: Sequence[Sequence[fx.Node]],
+    position: Mapping[fx.Node, int],
+    last: Mapping[StorageId, int],
+    among: Mapping[fx.Node, fx.Node] | None = None,
+) -> dict[fx.Node, fx.Node]:
+    """Return each node to an earlier one with an equal result, which lives until the node runs.
+
+    Args:
+        equal: nodes with equal results.
+        position: of all nodes.
+        last: storage to the position of its last reader.
+        among: the nodes that may be replaced; None for all.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    for nodes in equal:
+        first, end = None, -1
+        for node in nodes:
+            own = last.get(id_of(node), position[node])
+            if first is None or end < position[node] or (among is not None and node not in among):
+                first, end = node, own
+            else:
+                found[node], end = first, max(end, own)
+    return found
+
+
+def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGraph:
+    """Let readers of each second node read the first one, in place; the second is left without readers.
+
+    Args:
+        graph: the graph; its FX graph is changed in place.
+        pairs: names of the second and the first.
+
+    Raises:
+        PlanError: there are no such nodes, or the first cannot stand for the second.
+    """
+    nodes = {node.name: node for node in operators(graph.graph)}
+    places: dict[StorageId, StorageId] = {}
+    mode = mode_of(graph.graph)
+    for name, earlier in pairs:
+        second, first = nodes.get(name), nodes.get(earlier)
+        if second is None or first is None or not _stands_for(graph, first, second):
+            raise PlanError(f"{name!r} does not repeat {earlier!r} in this graph")
+        second.replace_all_uses_with(first)
+        places[id_of(second)] = id_of(first)
+    if not places or mode is None:
+        return graph
+    for node in operators(graph.graph):
+        if ops.is_view(node.target) and not places.keys().isdisjoint(ids_of(node)):
+            node.meta["val"] = derived(node, mode)  # a view of the first one's fake tensor
+            node.meta[STORAGES] = tuple(places.get(own, own) for own in ids_of(node))
+    return graph.replace(saved=saved_values(graph)) if graph.boundary else graph
+
+
+def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node) -> bool:
+    """Whether readers of ``second`` may read ``first``; that both have equal values is for the judge to see."""
+    if not first < second or graph.phase[first.name] is not graph.phase[second.name]:
+        return False
+    if not _fixed(graph).isdisjoint(all_ids([first, second])) or not (may_repeat(first) and may_repeat(second)):
+        return False
+    one, other = first.meta["val"], second.meta["val"]
+    return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
