@@ -1,7 +1,7 @@
 """Ranks whose steps are split along the tokens plan together: the first rank of a group decides for all.
 
-    first rank       free bytes    plan, send the decisions            say how it went
-    other ranks      free bytes    read them, apply and check them     say how it went
+    first rank       options, free bytes    plan, send the decisions            say how it went
+    other ranks      options, free bytes    read them, apply and check them     say how it went
 
 With the budget ``"device"`` the smallest number of free bytes counts. A rank whose graph differs, as parts of unequal
 size do, plans for itself. Where a rank fails, none goes on alone: each gets an error before anything has run. What
@@ -16,6 +16,8 @@ import json
 import zlib
 from collections.abc import Sequence
 
+import torch
+
 from roamc import budget
 from roamc.compat_groups import numbers_in, rank_in, ranks_in
 from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
@@ -28,6 +30,7 @@ from roamc.passes.shard import choose
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
+from roamc.version import __version__
 
 LARGEST = 4 << 20
 """Largest number of bytes of a plan that is sent; stores take 8 MiB. Of a larger one, each rank makes its own."""
@@ -47,7 +50,7 @@ def run(graph: TrainGraph, options: Options) -> Planned:
         options: what the user set, the same on every rank.
 
     Raises:
-        RanksError: another rank failed to plan, or does not plan; names it and the reason.
+        RanksError: another rank has other options, failed to plan, or does not plan; names it and the reason.
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
@@ -57,17 +60,19 @@ def run(graph: TrainGraph, options: Options) -> Planned:
         return search.run(graph, options)
     name = graph.name
     attempt = _Attempt(graph, options)
-    if options.memory_budget == "device":
-        attempt.take_least(groups)
+    for group in groups:
+        attempt.meet(group)
     attempt.plan(groups[0])
     told = attempt.told
     for group in groups:
-        told = told or _heard(group, texts_of(group, told, name, "plan it"), name)
+        heard = _heard(group, texts_of(group, told, name, "plan it"), name)
+        told = told or heard
     if attempt.error is not None:
         raise attempt.error
-    if attempt.planned is None:
+    if told:
         kind, said = json.loads(told)
         raise FATAL.get(kind, RanksError)(said)
+    assert attempt.planned is not None  # else there is an error
     return attempt.planned
 
 
@@ -78,7 +83,7 @@ class _Attempt:
     """
 
     def __init__(self, graph: TrainGraph, options: Options) -> None:
-        self.graph, self.options, self.name = graph, options, graph.name
+        self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
         self.planned: Planned | None = None
         self.error: Exception | None = None
 
@@ -90,18 +95,38 @@ class _Attempt:
         said = str(self.error).partition("\n")[0]
         return json.dumps([type(self.error).__name__, said])
 
-    def take_least(self, groups: Sequence[object]) -> None:
-        """Take the smallest number of free bytes of all ranks as the budget."""
-        free: int | None = None
+    def meet(self, group: object) -> None:
+        """Compare options and versions; with the budget "device" take the smallest number of free bytes of all ranks.
+
+        Raises:
+            RanksError: a rank has other options or versions than the first; raised on all ranks of the group.
+        """
+        fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
+        asked = {name: repr(getattr(self.asked, name)) for name in fields}
+        mine = {**asked, "roamc": __version__, "torch": torch.__version__}
+        ranks = list(map(json.loads, texts_of(group, json.dumps([mine, self._free()]), self.name, "plan it")))
+        for number, (other, _) in zip(numbers_in(group), ranks, strict=True):
+            first = ranks[0][0]
+            for key in mine:
+                if other.get(key) != first.get(key):
+                    raise RanksError(
+                        f"{self.name} is on shards, and {in_words([number])} plans it with {key}={other.get(key)}, "
+                        f"{in_words(numbers_in(group)[:1])} with {first.get(key)}: give all ranks the same"
+                    )
+        if self.asked.memory_budget == "device":
+            free = min((free for _, free in ranks if free is not None), default=None)
+            self.options = dataclasses.replace(self.options, memory_budget=free)
+
+    def _free(self) -> int | None:
+        """The budget in bytes so far, where it is what the device has free."""
+        if self.options.memory_budget != "device":
+            return self.options.limit_bytes
         try:
             state = input_bytes(self.graph).get(Role.OPTIMIZER_STATE.value, 0)
-            free = budget.resolve("device", 0, main_device(self.graph), state)
+            return budget.resolve("device", 0, main_device(self.graph), state)
         except OptionError as error:
             self.error = error
-        for group in groups:
-            counts = [text for text in texts_of(group, str(free or ""), self.name, "plan it") if text]
-            free = min(map(int, counts), default=free)
-        self.options = dataclasses.replace(self.options, memory_budget=free)
+            return None
 
     def plan(self, group: object) -> None:
         """Plan on the first rank of the group; elsewhere apply its decisions and check them.

@@ -89,3 +89,60 @@ def test_ranks_that_have_other_values_are_refused_on_all_ranks(case: str, tmp_pa
                 assert "passed with" in line, line
                 assert line.endswith("shards: True"), line
     assert said.count("; passes with one seed") == 2
+
+
+FAILING = """
+from tests.end_to_end.test_agreement import trained_past_a_failure
+for way in ("roamc", "train_step"):
+    print(f"[{rank}] {way}:", trained_past_a_failure(way), flush=True)
+"""
+
+
+def trained_past_a_failure(way: str) -> str:
+    """What a rank gets where planning fails on rank 1 alone."""
+    import warnings
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    import roamc
+    from roamc.errors import VerifyError
+    from roamc.planning import search
+
+    torch.manual_seed(0)
+    model, twin, x = Tiny(), Tiny(), torch.randn(4, 7, 8)
+    twin.load_state_dict(model.state_dict())
+    plan_alone = search.run
+
+    def run(*args: Any, **named: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise VerifyError("a planted fault")
+        return plan_alone(*args, **named)
+
+    with mock.patch.object(search, "run", run), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if way == "train_step":
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            try:
+                roamc.train_step(model, lambda model, x: model(x), optimizer, shard="sequence")(x)
+            except roamc.RoamcError as error:
+                return f"{type(error).__name__}: {error}"
+        torch.manual_seed(7)
+        loss = torch.compile(model, backend="roamc", options={"shard": "sequence"}, dynamic=False)(x)
+        loss.backward()
+    torch.manual_seed(7)
+    wanted = torch.compile(twin, backend="aot_eager", dynamic=False)(x)
+    wanted.backward()
+    equal = all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    return f"equal: {equal}; " + "; ".join(str(warning.message) for warning in told)
+
+
+@pytest.mark.thorough
+def test_ranks_fall_back_or_raise_together(tmp_path: Path) -> None:
+    said = run_ranks(tmp_path, FAILING, 2)
+    for rank, reason in ((0, "rank 1 could not plan Tiny: a planted fault"), (1, "a planted fault")):
+        (compiled,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] roamc: ")]
+        assert "equal: True; roamc could not plan 'Tiny' and hands it to torch's aot_eager" in compiled, said
+        assert reason in compiled, said
+        (step,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] train_step: ")]
+        assert reason in step, said

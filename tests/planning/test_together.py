@@ -1,0 +1,176 @@
+"""Ranks that plan together, as threads of one process; tests/end_to_end/test_agreement.py has processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from roamc import budget
+from roamc.errors import BudgetError, PlanError, RanksError, VerifyError
+from roamc.graph import TrainGraph
+from roamc.options import parse_options
+from roamc.passes.shard import choose
+from roamc.planning import search, together
+from roamc.planning.planned import Planned
+from tests.graphs import captured_step
+
+RANKS = 2
+Failing = Callable[[int, Any], Exception | None]
+"""From a rank and the plan that it is handed to the error that planning raises there."""
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def captured(rows: int = 4) -> TrainGraph:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return captured_step(model, (torch.zeros(rows, 8),), loss_of, torch.optim.SGD).graph
+
+
+class Ranks:
+    """A group of threads in the place of ranks; counts what each decides by itself."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, failing: Failing = lambda rank, plan: None) -> None:
+        self.local, self.barrier = threading.local(), threading.Barrier(RANKS, timeout=30)
+        self.texts = [""] * RANKS
+        self.decided: list[int] = []
+        plan_alone = search.run
+
+        def run(graph: TrainGraph, options: Any, plan: Any = None) -> Planned:
+            error = failing(self.local.rank, plan)
+            if error is not None:
+                raise error
+            if plan is None:
+                self.decided.append(self.local.rank)
+            return plan_alone(graph, options, plan)
+
+        patch.setattr(choose, "groups", lambda graph: ["group"])
+        patch.setattr(together, "ranks_in", lambda group: RANKS)
+        patch.setattr(together, "rank_in", lambda group: self.local.rank)
+        patch.setattr(together, "numbers_in", lambda group: [10, 11])
+        patch.setattr(together, "texts_of", self.exchange)
+        patch.setattr(search, "run", run)
+        patch.setattr(budget, "_free", lambda device: (1 << 20) * (4 - self.local.rank))
+
+    def exchange(self, group: object, text: str, name: str, what: str) -> list[str]:
+        self.texts[self.local.rank] = text
+        self.barrier.wait()
+        texts = list(self.texts)
+        self.barrier.wait()
+        return texts
+
+    def plan(
+        self, graphs: list[TrainGraph], of_second: dict[str, Any] | None = None, **options: Any
+    ) -> list[Planned | Exception]:
+        """What each rank gets; the second has the options ``of_second`` besides."""
+
+        def planned(rank: int) -> Planned | Exception:
+            self.local.rank = rank
+            try:
+                own = (of_second or {}) if rank else {}
+                return together.run(graphs[rank], parse_options({"shard": "sequence", **options, **own}))
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            return list(pool.map(planned, range(RANKS)))
+
+
+def test_first_rank_decides_and_the_others_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    first, second = ranks.plan([captured(), captured()], memory_budget="min")
+    assert isinstance(first, Planned)
+    assert isinstance(second, Planned)
+    assert first.plan.to_json() == second.plan.to_json()
+    assert ranks.decided == [0]
+
+
+def test_rank_with_another_graph_decides_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    first, second = ranks.plan([captured(), captured(rows=5)])
+    assert isinstance(first, Planned)
+    assert isinstance(second, Planned)
+    assert first.plan.fingerprint != second.plan.fingerprint
+    assert sorted(ranks.decided) == [0, 1]
+
+
+def test_plan_that_is_too_long_to_send_is_made_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LARGEST", 10)
+    ranks = Ranks(monkeypatch)
+    first, second = ranks.plan([captured(), captured()])
+    assert isinstance(first, Planned)
+    assert isinstance(second, Planned)
+    assert first.plan.to_json() == second.plan.to_json()
+    assert sorted(ranks.decided) == [0, 1]
+
+
+def test_device_that_has_least_free_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = Ranks(monkeypatch).plan([captured(), captured()], memory_budget="device")
+    limits = [planned.plan.budget_bytes for planned in plans if isinstance(planned, Planned)]
+    assert limits == [int((3 << 20) * budget.MARGIN)] * RANKS
+
+
+@pytest.mark.parametrize("failing", range(RANKS))
+@pytest.mark.parametrize(
+    ("error", "other"),
+    [
+        (VerifyError("a planted fault\nwith details"), RanksError),
+        (BudgetError("too little room"), BudgetError),
+        (ZeroDivisionError(), RanksError),
+    ],
+)
+def test_no_rank_goes_on_where_one_fails(
+    error: Exception, other: type[Exception], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Ranks(monkeypatch, lambda rank, plan: error if rank == failing else None).plan([captured(), captured()])
+    assert found[failing] is error
+    said = str(error).partition("\n")[0] or "ZeroDivisionError"
+    assert type(found[1 - failing]) is other
+    assert str(found[1 - failing]) == f"rank {10 + failing} could not plan Sequential: {said}"
+
+
+def test_decisions_that_do_not_hold_on_another_rank_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = PlanError("a planted difference")
+    first, second = Ranks(monkeypatch, lambda rank, plan: refused if plan is not None else None).plan(
+        [captured(), captured()]
+    )
+    assert second is refused
+    assert str(first) == "rank 11 could not plan Sequential: a planted difference"
+
+
+def test_budget_that_only_one_device_can_ask_for_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    there = budget._free
+
+    def free(device: torch.device) -> int:
+        if ranks.local.rank == 0:
+            raise budget.OptionError("no such device")
+        return there(device)
+
+    monkeypatch.setattr(budget, "_free", free)
+    first, second = ranks.plan([captured(), captured()], memory_budget="device")
+    assert str(first) == "no such device"
+    assert str(second) == "rank 10 could not plan Sequential: no such device"
+
+
+def test_ranks_with_other_options_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [captured(), captured()]
+    for error in Ranks(monkeypatch).plan(graphs, {"memory_budget": "device", "profile": "cpu"}, memory_budget="min"):
+        assert type(error) is RanksError
+        assert str(error) == (
+            "Sequential is on shards, and rank 11 plans it with memory_budget='device', rank 10 with 'min': give all "
+            "ranks the same"
+        )
+
+
+def test_ranks_whose_model_sums_nothing_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "texts_of", lambda *_: json.loads("no rank is asked"))
+    assert together.run(captured(), parse_options({"shard": "sequence"})).plan.arena_bytes > 0
