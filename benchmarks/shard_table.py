@@ -14,10 +14,10 @@ PAPER_ADDED = {"gpt3-22b": (0.04, 0.39), "gpt3-530b": (0.02, 0.36), "gpt3-1t": (
 """Added time of "both" and of "full" over "t"; section 6.2 of the paper."""
 FIRST, RANKS = "gpt3-22b", 8
 ABOUT = (
-    "Layers of the models of arXiv 2205.05198, planned on one machine without a GPU for one of t ranks (`roamc plan "
-    "... --mesh tp=8`; attention of plain operators, 16 bits). What runs again is marked by hand here, as in the "
-    "paper, whose values are in brackets. Times are predicted with the shipped profile a100, links included, of which "
-    "nothing is fitted to the paper: "
+    "One layer of the models of arXiv 2205.05198, planned for one of t ranks on one machine without a GPU (`roamc plan "
+    "... --mesh tp=8`; attention of plain operators, 16 bits). What runs again is marked by hand, as in the paper; its "
+    "values stand in brackets. Times are predictions by the shipped profile a100 with its links; nothing is fitted to "
+    "the paper. "
 )
 
 
@@ -72,8 +72,8 @@ def _six(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
     names = [name for model, at, name in inner if (model, at) == (FIRST, RANKS)]
     base = inner[FIRST, RANKS, "t"]["ms"]
     lines = [
-        f"{ABOUT}bytes saved by an inner layer of 22 G parameters over sbh, by the formula in brackets, and its time "
-        f"at t = {RANKS}.",
+        f"{ABOUT}The model of 22 G parameters: bytes that an inner layer saves, divided by sbh (in brackets by the "
+        f"paper's formula), its milliseconds at t = {RANKS}, and those over t.",
         "",
         f"| layer | {' | '.join(f't = {at}' for at in ranks)} | ms | over t |",
         "|---|" + "---|" * (len(ranks) + 2),
