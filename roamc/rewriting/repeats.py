@@ -120,6 +120,8 @@ def _while_they_live(
 def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGraph:
     """Let readers of each second node read the first one, in place; the second is left without readers.
 
+    Updates that wait for the second, as for a gradient, wait for the first.
+
     Args:
         graph: the graph; its FX graph is changed in place.
         pairs: names of the second and the first.
@@ -129,13 +131,19 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
     """
     nodes = {node.name: node for node in operators(graph.graph)}
     places: dict[StorageId, StorageId] = {}
-    mode = mode_of(graph.graph)
+    renamed: dict[str, str] = {}
+    mode, fixed = mode_of(graph.graph), _fixed(graph)
     for name, earlier in pairs:
         second, first = nodes.get(name), nodes.get(earlier)
-        if second is None or first is None or not _stands_for(graph, first, second):
+        if second is None or first is None or not _stands_for(graph, first, second, fixed):
             raise PlanError(f"{name!r} does not repeat {earlier!r} in this graph")
         second.replace_all_uses_with(first)
         places[id_of(second)] = id_of(first)
+        renamed[name] = earlier
+    graph = graph.replace(
+        gradients=tuple(renamed.get(name, name) for name in graph.gradients),
+        waits={node: renamed.get(gradient, gradient) for node, gradient in graph.waits.items()},
+    )
     if not places or mode is None:
         return graph
     for node in operators(graph.graph):
@@ -145,11 +153,14 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
     return graph.replace(saved=saved_values(graph)) if graph.boundary else graph
 
 
-def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node) -> bool:
-    """Whether readers of ``second`` may read ``first``; that both have equal values is for the judge to see."""
+def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node, fixed: Collection[StorageId]) -> bool:
+    """Whether readers of ``second`` may read ``first``; that both have equal values is for the judge to see.
+
+    Neither may be in ``fixed``, see :func:`_fixed`.
+    """
     if not first < second or graph.phase[first.name] is not graph.phase[second.name]:
         return False
-    if not _fixed(graph).isdisjoint(all_ids([first, second])) or not (may_repeat(first) and may_repeat(second)):
+    if any(own in fixed for own in all_ids([first, second])) or not (may_repeat(first) and may_repeat(second)):
         return False
     one, other = first.meta["val"], second.meta["val"]
     return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)

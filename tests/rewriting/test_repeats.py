@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, value_flow
@@ -13,7 +13,7 @@ from roamc.graph.value_numbers import Numbers
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
 from roamc.passes import normalize
-from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.graphs import assert_same, captured_step, clones, graph_and_inputs, run_real, traced
 from tests.random_graphs import random_model
 
 X = torch.randn(64, 64)
@@ -101,6 +101,25 @@ def test_the_judge_names_another_value() -> None:
 def test_a_decision_that_does_not_fit_is_refused(step: object, pair: tuple[str, str]) -> None:
     with pytest.raises(PlanError, match=r"does not (repeat|have)"):
         planted(traced(step, X), pair)  # type: ignore[arg-type]
+
+
+def test_updates_wait_for_the_first_where_a_gradient_repeats_it() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.a + x * self.b
+
+    graph = captured_step(Pair(), (X,), lambda model, x: model(x).square().sum(), torch.optim.AdamW).graph
+    ((second, first),) = pairs(graph)
+    assert second in graph.gradients
+    after = normalize.apply(graph, normalize.decide(graph, Options()))
+    assert after.gradients == (first, first)
+    memory = build_memory(after)
+    at = {op.node.name: number for number, op in enumerate(memory.operators)}
+    assert {(at[first], at[update]) for update in graph.waits} <= set(memory.edges)
 
 
 @pytest.mark.parametrize("seed", range(4))
