@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Group to how often its ranks have exchanged texts."""
+"""Group to how often all of its ranks have exchanged texts."""
 
 _PLANNED: ContextVar[Mapping[str, tuple[int, ...]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
 """Name of a group of ranks that need not be there to the numbers of its ranks; this process counts as the first."""
@@ -72,6 +72,7 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
 
     Texts go by the store in which the ranks of the group have found each other. Collectives of the group are left
     alone: a rank that runs one in the meantime, as its program is another one, is missed here, and nothing is mixed up.
+    An exchange that a rank has missed counts on no rank, so that the next one is the same for all.
 
     Args:
         group_name: as for :func:`ranks_in`.
@@ -90,13 +91,17 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
         texts: list[Any] = [None] * ranks
         torch.distributed.all_gather_object(texts, text, group)
         return texts
-    count = _EXCHANGES[group] = _EXCHANGES.get(group, 0) + 1
+    count = _EXCHANGES.get(group, 0) + 1
     keys = [f"roamc/{count}/{position}" for position in range(ranks)]
     store.set(keys[int(group.rank())], text)
     try:
         store.wait(keys)
     except RuntimeError:  # the timeout
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+        found = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        if None in found:
+            store.delete_key(keys[int(group.rank())])  # else who was missed reads it in its next exchange
+            return found
+    _EXCHANGES[group] = count
     return [store.get(key).decode() for key in keys]
 
 

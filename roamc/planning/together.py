@@ -135,18 +135,20 @@ class _Attempt:
         """
         mark, first = fingerprint(self.graph), rank_in(group) == 0
         if first:
-            self._search(None)
+            self._search("", mark)
         sent = _packed(self.planned.plan) if self.planned is not None else ""
         texts = texts_of(group, sent, self.name, "plan it")
         if not first:
-            plan = _received(texts[0]) if texts[0] else None
-            self._search(plan if plan is not None and plan.fingerprint == mark else None)
+            self._search(texts[0], mark)
 
-    def _search(self, plan: Plan | None) -> None:
+    def _search(self, sent: str, mark: str) -> None:
+        """Plan, by the decisions of the plan ``sent`` if that is one for a graph with the fingerprint ``mark``."""
         if self.error is not None:
             return
         try:
-            self.planned = search.run(self.graph, self.options, plan)
+            plan = _received(sent) if sent else None
+            applied = plan if plan is not None and plan.fingerprint == mark else None
+            self.planned = search.run(self.graph, self.options, applied)
         except Exception as error:  # it is raised once the other ranks know
             self.error = error
 

@@ -146,6 +146,15 @@ def test_decisions_that_do_not_hold_on_another_rank_stop_all(monkeypatch: pytest
     assert str(first) == "rank 11 could not plan Sequential: a planted difference"
 
 
+def test_plan_that_cannot_be_read_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "_packed", lambda plan: "eJ")
+    first, second = Ranks(monkeypatch).plan([captured(), captured()])
+    assert type(first) is RanksError
+    assert str(first).startswith("rank 11 could not plan Sequential: ")
+    assert isinstance(second, Exception)
+    assert "rank" not in str(second)
+
+
 def test_budget_that_only_one_device_can_ask_for_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch)
     there = budget._free
