@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roamc import compat
-from roamc.capture.optimizers import Rule, init_state
+from roamc.capture.optimizers import Rule, check_state, init_state
 from roamc.capture.step import CapturedStep, Cohort, StepRequest, check_devices, cohort_of
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.graph import TrainGraph, attribute
@@ -74,11 +74,15 @@ class BoundStep:
             cohorts: what :meth:`cohorts_now` returns, not None.
 
         Raises:
-            CaptureError: a tensor of the batch is on a device where no parameter is; nothing has changed.
+            CaptureError: a tensor of the batch is on a device where no parameter is, or state of a DTensor is placed
+                otherwise than its parameter; nothing has changed.
             Exception: as :meth:`roamc.runtime.program.Executable.run` raises.
         """
         check_devices(leaves, [slot[key] for slot, key in self.parameters.values()])
         live = {name: slot[key] for name, (slot, key) in self.parameters.items()}
+        if self.has_parts:  # the program gets parts, which do not say of what
+            for name, group in self.group.items():
+                check_state(self.optimizer, self.rule, name, live[name], self.optimizer.param_groups[group])
         with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
             (loss,) = self.whole(self._arguments(leaves, live, cohorts))
         if self.has_parts:  # the program has written to the parts alone

@@ -133,6 +133,19 @@ def test_state_that_is_not_placed_as_its_parameter_is_refused() -> None:
         roamc.train_step(model, loss_of, optimizer)(X)
 
 
+def test_state_that_is_placed_otherwise_after_the_first_step_is_refused() -> None:
+    model = build()
+    optimizer = sgd(model)
+    step = roamc.train_step(model, loss_of, optimizer)
+    step(X)
+    held = optimizer.state[model[2].bias]
+    held["momentum_buffer"] = DTensor.from_local(held["momentum_buffer"].to_local(), mesh(), [Partial()])
+    before = plain(dict(model.named_parameters()))
+    with pytest.raises(CaptureError, match=r"momentum_buffer of 2\.bias is .*Partial.*, the parameter .*Replicate"):
+        step(X)
+    assert_same(plain(dict(model.named_parameters())), before)
+
+
 def test_parameter_that_is_a_sum_over_the_ranks_is_refused() -> None:
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh(), [Partial()]))
