@@ -30,6 +30,7 @@ from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.options import Options
 from roamc.rewriting.repeats import read_first, repeats
+from roamc.rewriting.versions import saved_values
 
 NAME = "normalize"
 
@@ -174,7 +175,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             phase |= dict.fromkeys(made.values(), phase[node.name])
             renamed |= made
     phase = {node.name: phase[node.name] for node in operators(graph.graph)}
-    return _renamed(graph, renamed).replace(phase=phase)
+    graph = _renamed(graph, renamed).replace(phase=phase)
+    return graph.replace(saved=saved_values(graph)) if decision.repeats and graph.boundary else graph
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
@@ -206,8 +208,8 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
 def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
     """``graph`` with ``names`` (old to new) replaced in ``saved``, ``gradients`` and ``waits``."""
     return graph.replace(
-        saved=tuple(names.get(name, name) for name in graph.saved),
-        gradients=tuple(names.get(name, name) for name in graph.gradients),
+        saved=tuple(dict.fromkeys(names.get(name, name) for name in graph.saved)),
+        gradients=tuple(dict.fromkeys(names.get(name, name) for name in graph.gradients)),
         waits={node: names.get(gradient, gradient) for node, gradient in graph.waits.items()},
     )
 

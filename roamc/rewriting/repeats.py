@@ -22,7 +22,6 @@ from roamc.graph.rewrite import derived, mode_of
 from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of, ids_of
 from roamc.operators import ops
 from roamc.operators.alike import Alike
-from roamc.rewriting.versions import saved_values
 
 LiveNodes = Callable[[Mapping[fx.Node, fx.Node]], Collection[fx.Node]]
 """Returns the nodes that something reads, or that have another effect, if readers of some nodes read others instead."""
@@ -126,6 +125,9 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
         graph: the graph; its FX graph is changed in place.
         pairs: names of the second and the first.
 
+    Returns:
+        ``graph``; names of second nodes in its ``saved``, ``gradients`` and ``waits`` are for the caller to replace.
+
     Raises:
         PlanError: there are no such nodes, or the first cannot stand for the second.
     """
@@ -150,7 +152,7 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
         if ops.is_view(node.target) and not places.keys().isdisjoint(ids_of(node)):
             node.meta["val"] = derived(node, mode)  # a view of the first one's fake tensor
             node.meta[STORAGES] = tuple(places.get(own, own) for own in ids_of(node))
-    return graph.replace(saved=saved_values(graph)) if graph.boundary else graph
+    return graph
 
 
 def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node, fixed: Collection[StorageId]) -> bool:

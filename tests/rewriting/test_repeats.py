@@ -67,6 +67,40 @@ def test_others_stay(step: object) -> None:
     assert not pairs(traced(step, X))  # type: ignore[arg-type]
 
 
+def test_an_update_waits_for_the_gradient_that_stands_for_its_own() -> None:
+    class TwoBiases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.zeros(1, 64)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.first + self.second
+
+    graph, _ = graph_and_inputs(TwoBiases(), (X,), lambda model, x: model(x).square().mean(), "step")
+    assert len(set(graph.waits.values())) == len(graph.gradients) == 2
+    decision = normalize.decide(graph, Options())
+    ((_, first),) = (pair for pair in decision.repeats if pair[0] in graph.gradients)
+    after = normalize.apply(graph, decision)
+    assert after.waits.keys() == graph.waits.keys() - set(decision.dead)
+    assert set(after.waits.values()) == set(after.gradients) == {first}
+
+
+def test_what_only_a_repeated_operator_of_backward_reads_is_not_saved() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).relu() * self.up(x).relu()
+
+    graph, _ = graph_and_inputs(Twice(), (X,), lambda model, x: model(x).square().mean(), "joint")
+    kept = constraints(graph)
+    after = normalize.apply(graph, normalize.decide(graph, Options()))
+    check_graph(after, "normalize", kept, deep=True)
+    assert len(after.saved) < len(graph.saved)
+
+
 def test_phases_stay_apart() -> None:
     assert not pairs(traced(lambda x: ((y := x.sin()), x.sin() * y)[1], X, phases="FBB"))
 
