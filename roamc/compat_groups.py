@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,12 +13,12 @@ import torch
 _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group to how often all of its ranks have exchanged texts."""
 
-_PLANNED: ContextVar[Mapping[str, tuple[int, ...]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
+_PLANNED: ContextVar[Mapping[str, Sequence[int]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
 """Name of a group of ranks that need not be there to the numbers of its ranks; this process counts as the first."""
 
 
 @contextlib.contextmanager
-def planned_for(groups: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+def planned_for(groups: Mapping[str, Sequence[int]]) -> Iterator[None]:
     """Within this context collectives may name groups that no process has made; they can be planned and not run.
 
     The process group of this process, if it has one, is left alone.
@@ -105,7 +105,7 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
     return [store.get(key).decode() for key in keys]
 
 
-def _planned(group_name: Any) -> tuple[int, ...]:
+def _planned(group_name: Any) -> Sequence[int]:
     return _PLANNED.get().get(group_name, ()) if isinstance(group_name, str) else ()
 
 

@@ -12,6 +12,7 @@ configurations of transformers.
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -137,9 +138,36 @@ def _without_state(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> to
     return copy.deepcopy(optimizer, memo)
 
 
+def check_names(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Refuse a plan of the user's that names no layer of ``model``.
+
+    Args:
+        model: the whole model.
+        plan: as for :func:`split`.
+
+    Raises:
+        OptionError: ``plan`` does not map texts to texts, or no layer has a name like any of its patterns.
+    """
+    if not isinstance(plan, Mapping) or not all(isinstance(text, str) for text in (*plan, *plan.values())):
+        raise OptionError(f"tp_plan must map patterns of layers' names to words, not be {plan!r}")
+    names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in model.named_modules())
+    if not any(_pattern(pattern).fullmatch(name) for pattern in plan for name, _ in model.named_modules()):
+        wanted = next(iter(plan))
+        near = difflib.get_close_matches(wanted, names, n=1)
+        raise OptionError(
+            f"no layer of {type(model).__name__} has a name like {wanted!r}, which the tensor-parallel plan splits"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """The pattern of a plan: ``*`` stands for a name between two dots."""
+    return re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
+
+
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the name and the word of every layer that is split."""
-    patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), word) for name, word in plan.items()]
+    patterns = [(_pattern(name), word) for name, word in plan.items()]
     for name, layer in model.named_modules():
         word = next((word for pattern, word in patterns if pattern.fullmatch(name)), None)
         if word is None or word in LEFT_WHOLE:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from roamc.capture.tensor_parallel import split
+from roamc.capture.tensor_parallel import check_names, split
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError
 from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, nearest, parse_setting
@@ -47,15 +47,17 @@ class Mesh:
 
         Collectives may there name the group of the ``tp`` ranks, although no process group exists.
         """
-        return planned_for({TP: tuple(range(self.tp))} if self.tp > 1 else {})
+        return planned_for({TP: range(self.tp)} if self.tp > 1 else {})
 
 
 def parse_mesh(mesh: str | Mapping[str, int]) -> Mesh:
     """Read a mesh, ``"dp=1,pp=8,tp=8"`` or a mapping; an axis that is left out has one rank.
 
     Raises:
-        OptionError: an axis is unknown or named twice, or its size is no whole number from 1.
+        OptionError: ``mesh`` is neither, an axis is unknown or named twice, or its size is no whole number from 1.
     """
+    if not isinstance(mesh, str | Mapping):
+        raise OptionError(f"mesh must name its axes, such as 'tp=8' or {{'tp': 8}}, not {mesh!r}")
     pairs = [parse_setting(text) for text in mesh.split(",")] if isinstance(mesh, str) else list(mesh.items())
     axes = [field.name for field in dataclasses.fields(Mesh)]
     sizes: dict[str, int] = {}
@@ -113,6 +115,8 @@ def part_of(
     """
     if mesh.tp == 1:
         return model, optimizer
+    if tp_plan:
+        check_names(model, tp_plan)
     return split(model, optimizer, tp_plan or getattr(model, "tp_plan", None) or {}, mesh.tp, TP)
 
 

@@ -114,6 +114,8 @@ def test_planned_groups_are_there_only_inside() -> None:
         assert numbers_in("tp") == [0, 1, 2]
         assert ranks_in("dp") is None
     assert ranks_in("tp") is None
+    with parse_mesh(f"tp={10**12}").planned_for():  # a number of ranks that takes no memory
+        assert ranks_in("tp") == 10**12
 
 
 def test_roamc_plan_takes_a_mesh() -> None:
@@ -158,7 +160,13 @@ def step(**changes: Any) -> Callable[[], Any]:
         (step(mesh="tp=2", tp_plan=("blocks.*.up=columns",)), "says 'columns' of blocks.0.up; known are colwise, roww"),
         (step(mesh="tp=2", tp_plan=("blocks.*.norm1=colwise",)), "it is a LayerNorm, and not an nn.Linear"),
         (step(mesh="tp=2", tp_plan=("head=colwise",)), "head cannot be split: it shares a parameter with tokens"),
-        (step(mesh="tp=2", tp_plan=("nothing=colwise",)), "nothing says how GPT is split among 2 ranks"),
+        (step(mesh="tp=2", tp_plan=("blocks.*.upp=colwise",)), r"no layer of GPT has .* did you mean 'blocks.\*.up'"),
+        (lambda: roamc.plan(build("gpt", 1), batch(), mesh="tp=2"), "nothing says how .* is split among 2 ranks"),
+        (lambda: roamc.plan(build("gpt", 1), batch(), mesh=2), "mesh must name its axes, such as 'tp=8'"),
+        (
+            lambda: roamc.plan(build("gpt", 1), batch(), mesh="tp=2", tp_plan=[("blocks.*.up", "colwise")]),
+            "tp_plan must map patterns of layers' names to words",
+        ),
         (
             lambda: roamc.plan(nn.Linear(6, 3), torch.zeros(2, 6), mesh="tp=2", tp_plan={"": "colwise"}),
             "tp=2 does not divide the 3 outputs of ",
