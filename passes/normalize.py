@@ -175,7 +175,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             phase |= dict.fromkeys(made.values(), phase[node.name])
             renamed |= made
     phase = {node.name: phase[node.name] for node in operators(graph.graph)}
-    graph = _renamed(graph, renamed).replace(phase=phase)
+    graph = _renamed(graph, {**dict(decision.repeats), **renamed}).replace(phase=phase)
     return graph.replace(saved=saved_values(graph)) if decision.repeats and graph.boundary else graph
 
 

@@ -119,8 +119,6 @@ def _while_they_live(
 def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGraph:
     """Let readers of each second node read the first one, in place; the second is left without readers.
 
-    Updates that wait for the second, as for a gradient, wait for the first.
-
     Args:
         graph: the graph; its FX graph is changed in place.
         pairs: names of the second and the first.
@@ -133,7 +131,6 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
     """
     nodes = {node.name: node for node in operators(graph.graph)}
     places: dict[StorageId, StorageId] = {}
-    renamed: dict[str, str] = {}
     mode, fixed = mode_of(graph.graph), _fixed(graph)
     for name, earlier in pairs:
         second, first = nodes.get(name), nodes.get(earlier)
@@ -141,11 +138,6 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
             raise PlanError(f"{name!r} does not repeat {earlier!r} in this graph")
         second.replace_all_uses_with(first)
         places[id_of(second)] = id_of(first)
-        renamed[name] = earlier
-    graph = graph.replace(
-        gradients=tuple(renamed.get(name, name) for name in graph.gradients),
-        waits={node: renamed.get(gradient, gradient) for node, gradient in graph.waits.items()},
-    )
     if not places or mode is None:
         return graph
     for node in operators(graph.graph):

@@ -67,24 +67,6 @@ def test_others_stay(step: object) -> None:
     assert not pairs(traced(step, X))  # type: ignore[arg-type]
 
 
-def test_an_update_waits_for_the_gradient_that_stands_for_its_own() -> None:
-    class TwoBiases(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nn.Parameter(torch.zeros(1, 64)) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.first + self.second
-
-    graph, _ = graph_and_inputs(TwoBiases(), (X,), lambda model, x: model(x).square().mean(), "step")
-    assert len(set(graph.waits.values())) == len(graph.gradients) == 2
-    decision = normalize.decide(graph, Options())
-    ((_, first),) = (pair for pair in decision.repeats if pair[0] in graph.gradients)
-    after = normalize.apply(graph, decision)
-    assert after.waits.keys() == graph.waits.keys() - set(decision.dead)
-    assert set(after.waits.values()) == set(after.gradients) == {first}
-
-
 def test_what_only_a_repeated_operator_of_backward_reads_is_not_saved() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +132,7 @@ def test_updates_wait_for_the_first_where_a_gradient_repeats_it() -> None:
     ((second, first),) = pairs(graph)
     assert second in graph.gradients
     after = normalize.apply(graph, normalize.decide(graph, Options()))
-    assert after.gradients == (first, first)
+    assert after.gradients == (first,)
     memory = build_memory(after)
     at = {op.node.name: number for number, op in enumerate(memory.operators)}
     assert {(at[first], at[update]) for update in graph.waits} <= set(memory.edges)
