@@ -159,7 +159,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if unknown or loose or whole:
         odd = (unknown + loose + whole)[0]
         raise PlanError(f"the plan names {odd!r}, which this graph does not have as such")
-    graph = read_first(graph, decision.repeats)
+    read_first(graph, decision.repeats)
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
     phase = dict(graph.phase)

@@ -116,15 +116,14 @@ def _while_they_live(
     return found
 
 
-def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGraph:
+def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> None:
     """Let readers of each second node read the first one, in place; the second is left without readers.
+
+    Names of second nodes in the graph's ``saved``, ``gradients`` and ``waits`` are for the caller to replace.
 
     Args:
         graph: the graph; its FX graph is changed in place.
         pairs: names of the second and the first.
-
-    Returns:
-        ``graph``; names of second nodes in its ``saved``, ``gradients`` and ``waits`` are for the caller to replace.
 
     Raises:
         PlanError: there are no such nodes, or the first cannot stand for the second.
@@ -139,12 +138,11 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> TrainGrap
         second.replace_all_uses_with(first)
         places[id_of(second)] = id_of(first)
     if not places or mode is None:
-        return graph
+        return
     for node in operators(graph.graph):
         if ops.is_view(node.target) and not places.keys().isdisjoint(ids_of(node)):
             node.meta["val"] = derived(node, mode)  # a view of the first one's fake tensor
             node.meta[STORAGES] = tuple(places.get(own, own) for own in ids_of(node))
-    return graph
 
 
 def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node, fixed: Collection[StorageId]) -> bool:
