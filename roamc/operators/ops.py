@@ -265,10 +265,13 @@ def misread(node: fx.Node) -> list[tuple[fx.Node, torch.memory_format]]:
     first = None if found.format_of is None else _tensor_at(node, found.format_of)
     form = torch.contiguous_format if first is None else suggested_format(first)
     wrong = [at for at in found.dense if not _lies_in(_tensor_at(node, at), form)]
-    wrong += [
-        at for at in found.unit_stride if (t := _tensor_at(node, at)) is not None and t.dim() and t.stride(-1) != 1
-    ]
+    wrong += [at for at in found.unit_stride if _strided(_tensor_at(node, at))]
     return [(node.args[at], form) for at in wrong]  # type: ignore[misc]
+
+
+def _strided(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor has a last dimension of several elements that do not lie side by side."""
+    return tensor is not None and tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
 
 
 def _lies_in(tensor: torch.Tensor | None, form: torch.memory_format) -> bool:

@@ -125,8 +125,8 @@ class Facts:
             for gradients make them contiguous first, and leave that out where they are.
         format_of: position of the argument whose memory format, contiguous or channels last, those of ``dense`` must
             have; None if they must be contiguous.
-        unit_stride: positions of the arguments whose last dimension must have stride 1. With another stride the kernel
-            makes wrong numbers, a crash or an error, as for ``dense``.
+        unit_stride: positions of the arguments whose last dimension must have stride 1 if it has several elements. With
+            another stride the kernel makes wrong numbers, a crash or an error, as for ``dense``.
         finishes: position of an argument made by an asynchronous operator, for whose end this operator waits. Until
             then the asynchronous operator reads its arguments and writes its results, whatever runs in between. None if
             this operator does not wait.

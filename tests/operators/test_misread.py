@@ -14,7 +14,7 @@ from roamc.graph import TrainGraph, operators, verify
 from roamc.graph.storage_ids import number
 from roamc.operators import ops
 from roamc.operators.corrections import correct
-from tests.graphs import traced
+from tests.graphs import run_real, traced
 
 aten = torch.ops.aten
 Made = tuple[Callable[..., Any], list[Tensor], int]
@@ -132,3 +132,17 @@ def test_images_in_channels_last_are_normed_as_they_lie() -> None:
     )
     assert not correct(graph.graph)
     assert not [node for node in operators(graph.graph) if ops.misread(node)]
+
+
+def test_heads_of_width_one_are_attended_to_as_they_lie() -> None:
+    def attention(x: Tensor) -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+
+    heads = torch.randn(2, 8, 4).view(2, 8, 4, 1).transpose(1, 2)
+    far = heads.as_strided(heads.shape, (32, 1, 4, 4))  # the stride of a dimension of one element says nothing
+    graph = traced(attention, far)
+    assert not correct(graph.graph)
+    number(graph.graph)
+    verify.check_graph(graph, "capture")
+    (found,), _ = run_real(graph, [far])
+    assert torch.equal(found, attention(heads.contiguous()))
