@@ -117,6 +117,9 @@ def _check(profile: DeviceProfile) -> None:
         raise ProfileError("flops must have a rate for matmul in float32")
     if profile.links and {link: set(numbers) for link, numbers in profile.links.items()} != LINKS:
         raise ProfileError(f"links must be empty or have the numbers { ({k: sorted(v) for k, v in LINKS.items()}) }")
+    ranks = profile.links[NODE]["ranks"] if profile.links else 1
+    if ranks < 1 or ranks != int(ranks):
+        raise ProfileError(f"links of node in ranks must be a whole number from 1, not {ranks}")
 
 
 def _numbers(profile: DeviceProfile) -> Iterator[tuple[str, float]]:

@@ -85,3 +85,7 @@ def test_links_of_a_profile_are_read_and_checked() -> None:
     text = json.dumps({**data, "links": {**A100.links, "network": {"latency": 1e-6, "bandwidth": 0}}})
     with pytest.raises(ProfileError, match="links of network in bandwidth must be a number"):
         DeviceProfile.from_json(text)
+    for ranks in (0.5, 1.5):
+        text = json.dumps({**data, "links": {**A100.links, "node": {**A100.links["node"], "ranks": ranks}}})
+        with pytest.raises(ProfileError, match=rf"links of node in ranks must be a whole number from 1, not {ranks}"):
+            DeviceProfile.from_json(text)
