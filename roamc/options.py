@@ -34,7 +34,7 @@ class Options:
             attention or another heavy operator again, "device" for what the device has free. Activations are dropped
             and made again until the plan keeps it; one that cannot is refused before anything runs. None drops nothing.
         alignment: bytes; every tensor of the arena starts at a multiple, at least of its largest element. 0 takes the
-            device's own.
+            device's own; with less than that, matrix products of MKL may have other last bits.
         layout_nodes: node limit of the layout's tree search.
         order: name of one ordering algorithm, or "best" for all of them and the best kept.
         disable: names of passes to leave out, e.g. ("reorder",).
