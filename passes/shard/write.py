@@ -51,7 +51,7 @@ class Region(NamedTuple):
     Attributes:
         first: name of an operator that talks to the region's group.
         ranks: how many ranks the group has.
-        tokens: how many tokens the values have.
+        tokens: how many tokens the values have as a whole, before they are split.
         shards: names of values of which a rank has rows.
         sums: names of values of which a rank has an addend.
     """

@@ -20,7 +20,7 @@ from roamc.runtime.program import Whole
 
 
 class BoundStep:
-    """One captured step bound to the live model and optimizer.
+    """One captured step bound to the live model and optimizer: it runs the step, and says whether it still may.
 
     Args:
         request: what was captured; has the model and the optimizer.
@@ -28,6 +28,15 @@ class BoundStep:
         rule: how the optimizer updates a parameter.
         whole: the program that runs the step.
         plan: the plan of the program.
+
+    Attributes:
+        rule, whole, plan, model, optimizer: as given.
+        constants: (tensor, whether tracing has made it anew) of each constant of the graph, in the graph's order.
+        sources: where each argument of the program comes from, as in :class:`CapturedStep`.
+        cohort: name of a parameter to the number of the parameters that are updated with the same numbers.
+        group: name of a parameter to its parameter group in the optimizer.
+        parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
+        has_parts: whether a parameter, buffer or tensor of the batch is a DTensor, of which the program gets a part.
     """
 
     def __init__(self, request: StepRequest, captured: CapturedStep, rule: Rule, whole: Whole, plan: Plan) -> None:

@@ -226,8 +226,11 @@ class PlanSearch:
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
         """Make plans for the lowest peaks of live bytes that ``retain`` finds, and return the one that needs least.
 
-        Of plans that need at most 1/1000 more bytes than that, the one with the least added time is returned. Arguments
-        are as for :meth:`attempt`.
+        Of plans that need at most 1/1000 more bytes than that, the one with the least added time is returned.
+
+        Args:
+            terms: the terms that the plans are made for; None for a budget of 0 and the operators of this search.
+            together: begin the choice with what was found for other targets. The plan then depends on those before.
         """
         terms = terms or Terms(0, self.terms.allowed)
         made = list[Planned]()

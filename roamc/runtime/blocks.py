@@ -66,7 +66,11 @@ class Block:
             huge_pages.give_back(address + self.start + nbytes, huge_pages.SIZE - self.start)
 
     def empty(self) -> None:
-        """Give all memory back to torch's allocator."""
+        """Give all memory back to torch's allocator.
+
+        Tensors over the block lose their memory with it: nobody may read them any more. The block has 0 bytes then,
+        and no trims.
+        """
         self.storage.resize_(0)
         self.start = self.nbytes = self._gone = 0
         self._trimmed.clear()
