@@ -51,7 +51,7 @@ def measured(seed: int, route: str) -> int:
     for _ in range(STEPS):
         step()
     gc.collect()
-    arenas = blocks.held() - before
+    arenas = max(0, blocks.held() - before)  # those of other tests, held by what torch caches, may go in the meantime
     return peak_bytes(step)[1] + arenas
 
 
