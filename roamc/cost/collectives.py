@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from roamc.compat_groups import numbers_in, ranks_in
-from roamc.cost.profile import NETWORK, NODE, DeviceProfile
-from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.cost.profile import NETWORK, NODE, DeviceProfile, load_profile
+from roamc.graph import TrainGraph, main_device, operators, tensors_of
 from roamc.operators import ops
 from roamc.operators.costs.kinds import COLLECTIVE
 from roamc.operators.schemas import group_of
@@ -96,17 +96,23 @@ def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
     return profile.overhead + turns * link["latency"] + sent_bytes(node, ranks) / link["bandwidth"]
 
 
-def note(graph: TrainGraph, profile: DeviceProfile) -> tuple[str, ...]:
-    """Say what the collectives of a step send and how long they take, in at most one sentence, for its plan."""
+def note(graph: TrainGraph, profile: str | None) -> tuple[str, ...]:
+    """Say what the collectives of a step send and how long they take, in at most one sentence, for its plan.
+
+    Args:
+        graph: the planned graph.
+        profile: as for :func:`roamc.cost.load_profile`; read only where there are collectives.
+    """
     nodes = list(collectives(graph))
     found = [(sent_bytes(node, ranks), node) for node in nodes if (ranks := ranks_in(group_of(node))) is not None]
     if not found:
         return ()
     sent = f"collectives: each rank sends {format_bytes(sum(count for count, _ in found))} in a step"
-    seconds = [taken for _, node in found if (taken := collective_seconds(node, profile)) is not None]
+    links = load_profile(main_device(graph), profile)
+    seconds = [taken for _, node in found if (taken := collective_seconds(node, links)) is not None]
     if len(seconds) < len(nodes):
         return (sent,)
-    return (f"{sent}, which takes {sum(seconds) * 1e3:.3g} ms on the links of profile {profile.name}, none overlapped",)
+    return (f"{sent}, which takes {sum(seconds) * 1e3:.3g} ms on the links of profile {links.name}, none overlapped",)
 
 
 def _word(node: fx.Node) -> tuple[str, int]:
