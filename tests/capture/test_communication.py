@@ -83,24 +83,25 @@ def test_calls_are_operators_of_the_graph_and_the_step_is_that_of_eager(send: Ca
     assert_same(tensors_of(model), tensors_of(twin))
 
 
+def check_refused(loss_fn: Callable[..., Tensor], message: str, **options: Any) -> None:
+    alone()
+    model = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=message):
+        roamc.train_step(model, loss_fn, sgd(model), **options)(X)
+
+
 def test_bare_call_on_what_has_a_gradient_is_refused() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return reduced(model(x)).sum()
 
-    alone()
-    model = nn.Linear(4, 4)
-    with pytest.raises(CaptureError, match=r"all_reduce has no gradient in torch; call it in an autograd\.Function"):
-        roamc.train_step(model, loss_fn, sgd(model))(X)
+    check_refused(loss_fn, r"all_reduce has no gradient in torch; call it in an autograd\.Function")
 
 
 def test_clipping_is_refused_where_nothing_says_what_is_a_part() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return Sent.apply(model(x), reduced).sum()
 
-    alone()
-    model = nn.Linear(4, 4)
-    with pytest.raises(CaptureError, match="clip_grad_norm needs to know which parameters are parts of larger ones"):
-        roamc.train_step(model, loss_fn, sgd(model), clip_grad_norm=1.0)(X)
+    check_refused(loss_fn, "clip_grad_norm needs to know which parameters are parts of larger ones", clip_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("name", ["barrier", "broadcast", "all_gather_object"])
@@ -109,10 +110,7 @@ def test_calls_that_would_run_in_the_first_step_alone_are_refused(name: str) -> 
         getattr(dist, name)(x)
         return model(x).sum()
 
-    alone()
-    model = nn.Linear(4, 4)
-    with pytest.raises(CaptureError, match=rf"calls torch\.distributed\.{name}, .*takes all_reduce, all_gather"):
-        roamc.train_step(model, loss_fn, sgd(model))(X)
+    check_refused(loss_fn, rf"calls torch\.distributed\.{name}, .*takes all_reduce, all_gather")
 
 
 def test_reductions_that_no_graph_has_are_refused() -> None:
@@ -121,7 +119,4 @@ def test_reductions_that_no_graph_has_are_refused() -> None:
         dist.all_reduce(mask, dist.ReduceOp.BAND)
         return (model(x) * mask).sum()
 
-    alone()
-    model = nn.Linear(4, 4)
-    with pytest.raises(CaptureError, match="reduces by SUM, AVG, PRODUCT, MIN, MAX, not by"):
-        roamc.train_step(model, loss_fn, sgd(model))(X)
+    check_refused(loss_fn, "reduces by SUM, AVG, PRODUCT, MIN, MAX, not by")

@@ -74,15 +74,7 @@ def compare_with_eager(kind: str, split: str, optimizer: str, budget: str | None
     model, updates, losses, _ = steps(kind, split, optimizer, budget, shard, clip)
     twin = SPLITS[split](build(kind, layers=1))
     reference = OPTIMIZERS[optimizer](twin)
-    torch.manual_seed(0)
-    wanted = []
-    for _ in range(STEPS):
-        loss = loss_of(twin, batch())
-        loss.backward()
-        reference.step()
-        twin.zero_grad()
-        wanted.append(loss.item())
-    assert losses == wanted
+    assert losses == eager_losses(twin, reference)
     held, eager = all_of(model, updates), all_of(twin, reference)
     assert [isinstance(tensor, DTensor) for tensor in held.values()] == [isinstance(t, DTensor) for t in eager.values()]
     for name, tensor in held.items():
@@ -109,7 +101,12 @@ def trained(*case: Any) -> tuple[list[float], dict[str, Tensor], str]:
 
 def of_one_rank(kind: str, optimizer: str, clip: float | None) -> tuple[list[float], dict[str, Tensor]]:
     model = build(kind, layers=1)
-    updates = OPTIMIZERS[optimizer](model)
+    losses = eager_losses(model, OPTIMIZERS[optimizer](model), clip)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def eager_losses(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None = None) -> list[float]:
+    """Train ``model`` in eager, and return the losses."""
     torch.manual_seed(0)
     losses = []
     for _ in range(STEPS):
@@ -117,10 +114,10 @@ def of_one_rank(kind: str, optimizer: str, clip: float | None) -> tuple[list[flo
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        updates.step()
+        optimizer.step()
         model.zero_grad()
         losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses
 
 
 @pytest.mark.parametrize("which", [pytest.param("quick"), pytest.param("all", marks=pytest.mark.thorough)])
