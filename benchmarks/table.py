@@ -1,4 +1,4 @@
-"""Write ``RESULTS.md`` and the tables of the README from the results files: ``python -m benchmarks.table``."""
+"""Write ``RESULTS.md``, and tables of the README and the guide, from the results: ``python -m benchmarks.table``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from benchmarks import budget, kept, order_layout, planning, retain_rivals, shard_table, summary
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import megabytes
-
-START, END = "<!-- results -->", "<!-- end of results -->"
-SHARD_START, SHARD_END = "<!-- results on ranks -->", "<!-- end of results on ranks -->"
 
 
 def full() -> str:
@@ -24,7 +21,8 @@ def full() -> str:
             _machine(),
             *_peak(_rows_of("peak")),
             *_speed(_rows_of("speed")),
-            *_fuse(_rows_of("fuse")),
+            *_fast(_rows_of("fuse")),
+            *_groups(_rows_of("fuse")),
             *_kernels(_rows_of("kernels")),
             *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
@@ -47,7 +45,6 @@ def short() -> str:
         [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
         summary.peaks(_rows_of("peak")),
         _speed(_rows_of("speed"))[1:],
-        _fuse(_rows_of("fuse"))[1:],
         summary.frontier(_budget_rows()),
         summary.kept(_rows_of("kept")),
         _saving(order),
@@ -56,9 +53,29 @@ def short() -> str:
     return "\n".join("\n".join((*part, "")) for part in parts).rstrip()
 
 
+def example() -> str:
+    """One plan, as the command line prints it."""
+    (row,) = _rows_of("example")
+    return "\n".join(["```", f"$ {row['command']}", *row["lines"], "```"])
+
+
 def on_ranks() -> str:
-    """What the README shows where it writes of several ranks."""
+    """What the guide shows where it writes of several ranks."""
     return "\n".join(shard_table.short(_rows_of("shard"))).strip()
+
+
+def fast() -> str:
+    """What the guide shows where it writes of other last bits."""
+    return "\n".join(_fast(_rows_of("fuse"))).strip()
+
+
+def groups() -> str:
+    """What the guide shows where it writes of groups of operators."""
+    return "\n".join(_groups(_rows_of("fuse"))).strip()
+
+
+MARKS = {"example": example, "results": short, "ranks": on_ranks, "fast": fast, "groups": groups}
+"""Word in a page's comments ``<!-- table: WORD -->`` and ``<!-- end -->`` to what stands between them."""
 
 
 def _machine() -> str:
@@ -103,7 +120,7 @@ def _speed(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _fuse(rows: list[dict[str, Any]]) -> list[str]:
+def _fast(rows: list[dict[str, Any]]) -> list[str]:
     """Step times with other numerics."""
     if not rows:
         return []
@@ -119,6 +136,14 @@ def _fuse(rows: list[dict[str, Any]]) -> list[str]:
             f"| {row['fast / exact']:.3f} | {row['exact / compile']:.3f} |"
             for row in rows
         ),
+    ]
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[str]:
+    """Peaks and times with and without pass fuse."""
+    if not rows:
+        return []
+    return [
         "",
         "Groups of operators that run as one, exact: what a step takes on the heap (MB) with pass `fuse`, in brackets "
         "without it, and the time with it to that without:",
@@ -514,15 +539,21 @@ def _speed_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the page of all tables, and put those of the README between its marks."""
+    """Write the page of all tables, and put those of the README and the guide between their marks."""
     (HERE / "RESULTS.md").write_text(full())
-    readme = HERE.parent / "README.md"
-    text = _between(readme.read_text(), START, END, short())
-    readme.write_text(_between(text, SHARD_START, SHARD_END, on_ranks()))
+    for name in ("README.md", "GUIDE.md"):
+        page = HERE.parent / name
+        page.write_text(filled(page.read_text()))
 
 
-def _between(text: str, start: str, end: str, tables: str) -> str:
-    return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{tables}\n{end}", text, flags=re.DOTALL)
+def filled(text: str) -> str:
+    """Return a page with every table between its marks written anew."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda mark: mark[1] + MARKS[mark[2]]() + mark[3],
+        text,
+        flags=re.DOTALL,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's examples run, and its tables name what there is."""
+"""The examples of README and guide run, and their tables name what there is."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from roamc.cli.commands import app
 from roamc.options import Options
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text("utf-8")
-SHARED, *ALL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README, GUIDE = ((ROOT / name).read_text("utf-8") for name in ("README.md", "GUIDE.md"))
+SHARED, *ALL = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
+CHAPTER = re.compile(r"\]\((README\.md|GUIDE\.md|)#([^)]*)\)")
 LIBRARIES = ("transformers", "accelerate", "lightning", "torch.distributed")
 EXAMPLES = [
     example for example in ALL if not re.search(rf"^(from|import) ({'|'.join(LIBRARIES)})\b", example, re.MULTILINE)
@@ -76,7 +77,7 @@ def test_every_option_is_in_the_table_with_its_default() -> None:
 
 
 def test_every_command_line_is_understood() -> None:
-    for line in re.findall(r"^roamc (.*?)(?:\s{2,}#.*)?$", README, re.MULTILINE):
+    for line in re.findall(r"^roamc (.*?)(?:\s{2,}#.*)?$", README + GUIDE, re.MULTILINE):
         name, *arguments = line.split()
         named = [word for word in arguments if word.startswith("--")]
         text = re.sub(r"\x1b\[[\d;]*m", "", CliRunner().invoke(app, [name, "--help"]).output)
@@ -85,10 +86,24 @@ def test_every_command_line_is_understood() -> None:
 
 def test_every_row_of_the_plan_is_explained() -> None:
     shown = CliRunner().invoke(app, ["plan", "gpt", "--batch", "1", "--seq", "8", "--layers", "1"]).stdout
-    table = README.partition("## What the plan says")[2].partition("##")[0]
+    table = GUIDE.partition("## What the plan says")[2].partition("##")[0]
     for row in re.findall(r"^  (\w[\w' ]*?)\s{2,}", shown, re.MULTILINE):
         assert row == "planned in" or f"| {row} |" in table
 
 
-def test_every_file_that_is_linked_is_there() -> None:
-    assert [link for link in re.findall(r"\]\(([^)#:]+)\)", README) if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "GUIDE"])
+def test_every_file_that_is_linked_is_there(page: str) -> None:
+    assert [link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page) if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "GUIDE"])
+def test_every_chapter_that_is_linked_is_there(page: str) -> None:
+    linked = {
+        (name or "README.md" * (page is README) or "GUIDE.md", chapter) for name, chapter in CHAPTER.findall(page)
+    }
+    there = {
+        (name, re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"))
+        for name, text in (("README.md", README), ("GUIDE.md", GUIDE))
+        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
+    }
+    assert linked - there == set()

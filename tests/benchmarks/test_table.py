@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks import collectives, summary, table
 from benchmarks._measure import HERE
 
 ROW = {"model": "gpt", "dtype": "float32", "kind": "optimize 50%", "budget": 100}
 
 
-def test_readme_and_page_show_what_was_measured() -> None:
-    readme = (HERE.parent / "README.md").read_text()
-    assert readme.partition(table.START)[2].partition(table.END)[0].strip() == table.short()
-    assert readme.partition(table.SHARD_START)[2].partition(table.SHARD_END)[0].strip() == table.on_ranks()
+def test_pages_show_what_was_measured() -> None:
+    pages = [(HERE.parent / name).read_text() for name in ("README.md", "GUIDE.md")]
+    assert [table.filled(page) == page for page in pages] == [True, True]
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == sorted(table.MARKS)
     assert (HERE / "RESULTS.md").read_text() == table.full()
 
 
