@@ -161,7 +161,8 @@ def by_hand(name: str, ranks: int, rows: Sequence[Row]) -> Iterator[dict[str, An
 def by_solver(name: str, ranks: int, layers: int) -> Iterator[dict[str, Any]]:
     """For each row with reruns: its peak as the budget of the same layers without marks.
 
-    That of "full" is tried on shards as well: collectives do not run again by the solver's choice, as they do there.
+    That of "full" is tried on shards as well, and without them with ranks that plan together: collectives run again
+    there.
     """
     sizes = sizes_of(name)
     for row in ROWS:
@@ -169,7 +170,7 @@ def by_solver(name: str, ranks: int, layers: int) -> Iterator[dict[str, Any]]:
             continue
         hand = planned(sizes, layers, row, ranks)
         budget, hand_ms = hand.plan.needed_bytes, 1e3 * seconds(hand, ranks)
-        for way in ("off", "sequence") if row.again == "layer" else (row.shard,):
+        for way in ("whole", "sequence") if row.again == "layer" else (row.shard,):
             free = dataclasses.replace(row, again="", shard=way)
             yield {
                 "model": name,

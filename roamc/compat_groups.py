@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -43,6 +44,32 @@ def ranks_in(group_name: Any) -> int | None:
         return len(planned)
     group = _group(group_name)
     return None if group is None else int(group.size())
+
+
+def is_planned_for(group_name: Any) -> bool:
+    """Whether the group of a collective is one of :func:`planned_for`; ``group_name`` as for :func:`ranks_in`."""
+    return bool(_planned(group_name))
+
+
+def sums_in_one_order(group_name: Any) -> bool:
+    """Return whether the same sum over the ranks of a group has the same bits each time.
+
+    gloo sums in one order, and so does NCCL but by NVLS, in the switches between GPUs of compute capability 9 and
+    above; ``NCCL_NVLS_ENABLE=0`` or an ``NCCL_ALGO`` without NVLS leaves that out. Of other backends it is unknown.
+
+    Args:
+        group_name: as for :func:`ranks_in`; of groups that are planned for the sums count as such.
+    """
+    if is_planned_for(group_name):
+        return True
+    group = _group(group_name)
+    backend = "" if group is None else str(torch.distributed.get_backend(group))
+    if backend != "nccl":
+        return backend in ("gloo", "fake")
+    algorithms = os.environ.get("NCCL_ALGO", "")
+    for_all = bool(algorithms) and ":" not in algorithms  # with a colon they are of some collectives alone
+    without = for_all and algorithms.startswith("^") == ("NVLS" in algorithms.upper())
+    return without or os.environ.get("NCCL_NVLS_ENABLE") == "0" or torch.cuda.get_device_capability()[0] < 9
 
 
 def rank_in(group_name: Any) -> int:

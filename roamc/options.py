@@ -18,7 +18,7 @@ IDLE = ("keep", "free")
 
 NUMERICS = ("exact", "fast")
 
-SHARD = ("off", "sequence")
+SHARD = ("off", "whole", "sequence")
 
 LARGEST_ALIGNMENT: Bytes = 2 << 20
 """A huge page: no kernel asks for more."""
@@ -45,9 +45,11 @@ class Options:
         codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
         numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
             float32 on a CPU may be made by oneDNN where it is faster, which sums in another order.
-        shard: "off", or "sequence": in a model with tensor parallelism, norms, dropouts, residuals and what else works
-            on each token apart runs on a part of the tokens of each rank, which saves a part of the activations. Sums
-            over the ranks are made in another order, so that last bits may differ.
+        shard: "off": each rank of a model with tensor parallelism plans for itself, and no collective runs again.
+            "whole": its ranks plan together, so that under a budget collectives may run again. "sequence": besides,
+            norms, dropouts, residuals and what else works on each token apart runs on a part of the tokens of each
+            rank, which saves a part of the activations. Sums over the ranks are made in another order then, so that
+            last bits may differ.
         profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """

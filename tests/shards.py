@@ -96,10 +96,10 @@ def captured(kind: str, ranks: int = 2, layers: int = 1, length: int = 12) -> Tr
     return copied(_captured(kind, ranks, layers, length))
 
 
-def inputs_of(kind: str, ranks: int, layers: int = 1) -> list[list[Any]]:
+def inputs_of(kind: str, ranks: int, layers: int = 1, length: int = 12) -> list[list[Any]]:
     """What each rank calls its graph with: its parameters, the batch, and a tangent of one."""
     models = [split(build(kind, layers), rank, ranks) for rank in range(ranks)]
-    return [[*(p.detach() for p in model.parameters()), batch(), torch.ones(())] for model in models]
+    return [[*(p.detach() for p in model.parameters()), batch(length=length), torch.ones(())] for model in models]
 
 
 def one_rank(kind: str, layers: int = 1) -> tuple[Model, Tensor]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from roamc import compat_groups
@@ -34,3 +35,35 @@ def test_an_exchange_that_a_rank_has_missed_counts_on_no_rank(monkeypatch: pytes
     assert compat_groups.exchanged(groups[0], "before") == ["before", None]
     store.set_timeout(timedelta(seconds=30))
     assert both("c", "d") == [["c", "d"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "environment", "repeats"),
+    [
+        ("gloo", 9, {}, True),
+        ("mpi", 9, {}, False),
+        ("nccl", 8, {}, True),
+        ("nccl", 9, {}, False),
+        ("nccl", 9, {"NCCL_NVLS_ENABLE": "0"}, True),
+        ("nccl", 9, {"NCCL_ALGO": "^NVLS"}, True),
+        ("nccl", 9, {"NCCL_ALGO": "Ring"}, True),
+        ("nccl", 9, {"NCCL_ALGO": "^Tree"}, False),
+        ("nccl", 9, {"NCCL_ALGO": "allreduce:ring"}, False),
+    ],
+)
+def test_sums_repeat_where_the_backend_has_one_order(
+    backend: str, capability: int, environment: dict[str, str], repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    assert compat_groups.sums_in_one_order(object()) is repeats
+    assert not compat_groups.sums_in_one_order("a group that nobody knows")
+
+
+def test_sums_of_a_planned_group_repeat() -> None:
+    with compat_groups.planned_for({"tp": (0, 1)}):
+        assert compat_groups.sums_in_one_order("tp")

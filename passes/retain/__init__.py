@@ -2,12 +2,17 @@
 
     rewrite:  y = op(x), backward: g = f(y)   -->  y = op(x), backward: y' = op(x); g = f(y')            (recomputed)
                                               -->  c = encode(y), backward: y' = decode(c); g = f(y')    (encoded)
+                                              -->  y = op(x), backward: g = f(y)                         (gathered once)
     checks:   the graph has every operator, storage and codec that the decision names, and every reader reads the
               storage; recomputed operators give the same bits again; encoded values fill their storage and no operator
               writes them
 
-Without a budget nothing is recomputed or encoded. The choice is made by :mod:`roamc.solvers.retain` on a model of the
-graph in bytes and seconds, for the whole graph at once:
+Without a budget nothing is recomputed or encoded, and what pass ``shard`` gathers is gathered again in backward. Under
+a budget a gather of backward is a rerun of that of forward: a value may also stay whole, which takes less time.
+Collectives run again where all ranks of their group run one plan.
+
+The choice is made by :mod:`roamc.solvers.retain` on a model of the graph in bytes and seconds, for the whole graph at
+once:
 
     problem.py      the graph as numbers
     offers.py       what codecs can do for it, as further columns of the same problem
@@ -22,8 +27,8 @@ from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decide import decide
 from roamc.passes.retain.decision import NOTHING, Decision
 from roamc.passes.retain.problem import ALLOWED
-from roamc.passes.retain.search import Choice
+from roamc.passes.retain.search import Choice, once
 
-__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "apply", "compress", "decide"]
+__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "apply", "compress", "decide", "once"]
 
 NAME = "retain"

@@ -1,4 +1,4 @@
-"""Apply a decision of pass retain: codecs first, then the reruns, then the order that the solver had, if any."""
+"""Apply a decision of pass retain: gathers and codecs first, then the reruns, then the order of the solver, if any."""
 
 from __future__ import annotations
 
@@ -6,37 +6,54 @@ from collections.abc import Sequence
 
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, operators
+from roamc.graph import Agreement, TrainGraph, operators
 from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
-from roamc.passes.retain.problem import ALLOWED
+from roamc.passes.retain.problem import ALLOWED, able_in
 from roamc.rewriting.arrange import arrange
+from roamc.rewriting.gathers import gathered_once
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Write the codecs and the reruns into the graph, and bring its operators into the decision's sequence.
+    """Write the decision into the graph, and bring its operators into the decision's sequence.
 
-    The FX graph is changed in place; the returned graph holds the same one. A decision without codecs and reruns leaves
-    the graph as it is, the order of its operators included. Without a sequence, operators stay in the order that they
-    have: pass reorder finds or has another.
+    The FX graph is changed in place; the returned graph holds the same one. A decision that changes nothing leaves the
+    graph as it is, the order of its operators included. Without a sequence, operators stay in the order that they have:
+    pass reorder finds or has another. Where collectives may run again, the returned graph says that ranks have to agree
+    on their sequence, see :attr:`roamc.graph.TrainGraph.agreements`.
 
     Raises:
-        PlanError: ``decision.allowed`` is unknown; the graph lacks a storage that is to be encoded; a codec is unknown
-            or does not fit its storage; the reruns do not fit the graph, see :func:`roamc.rewriting.reruns.places`; or
-            an operator runs again that may not under ``allowed``.
+        PlanError: ``decision.allowed`` is unknown; a gather that is not to run does not repeat one of forward; the
+            graph lacks a storage that is to be encoded; a codec is unknown or does not fit its storage; the reruns do
+            not fit the graph, see :func:`roamc.rewriting.reruns.places`; or an operator runs again that may not under
+            ``allowed``.
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
+    if decision.once:
+        graph = gathered_once(graph, decision.once)
     if decision.codes:
         graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
     _check_allowed(graph, decision)
     if decision.reruns:
         graph = rerun(graph, [Rerun(*again[:4]) for again in decision.reruns])
+    graph = _agreed(graph)
     changed = decision.sequence and (decision.codes or decision.reruns)
     return arrange(graph, _completed(graph, decision.sequence)) if changed else graph
+
+
+def _agreed(graph: TrainGraph) -> TrainGraph:
+    """``graph`` with an agreement for each group that runs one plan: ranks compare which collectives they run.
+
+    A rank on which none runs again has it as well; else the others would wait for it.
+    """
+    known = {agreement.group for agreement in graph.agreements}
+    missing = [each.group for each in graph.same_plan if each.group not in known]
+    more = (Agreement(group, (), (), (), "") for group in missing)
+    return graph.replace(agreements=(*graph.agreements, *more)) if missing else graph
 
 
 def _completed(graph: TrainGraph, sequence: Sequence[str]) -> list[str]:
@@ -64,7 +81,7 @@ def _check_allowed(graph: TrainGraph, decision: Decision) -> None:
     """
     if decision.allowed != LIGHT:
         return
-    nodes = {node.name: node for node in operators(graph.graph)}
+    nodes, able = {node.name: node for node in operators(graph.graph)}, able_in(graph, LIGHT)
     for _, name, *_ in decision.reruns:
-        if name in nodes and not ALLOWED[LIGHT](nodes[name]):
+        if name in nodes and not able(nodes[name]):
             raise PlanError(f"{name} would run again, and only light operators may under {LIGHT!r}: plan again")

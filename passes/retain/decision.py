@@ -12,6 +12,8 @@ from roamc.units import Bytes, Seconds
 class Decision:
     """A decision names the operators that run again with the readers of each run, and the storages that are encoded.
 
+    Its seconds are those above a step in which the gathers that ``once`` names do not run.
+
     Attributes:
         reruns: the fields of a :class:`roamc.rewriting.reruns.Rerun`, and its predicted seconds, for each rerun.
         peak_bytes: most live bytes at one step in the order that the solver had, workspace included; later passes may
@@ -24,6 +26,8 @@ class Decision:
             hold for these operators.
         codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that the codec adds) for each
             storage that readers behind forward get decoded. ``reruns`` are of the graph with codecs.
+        once: (gather, gather of forward) for each gather behind forward that does not run, as its readers read what is
+            gathered in forward. ``codes`` and ``reruns`` are of the graph without these.
         sequence: names of all operators and reruns in the order that the solver had, in which the peak is
             ``peak_bytes``: where pass reorder begins to search. It is no part of a plan, which has the order that
             reorder decided; a decision from a plan, or of a graph that keeps its order, has none.
@@ -36,8 +40,9 @@ class Decision:
     status: str
     allowed: str
     codes: tuple[tuple[str, str, Bytes, Bytes, Seconds], ...] = ()
+    once: tuple[tuple[str, str], ...] = ()
     sequence: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata=NOT_DATA)
 
 
 NOTHING = Decision((), 0, 0.0, 0.0, "optimal", "all")
-"""The decision without a budget: no operator runs again and no storage is encoded."""
+"""The decision without a budget: no operator runs again that ran once in the graph, and no storage is encoded."""

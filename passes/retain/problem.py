@@ -66,7 +66,7 @@ def question(
         allowed: ``"all"``, or ``"light"`` to let only operators run again that are light on any device.
         as_given: whether ``order`` is the reference order, and not only where the search for one begins.
     """
-    able = ALLOWED[allowed]
+    able = able_in(graph, allowed)
     memory = build_memory(graph)
     problem, names = order_problem(
         graph, memory, wanted(memory, options), workspaces(memory.operators, graph.threads).tolist()
@@ -105,13 +105,17 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return picks if isinstance(node.meta.get("val"), list | tuple) else [node]
 
 
-def _may_run_lightly(node: fx.Node) -> bool:
-    return may_run_again(node) and is_light(node)
+ALLOWED = ("all", LIGHT)
+"""The values of :attr:`roamc.passes.retain.decision.Decision.allowed`."""
 
 
-ALLOWED: dict[str, Able] = {"all": may_run_again, LIGHT: _may_run_lightly}
-"""Maps a value of :attr:`roamc.passes.retain.decision.Decision.allowed` to the test that says of a node whether it may
-run again."""
+def able_in(graph: TrainGraph, allowed: str) -> Able:
+    """Return the test that says of a node of ``graph`` whether it may run again under ``allowed``, one of ALLOWED."""
+
+    def able(node: fx.Node) -> bool:
+        return may_run_again(node, graph.same_plan) and (allowed != LIGHT or is_light(node))
+
+    return able
 
 
 def _sequence(names: Sequence[str], order: Sequence[str], boundary: int) -> list[int]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from roamc import cost
+from roamc.budget import LIGHT
 from roamc.cost import DeviceProfile
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, copied
@@ -22,12 +23,25 @@ from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import Question, question
 from roamc.rewriting.arrange import keeps_order
+from roamc.rewriting.gathers import gathered_once, gathered_twice
 from roamc.rewriting.order_problem import HANDOVER, operator_names
 from roamc.rewriting.rerun_readers import Run, with_readers
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, validate
 from roamc.solvers.status import Status
 from roamc.units import Bytes, Seconds
+
+
+def once(graph: TrainGraph, allowed: str) -> tuple[tuple[str, str], ...]:
+    """Return the gathers that do not run under a budget unless the choice runs those of forward again.
+
+    They are as in :attr:`Decision.once`. There are none where only light operators may run again: gathers are not.
+
+    Args:
+        graph: the graph in front of the pass; stays as it is.
+        allowed: which operators may run again.
+    """
+    return () if allowed == LIGHT else gathered_twice(graph)
 
 
 class Choice:
@@ -37,7 +51,8 @@ class Choice:
     codecs won last (see :meth:`forget`), and does not change the graph.
 
     Attributes:
-        graph: the graph without codecs and reruns.
+        graph: the graph without codecs and reruns, and without gathers that repeat those of forward.
+        once: these gathers, see :attr:`Decision.once`.
         options: what the user set.
         prices: predicted seconds of every operator of ``graph``, by name.
         allowed: which operators may run again: ``"all"``, or ``"light"`` for those that are light on any device.
@@ -59,17 +74,20 @@ class Choice:
         """Prepare questions about ``graph``.
 
         Args:
-            graph: the graph without codecs and reruns.
+            graph: the graph without codecs and reruns; stays as it is.
             options: ``codecs`` names codecs with an error that may be used; ``disable`` may turn in-place reuse off.
-            order: names of all operators, in the order in which they are to run.
+            order: names of all operators, in the order in which they are to run; those of gathers that repeat others
+                may be left out.
             profile: the device profile that predicts the time of codecs.
             prices: predicted seconds of every operator of ``graph``, by name.
             allowed: ``"all"``, or ``"light"`` to recompute only operators that are light on any device.
             effort: which storages are worth a codec.
         """
-        self.graph, self.options, self.prices, self.allowed = graph, options, prices, allowed
-        self._profile = profile
-        plain = question(graph, options, order, prices, allowed, as_given=keeps_order(options))
+        self.once = once(graph, allowed)
+        self.graph = gathered_once(copied(graph), self.once) if self.once else graph
+        self.options, self.prices, self.allowed, self._profile = options, prices, allowed, profile
+        order = [name for name in order if name not in dict(self.once)]
+        plain = question(self.graph, options, order, prices, allowed, as_given=keeps_order(options))
         rows = offered(plain, options, profile, effort)
         self.codes = tuple(code for code, _ in rows)
         offers = tuple(offer for _, offer in rows)
@@ -146,7 +164,7 @@ class Choice:
             Run(again.before, asked.operators[again.operator], tuple(asked.storages[k].index for k in again.renews))
             for again in solution.reruns
         ]
-        reruns, sequence = with_readers(asked.graph, names, runs)
+        reruns, sequence = with_readers(asked.graph, names, runs, dict(self.once))
         seconds = dict(zip(asked.operators, asked.problem.seconds.tolist(), strict=True))
         unread = math.fsum(seconds[run.operator] for run in runs) - math.fsum(seconds[one.operator] for one in reruns)
         offers = [self.asked.problem.offers[place] for place in solution.taken]
@@ -162,6 +180,7 @@ class Choice:
                 (*self.codes[place], int(sizes[offer.buffer]), offer.nbytes, offer.seconds)
                 for place, offer in zip(solution.taken, offers, strict=True)
             ),
+            once=self.once,
             sequence=() if keeps_order(self.options) else tuple(sequence),
         )
 

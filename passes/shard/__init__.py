@@ -8,8 +8,8 @@
 
 This is the sequence parallelism of Korthikanti et al., arXiv 2205.05198: norms, dropouts, residuals and what else works
 on each token apart runs on shards, for the traffic of tensor parallelism alone, since an all-reduce is a reduce-scatter
-and an all-gather. Backward gathers again: what is saved is the shard. Batch and sequence count as one dimension of
-tokens, so that a shard lies in one piece.
+and an all-gather. Backward gathers again: what is saved is the shard, unless pass ``retain`` finds room for the whole
+under a budget. Batch and sequence count as one dimension of tokens, so that a shard lies in one piece.
 
 Random operators draw what one rank draws, and a rank keeps its rows. The rank is no part of the decision, the graph or
 the plan: :mod:`roamc.operators.shards` reads it where the program runs. Sums of several ranks are made in another order

@@ -490,8 +490,11 @@ class _Builder:
                 edges.add((last, index))
 
     def _chain(self, edges: set[tuple[int, int]], kind: Callable[[ops.OpRule], bool]) -> None:
-        members = [i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))]
-        edges.update(itertools.pairwise(members))
+        """Keep the order of operators of one kind; a further run stays behind the first one, wherever that is."""
+        members = {op.node.name: i for i, op in enumerate(self.operators) if kind(ops.rule(op.node.target))}
+        of_first = {i: self.operators[i].node.meta.get("again") for i in members.values()}
+        edges.update(itertools.pairwise(i for i, first in of_first.items() if first is None))
+        edges.update((members[first], i) for i, first in of_first.items() if first in members)
 
 
 def reused_argument(graph: TrainGraph, node: fx.Node) -> fx.Node:

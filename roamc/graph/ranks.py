@@ -1,11 +1,52 @@
-"""What ranks of a group tell each other before a program runs: texts, by the store in which they have met."""
+"""What ranks of a group tell each other before a program runs, and which collectives they may therefore run again.
+
+Texts go by the store in which the ranks have met. A collective that one rank runs again and another does not would wait
+for ever, or take the bytes of the next one: it may run again only where all ranks of its group run one plan
+(:attr:`roamc.graph.TrainGraph.same_plan`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roamc.compat_groups import exchanged, numbers_in
+from torch import fx
+
+from roamc.compat_groups import exchanged, is_planned_for, numbers_in, sums_in_one_order
 from roamc.errors import RanksError
+from roamc.graph.train_graph import SamePlan, TrainGraph, operators
+from roamc.operators import ops
+from roamc.operators.schemas import group_of
+from roamc.operators.table import Together
+
+
+def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
+    """Return whether ``node`` is a collective that may run again: on all ranks of its group, with the same bits.
+
+    Args:
+        node: any operator.
+        same_plan: of the graph that ``node`` belongs to.
+    """
+    gives = ops.rule(node.target).together if same_plan else None
+    if gives is None:
+        return False
+    group = group_of(node)
+    return any(known.group == group and (known.sums or gives is Together.MOVED) for known in same_plan)
+
+
+def with_same_plan(graph: TrainGraph, groups: Sequence[object]) -> TrainGraph:
+    """Return ``graph`` with a note that all ranks of each of ``groups`` run the plan that is made for it.
+
+    Args:
+        graph: the captured graph.
+        groups: names of groups, as operators are called with them.
+    """
+    return graph.replace(same_plan=tuple(SamePlan(group, sums_in_one_order(group)) for group in groups))
+
+
+def planned_groups(graph: TrainGraph) -> list[object]:
+    """Return the groups of ``graph`` that need not be there: one process plans for all of their ranks."""
+    groups = dict.fromkeys(group_of(node) for node in operators(graph.graph) if ops.rule(node.target).collective)
+    return [group for group in groups if is_planned_for(group)]
 
 
 def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
@@ -27,8 +68,8 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
     missing = [number for number, found in zip(numbers, texts, strict=True) if found is None]
     if missing:
         raise RanksError(
-            f"{name} is on shards, and {in_words(missing)} of the group of {in_words(numbers)} ran something else "
-            f"and did not {what} within the timeout of the process group: give all ranks of the group the "
+            f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} ran something "
+            f"else and did not {what} within the timeout of the process group: give all ranks of the group the "
             "same batch and options, or set shard='off'"
         )
     return [found for found in texts if found is not None]

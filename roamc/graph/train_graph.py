@@ -105,7 +105,8 @@ class Agreement:
         inputs: names of the placeholders whose values must be the same.
         held: names of the module's own tensors that must be the same.
         draws: phase and device of the random operators whose numbers must be the same.
-        digest: hash, in hexadecimal, of what was decided and of the operators that must be the same.
+        digest: hash, in hexadecimal, of what was decided and of the operators that must be the same; empty where the
+            ranks need the same sequence of collectives alone.
     """
 
     group: Any
@@ -113,6 +114,19 @@ class Agreement:
     held: tuple[str, ...]
     draws: tuple[tuple[Phase, torch.device], ...]
     digest: str
+
+
+@dataclass(frozen=True)
+class SamePlan:
+    """A group of ranks that all run one plan: a collective of theirs runs again on all of them, or on none.
+
+    Attributes:
+        group: the group's name, as operators are called with it.
+        sums: whether a sum over its ranks has the same bits each time.
+    """
+
+    group: Any
+    sums: bool
 
 
 @dataclass(frozen=True)
@@ -142,6 +156,8 @@ class TrainGraph:
         encodings: the storages that some readers read from a smaller form.
         agreements: what ranks must have the same of, at most one for each group;
             :mod:`roamc.runtime.agreement` compares it before the first step.
+        same_plan: the groups all of whose ranks run the plan that is made for this graph; collectives of others must
+            run as often as in the graph.
     """
 
     name: str
@@ -161,6 +177,7 @@ class TrainGraph:
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
     agreements: tuple[Agreement, ...] = field(default=(), repr=False)
+    same_plan: tuple[SamePlan, ...] = field(default=(), repr=False)
 
     @property
     def graph(self) -> fx.Graph:

@@ -12,9 +12,9 @@ generator); what it makes or writes has a number made of that. Two equal numbers
 
 Views need no number: they are places in a storage, and a reader reads (number of the storage, place). Where a view lies
 is derived anew from its operator and arguments, once for all views that are alike. A rerun has the number of its
-original, a replay that of the draw that it repeats, a result written over an argument the number that it would have in
-memory of its own. What a codec has decoded counts as the value that was encoded, for readers that need no more of it
-than the codec keeps.
+original, also one of a collective that runs again on all ranks, a replay that of the draw that it repeats, a result
+written over an argument the number that it would have in memory of its own. What a codec has decoded counts as the
+value that was encoded, for readers that need no more of it than the codec keeps.
 
 This module shares no code with the passes: which of their rewritings change operators but no values stands a second
 time in :mod:`roamc.graph.same_values`.
@@ -31,7 +31,18 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError
-from roamc.graph import Encoding, Phase, Port, TrainGraph, output_values, placeholders, storage_name, tensors_of
+from roamc.graph import (
+    Encoding,
+    Phase,
+    Port,
+    SamePlan,
+    TrainGraph,
+    output_values,
+    placeholders,
+    storage_name,
+    tensors_of,
+)
+from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import ATEN, Call, equal_of
 from roamc.graph.storage_ids import StorageId
@@ -60,7 +71,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
     Raises:
         VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say.
     """
-    walk = Walk(numbers, graph.encodings, graph.reuse)
+    walk = Walk(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
     given = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -155,7 +166,7 @@ def _output(position: int, port: Port, part: str) -> str:
 class Walk:
     """Runs the nodes of a graph, one after the other, on numbers in the place of values.
 
-    The arguments ``encodings`` and ``reuse`` are the fields of the :class:`TrainGraph` with these names.
+    The arguments ``encodings``, ``reuse`` and ``same_plan`` are the fields of the :class:`TrainGraph` with these names.
 
     Attributes:
         numbers: gives the numbers.
@@ -163,19 +174,27 @@ class Walk:
         reuse: name of an operator to the position of the argument that its result is written over.
         state: number of the random generator's present state.
         operators: name of each operator that has run to the number of its call.
-        effects: (number, name) of each operator that has run and has an effect other than results and writes.
+        same_plan: the groups whose ranks may run a collective again.
+        effects: (number, name) of each operator that has run and has an effect other than results and writes; of a
+            collective that may run again, the first run.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """
 
     def __init__(
-        self, numbers: Numbers, encodings: Sequence[Encoding] = (), reuse: Mapping[str, int] | None = None
+        self,
+        numbers: Numbers,
+        encodings: Sequence[Encoding] = (),
+        reuse: Mapping[str, int] | None = None,
+        same_plan: Sequence[SamePlan] = (),
     ) -> None:
         self.numbers = numbers
         self.encodings: dict[str, list[Encoding]] = {}
         for encoding in encodings:
             self.encodings.setdefault(encoding.storage, []).append(encoding)
         self.reuse = reuse or {}
+        self.same_plan = same_plan
+        self._sent: set[Number] = set()
         self.state = numbers.of("generator")
         self.operators: dict[str, Number] = {}
         self.effects: list[tuple[Number, str]] = []
@@ -214,8 +233,10 @@ class Walk:
         number, made = self._run(node)
         self.operators[node.name] = self._other[node] = number
         self.makers.setdefault(number, node.name)
-        if target.rule.ordered or target.rule.collective:
+        if target.rule.ordered or (target.rule.collective and number not in self._sent):
             self.effects.append((number, node.name))
+        if runs_together(node, self.same_plan):
+            self._sent.add(number)
         called: Any = node.target
         group = isinstance(called, Composite)
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
@@ -299,7 +320,8 @@ class Walk:
         known = self.numbers.target(target)
         rule = known.rule if known.twin is None else self.numbers.target(known.twin).rule
         keys = self.keys(target, args, kwargs)
-        once = node.name if not (rule.recomputable or rule.random) else None
+        repeats = rule.recomputable or rule.random or runs_together(node, self.same_plan)
+        once = None if repeats else node.name
         call = Call(node, known.twin or target, args, keys, state if rule.may_draw else None, once)
         number, made = self._equal(call) or (self.number(call), {})
         if rule.may_draw and node.target is not replay:

@@ -19,6 +19,7 @@ from roamc.compat import OpOverload, identity
 from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages, build_memory, reused_argument, started_by
+from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import mode_of, value_of
 from roamc.graph.storage_ids import STORAGES, StorageId, id_of, ids_of, placed
 from roamc.operators import ops
@@ -41,7 +42,8 @@ class Constraints:
     Attributes:
         order: (before, after) pairs of names of nodes that must stay in this order: data, writes, random operators,
             collectives.
-        effects: names of nodes that write, draw, talk to other ranks or assert, and so must not be removed.
+        effects: names of nodes that write, draw, talk to other ranks or assert, and so must not be removed. Collectives
+            that may run again are left out: :mod:`roamc.graph.value_flow` sees that one of equal ones stays.
     """
 
     order: tuple[tuple[str, str], ...] = ()
@@ -52,7 +54,11 @@ def constraints(graph: TrainGraph) -> Constraints:
     """Return what a pass must leave as it is in ``graph``, to be given to :func:`check_graph` behind the pass."""
     memory = build_memory(graph)
     names = [op.node.name for op in memory.operators]
-    effects = tuple(op.node.name for op in memory.operators if ops.has_effect(op.node.target))
+    effects = tuple(
+        op.node.name
+        for op in memory.operators
+        if ops.has_effect(op.node.target) and not runs_together(op.node, graph.same_plan)
+    )
     return Constraints(tuple((names[before], names[after]) for before, after in memory.edges), effects)
 
 

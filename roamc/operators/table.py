@@ -53,6 +53,13 @@ class OutForm(enum.Enum):
     IN_ROWS = "gives wrong numbers for a first argument that lies neither in rows nor channels last"
 
 
+class Together(enum.Enum):
+    """What another run of a collective gives, on all ranks of its group; the value of each member says it in words."""
+
+    MOVED = "the same bits, since it only moves them"
+    SUMMED = "the same bits where the group's backend sums in one order: gloo does, and NCCL without NVLS"
+
+
 @dataclass(frozen=True)
 class Rowwise:
     """How an operator treats the rows along the last dimension, each apart from the others.
@@ -132,6 +139,8 @@ class Facts:
             this operator does not wait.
         space: the memory that its results lie in.
         columnwise: how it adds up over rows, if it does; else None.
+        together: of a collective that may run again where all ranks of its group run it again, what that gives; None
+            for one that may not, and for other operators.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -153,6 +162,7 @@ class Facts:
     finishes: int | None = None
     space: Space = Space.DEVICE
     columnwise: Columnwise | None = None
+    together: Together | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +288,16 @@ ROWS: dict[str, Row] = {
     ),
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
     # Work in place: our kernels copy their argument into the result first, unless it lies there.
-    **dict.fromkeys([f"{NAMESPACE}::{name}" for name in ("all_reduce", "broadcast")], Row(overwrites=(0,))),
+    f"{NAMESPACE}::all_reduce": Row(overwrites=(0,), together=Together.SUMMED),
+    f"{NAMESPACE}::broadcast": Row(overwrites=(0,), together=Together.MOVED),
+    **dict.fromkeys(
+        [f"{NAMESPACE}::{name}_coalesced" for name in ("all_reduce", "reduce_scatter_tensor")]
+        + [f"{NAMESPACE}::reduce_scatter_tensor"],
+        Row(together=Together.SUMMED),
+    ),
+    **dict.fromkeys(
+        [f"{NAMESPACE}::all_gather_into_tensor{form}" for form in ("", "_coalesced")], Row(together=Together.MOVED)
+    ),
     # Their results do not depend on strides.
     **dict.fromkeys(
         [f"aten::{name}.Tensor" for name in ("add", "sub", "mul", "div")]

@@ -17,7 +17,7 @@ from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 8
+FORMAT = 9
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 

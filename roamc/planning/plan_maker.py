@@ -16,6 +16,7 @@ from roamc import budget, cost
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.memory import build_memory, input_bytes, most_alive
+from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import layout, reorder, retain, reuse
@@ -62,6 +63,8 @@ def prepared(
     """
     verify.check_graph(graph, "capture", deep=deep)
     graph = graph.replace(threads=plan.threads if plan else torch.get_num_threads())
+    if options.shard != "off" and (groups := planned_groups(graph)):
+        graph = with_same_plan(graph, groups)
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))

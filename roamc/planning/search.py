@@ -244,7 +244,7 @@ class PlanSearch:
 
     def _made(self, kept: retain.Decision, terms: Terms) -> Planned:
         """Make the plan for a decision of ``retain``."""
-        return self._noted(self._maker.under(terms).make(fresh(self._start), kept, self.alone))
+        return self._noted(self._maker.under(terms).make(fresh(self._start), kept, self._alone(terms.allowed)))
 
     @property
     def first(self) -> Planned:
@@ -257,9 +257,9 @@ class PlanSearch:
             ours = self._maker.under(terms)
 
             def make(maker: PlanMaker) -> Planned:
-                nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
-                ordered = self._in_order(terms) if maker is ours else maker.order(fresh(self._start), nothing)
-                return maker.place(fresh(ordered), self.alone)
+                again = None if maker is ours else maker.order(fresh(self._start), self._nothing(terms))
+                ordered = again or self._in_order(terms)
+                return maker.place(fresh(ordered), self._alone(terms.allowed))
 
             self._firsts[terms] = self._noted(self._below_eager(ours, make))
         return self._firsts[terms]
@@ -286,9 +286,13 @@ class PlanSearch:
         """Return the state in which nothing runs again and operators are ordered, the same for all limits in bytes."""
         key = terms.limit is None, terms.allowed
         if key not in self._ordered:
-            nothing = dataclasses.replace(retain.NOTHING, allowed=terms.allowed)
-            self._ordered[key] = self._maker.under(terms).order(fresh(self._start), nothing)
+            self._ordered[key] = self._maker.under(terms).order(fresh(self._start), self._nothing(terms))
         return self._ordered[key]
+
+    def _nothing(self, terms: Terms) -> retain.Decision:
+        """Return the decision of pass retain by which nothing runs again; under a limit, no gather either."""
+        once = () if terms.limit is None else retain.once(self._start.graph, terms.allowed)
+        return dataclasses.replace(retain.NOTHING, allowed=terms.allowed, once=once)
 
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
         """Return the plan that ``make`` makes; one in program order if that is less above eager's bytes."""
@@ -304,10 +308,25 @@ class PlanSearch:
         """The state that the shared passes left; with a copy of the graph if a second plan may begin there."""
         return fresh(self._start) if other_orders.may_look_again(self._maker.options) else self._start
 
-    @functools.cached_property
+    @property
     def alone(self) -> Seconds:
-        """Predicted seconds of a step in which nothing runs again."""
-        return sum(self._prices.values())
+        """Predicted seconds of a step in which nothing runs again, and nothing is gathered twice that need not be."""
+        return self._alone(self.terms.allowed)
+
+    def counted(self, plan: Plan) -> Plan:
+        """Return ``plan``, one of :attr:`plans`, with its added seconds counted from :attr:`alone`.
+
+        A plan that is made without a limit gathers in backward again, and does not count that as added.
+        """
+        kept = plan.decisions.get(retain.NAME, {})
+        if kept.get("once") or not retain.once(self._start.graph, self.terms.allowed):
+            return plan
+        spared = sum(self._prices.values()) - self.alone
+        return dataclasses.replace(plan, added_seconds=plan.added_seconds + spared)
+
+    def _alone(self, allowed: str) -> Seconds:
+        spared = (self._prices[second] for second, _ in retain.once(self._start.graph, allowed))
+        return sum(self._prices.values()) - sum(spared)
 
     @functools.cached_property
     def _prices(self) -> Mapping[str, Seconds]:

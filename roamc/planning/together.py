@@ -1,11 +1,12 @@
-"""Ranks whose steps are split along the tokens plan together: the first rank of a group decides for all.
+"""Ranks of a model with tensor parallelism plan together: the first rank of a group decides for all.
 
     first rank       options, free bytes    plan, send the decisions            say how it went
     other ranks      options, free bytes    read them, apply and check them     say how it went
 
 With the budget ``"device"`` the smallest number of free bytes counts. A rank whose graph differs, as parts of unequal
-size do, plans for itself. Where a rank fails, none goes on alone: each gets an error before anything has run. What
-must be the same besides, batch and parameters, :mod:`roamc.runtime.agreement` compares before the first step.
+size do, plans for itself; then no collective of the group runs again on any rank. Where a rank fails, none goes on
+alone: each gets an error before anything has run. What must be the same besides, batch and parameters,
+:mod:`roamc.runtime.agreement` compares before the first step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
 from roamc.graph import Role, TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import input_bytes
-from roamc.graph.ranks import in_words, texts_of
+from roamc.graph.ranks import in_words, texts_of, with_same_plan
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
@@ -42,8 +43,8 @@ FATAL: dict[str, type[RoamcError]] = {kind.__name__: kind for kind in (BudgetErr
 def run(graph: TrainGraph, options: Options) -> Planned:
     """Plan a graph as :func:`roamc.planning.search.run` does, on all ranks of its groups at the same time.
 
-    Ranks talk to each other only where ``options.shard`` is "sequence" and forward sums over a group: its ranks need
-    the same batch, and so make their plans at the same time.
+    Ranks talk to each other only where ``options.shard`` is not "off" and forward sums over a group: its ranks need the
+    same batch, and so make their plans at the same time.
 
     Args:
         graph: the captured graph; it is changed in place.
@@ -54,7 +55,7 @@ def run(graph: TrainGraph, options: Options) -> Planned:
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
-    groups = choose.groups(graph) if options.shard == "sequence" else []
+    groups = choose.groups(graph) if options.shard != "off" else []
     groups = [group for group in groups if (ranks_in(group) or 1) > 1]
     if not groups:
         return search.run(graph, options)
@@ -84,6 +85,8 @@ class _Attempt:
 
     def __init__(self, graph: TrainGraph, options: Options) -> None:
         self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
+        self.mark = fingerprint(graph)
+        self.alike = list[object]()
         self.planned: Planned | None = None
         self.error: Exception | None = None
 
@@ -104,17 +107,21 @@ class _Attempt:
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
         asked = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**asked, "roamc": __version__, "torch": torch.__version__}
-        ranks = list(map(json.loads, texts_of(group, json.dumps([mine, self._free()]), self.name, "plan it")))
-        for number, (other, _) in zip(numbers_in(group), ranks, strict=True):
+        said = json.dumps([mine, self._free(), self.mark])
+        ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it")))
+        if all(mark == self.mark for _, _, mark in ranks):
+            self.alike.append(group)
+        for number, (other, _, _) in zip(numbers_in(group), ranks, strict=True):
             first = ranks[0][0]
             for key in mine:
                 if other.get(key) != first.get(key):
                     raise RanksError(
-                        f"{self.name} is on shards, and {in_words([number])} plans it with {key}={other.get(key)}, "
-                        f"{in_words(numbers_in(group)[:1])} with {first.get(key)}: give all ranks the same"
+                        f"{self.name} is on several ranks, and {in_words([number])} plans it with {key}="
+                        f"{other.get(key)}, {in_words(numbers_in(group)[:1])} with {first.get(key)}: "
+                        "give all ranks the same"
                     )
         if self.asked.memory_budget == "device":
-            free = min((free for _, free in ranks if free is not None), default=None)
+            free = min((free for _, free, _ in ranks if free is not None), default=None)
             self.options = dataclasses.replace(self.options, memory_budget=free)
 
     def _free(self) -> int | None:
@@ -133,21 +140,23 @@ class _Attempt:
 
         A rank whose graph is another than the first rank's plans for itself, and so does each if there is no plan.
         """
-        mark, first = fingerprint(self.graph), rank_in(group) == 0
+        first = rank_in(group) == 0
+        if group in self.alike:
+            self.graph = with_same_plan(self.graph, [group])
         if first:
-            self._search("", mark)
+            self._search("")
         sent = _packed(self.planned.plan) if self.planned is not None else ""
         texts = texts_of(group, sent, self.name, "plan it")
         if not first:
-            self._search(texts[0], mark)
+            self._search(texts[0])
 
-    def _search(self, sent: str, mark: str) -> None:
-        """Plan, by the decisions of the plan ``sent`` if that is one for a graph with the fingerprint ``mark``."""
+    def _search(self, sent: str) -> None:
+        """Plan, by the decisions of the plan ``sent`` if that is one for this graph."""
         if self.error is not None:
             return
         try:
             plan = _received(sent) if sent else None
-            applied = plan if plan is not None and plan.fingerprint == mark else None
+            applied = plan if plan is not None and plan.fingerprint == self.mark else None
             self.planned = search.run(self.graph, self.options, applied)
         except Exception as error:  # it is raised once the other ranks know
             self.error = error

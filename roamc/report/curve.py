@@ -75,7 +75,7 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
     for number, target in enumerate(targets(lowest, highest), start=1):
         say(f"peak {number} of {BETWEEN} above the lowest")
         trials.attempt(target, together=True, simulations=SIMULATIONS)
-    plans = staircase(trials.plans)
+    now, plans = trials.counted(now), staircase([trials.counted(plan) for plan in trials.plans])
     bound = _bounds(trials, [plan.needed_bytes for plan in (*plans, now)])
     return Curve(
         spots=tuple(_spot(plan, bound) for plan in plans),

@@ -7,6 +7,7 @@ rerun_readers.py   from reruns at places in an order to those that name their re
 expiry.py          which operators may run again, and until when
 versions.py        a storage made a second time, for some of its readers
 names.py           names for new nodes
+repeats.py         operators that repeat another one, and go; gathers.py the same of gathers in backward
 in_place.py        results that may be written over an argument
 order_problem.py   the graph as numbers for :mod:`roamc.solvers.order`
 """

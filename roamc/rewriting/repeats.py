@@ -46,7 +46,7 @@ def repeats(graph: TrainGraph, live: LiveNodes) -> dict[fx.Node, fx.Node]:
 
 def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
     """Operators that have equal results, in graph order."""
-    fixed, alike = _fixed(graph), Alike()
+    fixed, alike = fixed_storages(graph), Alike()
     numbers: dict[fx.Node, int] = {}
     known: dict[tuple[int, ...], int] = {}
     equal: dict[tuple[int, Phase], list[fx.Node]] = {}
@@ -65,8 +65,8 @@ def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
     return [nodes for nodes in equal.values() if len(nodes) > 1]
 
 
-def _fixed(graph: TrainGraph) -> set[StorageId]:
-    """The storages that some operator writes over, or that the caller gets."""
+def fixed_storages(graph: TrainGraph) -> set[StorageId]:
+    """Return the storages that some operator writes over, or that the caller gets."""
     written = (argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
     return all_ids([*output_node(graph.graph).all_input_nodes, *written])
 
@@ -130,13 +130,24 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> None:
     """
     nodes = {node.name: node for node in operators(graph.graph)}
     places: dict[StorageId, StorageId] = {}
-    mode, fixed = mode_of(graph.graph), _fixed(graph)
+    fixed = fixed_storages(graph)
     for name, earlier in pairs:
         second, first = nodes.get(name), nodes.get(earlier)
         if second is None or first is None or not _stands_for(graph, first, second, fixed):
             raise PlanError(f"{name!r} does not repeat {earlier!r} in this graph")
         second.replace_all_uses_with(first)
         places[id_of(second)] = id_of(first)
+    move_views(graph, places)
+
+
+def move_views(graph: TrainGraph, places: Mapping[StorageId, StorageId]) -> None:
+    """Note of views, in place, that they lie in other storages now, as their arguments do.
+
+    Args:
+        graph: its views have these arguments already.
+        places: id of a storage that has readers no longer to that of the one that they read.
+    """
+    mode = mode_of(graph.graph)
     if not places or mode is None:
         return
     for node in operators(graph.graph):
@@ -148,7 +159,7 @@ def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> None:
 def _stands_for(graph: TrainGraph, first: fx.Node, second: fx.Node, fixed: Collection[StorageId]) -> bool:
     """Whether readers of ``second`` may read ``first``; that both have equal values is for the judge to see.
 
-    Neither may be in ``fixed``, see :func:`_fixed`.
+    Neither may be in ``fixed``, see :func:`fixed_storages`.
     """
     if not first < second or graph.phase[first.name] is not graph.phase[second.name]:
         return False

@@ -8,7 +8,7 @@ a Rerun          the readers of each version by their names, wherever the operat
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from roamc.graph import Phase, TrainGraph
@@ -32,7 +32,9 @@ class Run(NamedTuple):
     renews: tuple[int, ...]
 
 
-def with_readers(graph: TrainGraph, order: Sequence[str], runs: Sequence[Run]) -> tuple[list[Rerun], list[str]]:
+def with_readers(
+    graph: TrainGraph, order: Sequence[str], runs: Sequence[Run], taken: Iterable[str] = ()
+) -> tuple[list[Rerun], list[str]]:
     """Return ``runs`` with names and readers, and the order with them in it.
 
     Args:
@@ -40,11 +42,15 @@ def with_readers(graph: TrainGraph, order: Sequence[str], runs: Sequence[Run]) -
         order: names of all operators, in a legal order; "" stands for a step that is no operator of the graph, at the
             boundary.
         runs: sorted by step; those in front of one step in the sequence in which they run.
+        taken: names that no run may get, besides those of the graph.
 
     Returns:
         (reruns, names): a rerun for each run of which something is read, and the names of all that runs in turn.
     """
-    naming = _Naming(build_memory(graph), order, runs, Names(graph.graph))
+    names = Names(graph.graph)
+    for name in taken:
+        names.take(name)
+    naming = _Naming(build_memory(graph), order, runs, names)
     reruns = naming.reruns()
     merged: list[str] = []
     rest = iter([(before, one.name) for before, one in reruns])

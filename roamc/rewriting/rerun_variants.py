@@ -6,15 +6,16 @@ these have been replaced. The normalised result does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from roamc.compat import OpOverload
-from roamc.graph import tensors_of
+from roamc.graph import SamePlan, tensors_of
 from roamc.graph.memory import MemoryModel, Operator
+from roamc.graph.ranks import runs_together
 from roamc.operators import ops
 from roamc.operators.random import save_rng_state
 
@@ -60,14 +61,19 @@ def results_of(target: Any, first: fx.Node) -> int:
     return len(target._schema.returns) if isinstance(target, OpOverload) and target is not first.target else len(value)
 
 
-def may_run_again(node: fx.Node) -> bool:
+def may_run_again(node: fx.Node, same_plan: Sequence[SamePlan] = ()) -> bool:
     """Return whether another run of the operator ``node`` gives the same bits, and writes no argument.
 
     The inputs and, for a random operator, the state of the generator are the same in both runs.
+
+    Args:
+        node: the operator.
+        same_plan: of its graph; collectives of these groups may run again.
     """
     target, _, _ = recompute_variant(node)
     rule = ops.rule(target)
-    return (rule.recomputable or rule.random) and not rule.mutates and node.target is not save_rng_state
+    repeats = rule.recomputable or rule.random or runs_together(node, same_plan)
+    return repeats and not rule.mutates and node.target is not save_rng_state
 
 
 def reads_of(memory: MemoryModel, node: fx.Node) -> set[int]:

@@ -115,7 +115,7 @@ class _Placing:
 
     def check(self, one: Rerun) -> None:
         """Check what a rerun says of itself and of its readers; raise PlanError as :func:`places` does."""
-        if one.operator not in self.number or not may_run_again(self._node(one.operator)):
+        if one.operator not in self.number or not may_run_again(self._node(one.operator), self.graph.same_plan):
             raise PlanError(f"this graph has no operator {one.operator!r} that could run again")
         if not re.fullmatch(re.escape(stem_of(one.operator)) + "_[1-9][0-9]{0,8}", one.name):
             raise PlanError(f"another run of {one.operator} cannot have the name {one.name!r}")

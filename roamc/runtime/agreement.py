@@ -71,8 +71,8 @@ def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, 
             what = f"another {', '.join(names[:3])}{more} than rank {numbers[0]}"
             parts.append(f"{in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
     return (
-        f"{graph.name} is on shards, and {'; '.join(parts)}: give all ranks of the group the same batch, "
-        "parameters and seed (torch.manual_seed), or set shard='off'"
+        f"{graph.name} is on several ranks, and {'; '.join(parts)}: give all ranks of the group the same "
+        "batch, parameters and seed (torch.manual_seed), or set shard='off'"
     )
 
 

@@ -84,7 +84,7 @@ def test_ranks_that_have_other_values_are_refused_on_all_ranks(case: str, tmp_pa
         for rank in (0, 1):
             (line,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {change}: ")]
             if TOLD[change]:
-                assert f"refused: Tiny is on shards, and rank 1 has {TOLD[change]}" in line, line
+                assert f"refused: Tiny is on several ranks, and rank 1 has {TOLD[change]}" in line, line
             else:
                 assert "passed with" in line, line
                 assert line.endswith("shards: True"), line

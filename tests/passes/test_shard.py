@@ -270,9 +270,11 @@ def test_another_choice_of_values_is_carried_out_as_well() -> None:
     assert counted(found)["FORWARD", "all_gather_into_tensor"] == 4, "one more, for the sum that is whole"
 
 
-def test_option_takes_two_words() -> None:
+def test_option_takes_three_words() -> None:
     assert parse_options({"shard": "sequence"}).shard == "sequence"
-    with pytest.raises(Exception, match="shard must be one of off, sequence, not 'sequences'; did you mean 'sequence'"):
+    with pytest.raises(
+        Exception, match="shard must be one of off, whole, sequence, not 'sequences'; did you mean 'sequence'"
+    ):
         parse_options({"shard": "sequences"})
 
 

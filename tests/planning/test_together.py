@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from roamc import budget
 from roamc.errors import BudgetError, PlanError, RanksError, VerifyError
-from roamc.graph import TrainGraph
+from roamc.graph import SamePlan, TrainGraph
 from roamc.options import parse_options
 from roamc.passes.shard import choose
 from roamc.planning import search, together
@@ -91,6 +91,7 @@ def test_first_rank_decides_and_the_others_apply(monkeypatch: pytest.MonkeyPatch
     assert isinstance(second, Planned)
     assert first.plan.to_json() == second.plan.to_json()
     assert ranks.decided == [0]
+    assert first.graph.same_plan == second.graph.same_plan == (SamePlan("group", sums=False),)
 
 
 def test_rank_with_another_graph_decides_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +101,7 @@ def test_rank_with_another_graph_decides_for_itself(monkeypatch: pytest.MonkeyPa
     assert isinstance(second, Planned)
     assert first.plan.fingerprint != second.plan.fingerprint
     assert sorted(ranks.decided) == [0, 1]
+    assert first.graph.same_plan == second.graph.same_plan == (), "no collective runs again on one of them alone"
 
 
 def test_plan_that_is_too_long_to_send_is_made_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +177,8 @@ def test_ranks_with_other_options_are_told_which(monkeypatch: pytest.MonkeyPatch
     for error in Ranks(monkeypatch).plan(graphs, {"memory_budget": "device", "profile": "cpu"}, memory_budget="min"):
         assert type(error) is RanksError
         assert str(error) == (
-            "Sequential is on shards, and rank 11 plans it with memory_budget='device', rank 10 with 'min': give all "
-            "ranks the same"
+            "Sequential is on several ranks, and rank 11 plans it with memory_budget='device', rank 10 with 'min': "
+            "give all ranks the same"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from roamc.passes import normalize
 from roamc.rewriting.expiry import droppable, expiries
 from roamc.rewriting.names import Names
 from roamc.rewriting.rerun import rerun
-from roamc.rewriting.rerun_variants import recompute_variant
+from roamc.rewriting.rerun_variants import may_run_again, recompute_variant
 from roamc.rewriting.reruns import Rerun
 from tests.graphs import assert_same, clones, run_real, traced
 
@@ -86,7 +87,8 @@ def some_reruns(graph: TrainGraph, seed: int, share: float, ahead: bool = False)
     nodes = {op.node.name: op.node for op in memory.operators}
     until = expiries(memory, nodes, names, range(len(names)), boundary=graph.boundary)
     chosen = []
-    for storage, may_drop in zip(memory.counted, droppable(memory, memory.counted), strict=True):
+    able = functools.partial(may_run_again, same_plan=graph.same_plan)
+    for storage, may_drop in zip(memory.counted, droppable(memory, memory.counted, able), strict=True):
         for user in memory.uses[storage.index] if may_drop else ():
             if user < until[storage.producer] and rng.random() < share:
                 at = rng.randint(storage.producer + 1, user) if ahead else user
