@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from roamc.compat_groups import exchanged, numbers_in
 from roamc.errors import RanksError
 
+ON_SHARDS = "give all ranks of the group the same batch and options, or set shard='off'"
+"""What to do about a rank that is missing, where a graph is split along the tokens."""
 
-def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
+FIRST_STEP = "let all ranks of the group take their first step together, with the same model and options"
+"""What to do about a rank that is missing, where parameters are split."""
+
+
+def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SHARDS) -> list[str]:
     """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
 
     Every rank of the group must call it; the call waits for the others until the timeout of the process group.
@@ -18,6 +24,7 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
         text: what the other ranks get from this rank.
         name: of the graph, for the message.
         what: what a rank that is missing has not done, in words, such as "plan it".
+        advice: what to do about a rank that is missing.
 
     Raises:
         RanksError: a rank is missing; names it.
@@ -28,8 +35,7 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
     if missing:
         raise RanksError(
             f"{name} is on shards, and {in_words(missing)} of the group of {in_words(numbers)} ran something else "
-            f"and did not {what} within the timeout of the process group: give all ranks of the group the "
-            "same batch and options, or set shard='off'"
+            f"and did not {what} within the timeout of the process group: {advice}"
         )
     return [found for found in texts if found is not None]
 

@@ -1,4 +1,4 @@
-"""Ranks whose steps are split along the tokens plan together: the first rank of a group decides for all.
+"""Ranks whose steps are split plan together, along the tokens or their parameters: the first decides for all.
 
     first rank       options, free bytes    plan, send the decisions            say how it went
     other ranks      options, free bytes    read them, apply and check them     say how it went
@@ -24,7 +24,7 @@ from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
 from roamc.graph import Role, TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import input_bytes
-from roamc.graph.ranks import in_words, texts_of
+from roamc.graph.ranks import FIRST_STEP, ON_SHARDS, in_words, texts_of
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
@@ -39,33 +39,34 @@ FATAL: dict[str, type[RoamcError]] = {kind.__name__: kind for kind in (BudgetErr
 """Errors that end training on the rank where they are raised, by name; others may end in a fallback."""
 
 
-def run(graph: TrainGraph, options: Options) -> Planned:
+def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Planned:
     """Plan a graph as :func:`roamc.planning.search.run` does, on all ranks of its groups at the same time.
 
-    Ranks talk to each other only where ``options.shard`` is "sequence" and forward sums over a group: its ranks need
-    the same batch, and so make their plans at the same time.
+    Ranks talk to each other where ``options.shard`` is "sequence" and forward sums over a group: its ranks need
+    the same batch, and so make their plans at the same time. So do those of the groups in ``meeting``.
 
     Args:
         graph: the captured graph; it is changed in place.
         options: what the user set, the same on every rank.
+        meeting: names of groups whose ranks plan at the same time for another reason, such as their first step.
 
     Raises:
         RanksError: another rank has other options, failed to plan, or does not plan; names it and the reason.
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
-    groups = choose.groups(graph) if options.shard == "sequence" else []
-    groups = [group for group in groups if (ranks_in(group) or 1) > 1]
+    by_tokens = choose.groups(graph) if options.shard == "sequence" else []
+    groups = [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
     if not groups:
         return search.run(graph, options)
     name = graph.name
-    attempt = _Attempt(graph, options)
+    attempt = _Attempt(graph, options, ON_SHARDS if by_tokens else FIRST_STEP)
     for group in groups:
         attempt.meet(group)
     attempt.plan(groups[0])
     told = attempt.told
     for group in groups:
-        heard = _heard(group, texts_of(group, told, name, "plan it"), name)
+        heard = _heard(group, texts_of(group, told, name, "plan it", attempt.advice), name)
         told = told or heard
     if attempt.error is not None:
         raise attempt.error
@@ -82,8 +83,9 @@ class _Attempt:
     Every rank exchanges the same texts in turn, whether it has failed or not: an empty text says nothing.
     """
 
-    def __init__(self, graph: TrainGraph, options: Options) -> None:
+    def __init__(self, graph: TrainGraph, options: Options, advice: str) -> None:
         self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
+        self.advice = advice
         self.planned: Planned | None = None
         self.error: Exception | None = None
 
@@ -104,7 +106,8 @@ class _Attempt:
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
         asked = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**asked, "roamc": __version__, "torch": torch.__version__}
-        ranks = list(map(json.loads, texts_of(group, json.dumps([mine, self._free()]), self.name, "plan it")))
+        text = json.dumps([mine, self._free()])
+        ranks = list(map(json.loads, texts_of(group, text, self.name, "plan it", self.advice)))
         for number, (other, _) in zip(numbers_in(group), ranks, strict=True):
             first = ranks[0][0]
             for key in mine:
@@ -137,7 +140,7 @@ class _Attempt:
         if first:
             self._search("", mark)
         sent = _packed(self.planned.plan) if self.planned is not None else ""
-        texts = texts_of(group, sent, self.name, "plan it")
+        texts = texts_of(group, sent, self.name, "plan it", self.advice)
         if not first:
             self._search(texts[0], mark)
 
