@@ -30,7 +30,7 @@ class Sharding:
         shape: of the whole; with tensor parallelism, of all that this rank's place in the other mesh has of it.
         rows: length along ``dim`` of the longest part.
         dtype: of the whole, in forward and backward.
-        reduced_in: the dtype in which gradients are reduced; None for that of the gradient.
+        reduced_in: the dtype in which gradients are reduced.
         before, after: what gradients are divided by before and after the reduction; None for no division.
         reduction: "avg" or "sum"; "other" for one that functional collectives do not have.
         gathered_again: whether backward gathers the parameter again, and the first whole is given up behind forward.
@@ -46,7 +46,7 @@ class Sharding:
     shape: tuple[int, ...]
     rows: int
     dtype: torch.dtype
-    reduced_in: torch.dtype | None
+    reduced_in: torch.dtype
     before: float | None
     after: float | None
     reduction: str
@@ -54,10 +54,10 @@ class Sharding:
     spec: Any = None
 
 
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called with ``module``."""
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules in ``model``, from the outside in, that ``fully_shard`` was called with."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -102,10 +102,7 @@ def take_apart(model: nn.Module) -> None:
 
     A forward without backward, such as an evaluation, leaves the parameters of the outermost module whole.
     """
-    for module in model.modules():
-        if not is_fully_sharded(module):
-            continue
-        sharded: Any = module
+    for sharded in _sharded_modules(model):
         groups = _groups(sharded._get_fsdp_state())
         if any(group._all_gather_result is not None for group in groups):
             sharded.unshard()  # waits for what was started: else the next forward takes it for the values then
@@ -149,15 +146,12 @@ def _states(model: nn.Module) -> Iterator[tuple[Any, bool]]:
     """Each state of ``fully_shard`` in ``model``, with whether its module is an outermost one."""
     inside: set[int] = set()
     seen: set[int] = set()
-    for module in model.modules():  # from the outside in
-        if not is_fully_sharded(module):
-            continue
-        sharded: Any = module
+    for sharded in _sharded_modules(model):
         state = sharded._get_fsdp_state()
         if id(state) not in seen:
             seen.add(id(state))
-            yield state, id(module) not in inside if state._is_root is None else bool(state._is_root)
-        inside.update(map(id, module.modules()))
+            yield state, id(sharded) not in inside if state._is_root is None else bool(state._is_root)
+        inside.update(map(id, sharded.modules()))
 
 
 def _groups(state: Any) -> list[Any]:
@@ -187,7 +181,7 @@ def _sharding(state: Any, group: Any, held: Any, *, is_root: bool) -> Sharding:
         reduced_by, copies, reduced_in, group.device.type, group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
     )  # fmt: skip
-    kept_by_root = is_root and state._auto_reshard_after_forward
+    kept_by_root = is_root and getattr(state, "_auto_reshard_after_forward", True)
     return Sharding(
         group=_name(parts),
         ranks=_size(parts),

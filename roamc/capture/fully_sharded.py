@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from roamc import compat
 from roamc.capture.sharing import base_of
 from roamc.compat import identity
-from roamc.compat_fsdp import Sharding, gathered_tensor, is_fully_sharded, settings_of, shardings_of
+from roamc.compat_fsdp import Sharding, gathered_tensor, settings_of, shardings_of
 from roamc.compat_groups import numbers_in
 from roamc.errors import CaptureError
 from roamc.graph import Phase, operators
@@ -69,7 +69,7 @@ def check_settings(model: nn.Module) -> None:
     Raises:
         CaptureError: says what the module does, and which ways in take it.
     """
-    for settings in settings_of(model) if any(map(is_fully_sharded, model.modules())) else ():
+    for settings in settings_of(model):
         for words, is_set in settings.items():
             if is_set:
                 raise CaptureError(
@@ -86,8 +86,8 @@ def whole(part: torch.Tensor, name: str, sharding: Sharding) -> torch.Tensor:
         name: of the parameter.
         sharding: how it is held.
     """
-    found: torch.Tensor = _Whole.apply(part, name, sharding)  # type: ignore[no-untyped-call]
-    return gathered_tensor(found, sharding)
+    gathered: torch.Tensor = _Whole.apply(part, name, sharding)  # type: ignore[no-untyped-call]
+    return gathered_tensor(gathered, sharding)
 
 
 class _Whole(torch.autograd.Function):
@@ -113,14 +113,14 @@ def _gathered(part: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     gathered = COLLECTIVES.all_gather_into_tensor(_padded(part, sharding.rows, dim), ranks, sharding.group)
     if dim:
         gathered = torch.cat(gathered.chunk(ranks), dim)
-    found: torch.Tensor = gathered
-    return found.narrow(dim, 0, sharding.shape[dim]) if found.shape != sharding.shape else found
+    padded: torch.Tensor = gathered
+    return padded.narrow(dim, 0, sharding.shape[dim]) if padded.shape != sharding.shape else padded
 
 
 def _reduced(grad: torch.Tensor, sharding: Sharding, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Operator by operator what fully_shard does to the gradients of a group, in one buffer for all of them."""
     dim, ranks = sharding.dim, sharding.ranks
-    part = grad.to(sharding.reduced_in or grad.dtype)
+    part = grad.to(sharding.reduced_in)
     if sharding.group:
         part = torch.cat(part.chunk(ranks, dim)) if dim else _padded(part, sharding.rows * ranks, 0).contiguous()
     if sharding.before not in (None, 1):
