@@ -3,12 +3,12 @@
     python -m benchmarks.collectives --busy           2 and 4 ranks, all models, splits, ways, budgets; 50 runs each
     python -m benchmarks.collectives --runs 5 --ranks 2 --models gpt --layers 1
 
-Ways: R = torch.compile(backend="roamc"), O = roamc.optimize, S = roamc.train_step (DDP; the others are to be refused).
-Runs are forward and backward passes of one process group, each compared. "worst" is the largest relative error of a
-gradient in any run, "eager" the same for one run of eager, "same" whether all runs gave the bits of eager, "unwaited"
-how many ranks left a collective that nobody waited for, "refused" what a budget or a way was refused with, and "fault"
-what else happened: an error, or no end in time. The exit code is 1 if there is a fault, an unwaited collective, or an
-error above 5e-7.
+Ways: R = torch.compile(backend="roamc"), O = roamc.optimize, S = roamc.train_step. Runs are forward and backward passes
+of one process group, each compared. "worst" is the largest relative error of a gradient in any run, "eager" the same
+for one run of eager, "same" whether all runs gave the bits of eager, "as_first" whether they gave those of the same way
+under the first budget that was not refused, "unwaited" how many ranks left a collective that nobody waited for,
+"refused" what a budget was refused with, and "fault" what else happened: an error, or no end in time. The exit code is
+1 if there is a fault, an unwaited collective, other bits under another budget, or an error above 5e-7.
 """
 
 from __future__ import annotations
@@ -36,12 +36,24 @@ from torch import Tensor, nn
 
 import roamc
 from benchmarks._measure import save
-from roamc.errors import BudgetError, CaptureError
-from tests.parallel import BOUND, KINDS, SPLITS, batch, build, reference, run_backward, whole_gradients, worst_error
+from roamc.errors import BudgetError
+from tests.parallel import (
+    BOUND,
+    BY_BATCH,
+    KINDS,
+    SPLITS,
+    batch,
+    build,
+    reference,
+    run_backward,
+    whole,
+    whole_gradients,
+    worst_error,
+)
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("R", "O", "S")
-BUDGETS = ("none", "50%", "min")
+BUDGETS = ("none", "70%", "40%", "min")
 LENGTH = 48
 """Tokens in a row: activations outweigh the gradients then, which are handed out and which no budget makes smaller."""
 Gradients = dict[str, Tensor]
@@ -72,19 +84,22 @@ class Case:
         return {"model": self.kind, "kind": kind, **names, "layers": self.layers}
 
 
-def gradients_of_step(model: nn.Module, options: dict[str, Any]) -> Callable[[], Gradients]:
+def gradients_of_step(model: nn.Module, split: str, options: dict[str, Any]) -> Callable[[], Gradients]:
     """What gives the gradients that train_step updates with: the momentum of a first step is the gradient."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     step = roamc.train_step(model, lambda model, x: model(x), optimizer, **options)
-    rank = dist.get_rank()
-    mine = batch(length=LENGTH).chunk(dist.get_world_size())[rank]
+    rank = dist.get_rank() if split in BY_BATCH else 0
+    mine = batch(length=LENGTH).chunk(dist.get_world_size())[rank] if split in BY_BATCH else batch(length=LENGTH)
 
     def run() -> Gradients:
         optimizer.state.clear()
         torch.manual_seed(rank)
         step(mine)
         states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-        return {name.removeprefix("module."): state["momentum_buffer"].clone() for name, state in states.items()}
+        return {
+            name.removeprefix("module."): whole(name, state["momentum_buffer"], split).clone()
+            for name, state in states.items()
+        }
 
     return run
 
@@ -92,7 +107,7 @@ def gradients_of_step(model: nn.Module, options: dict[str, Any]) -> Callable[[],
 def gradients_of(model: nn.Module, split: str, way: str, options: dict[str, Any]) -> Callable[[], Gradients]:
     """What runs one forward and backward by ``way`` and gives whole gradients."""
     if way == "S":
-        return gradients_of_step(model, options)
+        return gradients_of_step(model, split, options)
     compiled: Any = model
     if way == "R":
         compiled = torch.compile(model, backend="roamc", options=options, dynamic=False)
@@ -106,14 +121,11 @@ def gradients_of(model: nn.Module, split: str, way: str, options: dict[str, Any]
     return run
 
 
-def cells(split: str, ways: Sequence[str], budgets: Sequence[str]) -> list[tuple[str, str]]:
-    """Ways and budgets of one model and split, in the sequence in which all ranks take them."""
-    refused = [budget for budget in budgets[:1] if split != "DDP"]
-    return [(way, budget) for way in ways for budget in (refused or budgets if way == "S" else budgets)]
+def measure(case: Case, way: str, budget: str, wanted: Gradients, first: Gradients) -> dict[str, Any]:
+    """What a row says of one way and budget, in every rank.
 
-
-def measure(case: Case, way: str, budget: str, wanted: Gradients) -> dict[str, Any]:
-    """What a row says of one way and budget, in every rank."""
+    ``first`` has the gradients of the same way under an earlier budget; it is filled if it is empty.
+    """
     torch._dynamo.reset()
     split = case.split
     options: dict[str, Any] = {"strict": True, **({} if budget == "none" else {"memory_budget": budget})}
@@ -123,15 +135,18 @@ def measure(case: Case, way: str, budget: str, wanted: Gradients) -> dict[str, A
         found = run()
     except Exception as error:
         cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
-        if not isinstance(cause, BudgetError) and (way != "S" or split == "DDP" or not isinstance(cause, CaptureError)):
+        if not isinstance(cause, BudgetError):
             raise
         return {"refused": str(cause)}
-    worst, same = 0.0, True
+    worst, same, as_first = 0.0, True, True
+    first.update({} if first else found)
     for number in range(case.runs):
         found = run() if number else found
         worst = max(worst, worst_error(found, wanted))
         same = same and all(torch.equal(found[name], eager[name]) for name in eager)
-    return {"runs": case.runs, "worst": worst, "eager": worst_error(eager, wanted), "same": same}
+        as_first = as_first and all(torch.equal(found[name], first[name]) for name in eager)
+    eagers = worst_error(eager, wanted)
+    return {"runs": case.runs, "worst": worst, "eager": eagers, "same": same, "as_first": as_first}
 
 
 def rank_main(arguments: Sequence[str]) -> None:
@@ -144,8 +159,9 @@ def rank_main(arguments: Sequence[str]) -> None:
     )
     wanted = reference(case.kind, case.split, case.ranks, case.layers, LENGTH)
     warnings.filterwarnings("ignore")
-    for way, budget in cells(case.split, ways.split(","), budgets.split(",")):
-        row = measure(case, way, budget, wanted)
+    first: dict[str, Gradients] = {way: {} for way in WAYS}
+    for way, budget in itertools.product(ways.split(","), budgets.split(",")):
+        row = measure(case, way, budget, wanted, first[way])
         if rank == "0":
             print(json.dumps({**case.row(way, budget), **row}), flush=True)
     dist.barrier()
@@ -181,7 +197,7 @@ def run_group(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     found = {row["kind"]: row for row in map(json.loads, (x for x in said[0][0].splitlines() if x.startswith("{")))}
     if not fault and any(process.returncode for process in processes):
         fault = next(err for (_, err), process in zip(said, processes, strict=True) if process.returncode)[-400:]
-    rows = [case.row(*cell) for cell in cells(case.split, options.ways, options.budgets)]
+    rows = [case.row(*cell) for cell in itertools.product(options.ways, options.budgets)]
     unwaited = sum("unwaited collective" in err for _, err in said)
     beside = {"busy": options.busy, "date": datetime.date.today().isoformat()}
     return [
@@ -210,7 +226,9 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> str:
 
 def sound(row: dict[str, Any]) -> bool:
     """Whether a row is as it should be."""
-    return "fault" not in row and not row["unwaited"] and ("refused" in row or row["worst"] <= BOUND)
+    if "fault" in row or row["unwaited"]:
+        return False
+    return "refused" in row or (row["worst"] <= BOUND and row["as_first"])
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -221,7 +239,8 @@ def line_of(row: dict[str, Any]) -> str:
         return f"{where}{'FAULT' if 'fault' in row else 'refused'}: {said[-160:] if 'fault' in row else said[:160]}"
     return (
         f"{where}{'' if sound(row) else 'WRONG '}worst {row['worst']:.2e}  eager {row['eager']:.2e}  "
-        f"{'same bits' if row['same'] else 'other bits'}  unwaited {row['unwaited']}  runs {row['runs']}"
+        f"{'same bits' if row['same'] else 'other bits'}  {'' if row['as_first'] else 'NOT '}as first  "
+        f"unwaited {row['unwaited']}  runs {row['runs']}"
     )
 
 
@@ -245,7 +264,7 @@ def main() -> int:
     with busy(options.busy):
         for ranks, kind, split in itertools.product(options.ranks, options.models, options.splits):
             rows += run_group(Case(kind, split, ranks, options.layers, options.runs), options)
-            print("\n".join(map(line_of, rows[-len(cells(split, options.ways, options.budgets)) :])), flush=True)
+            print("\n".join(map(line_of, rows[-len(options.ways) * len(options.budgets) :])), flush=True)
             path = save("collectives", rows, __doc__ or "", across_days=True)
     print(path)
     return 0 if all(map(sound, rows)) else 1

@@ -321,9 +321,8 @@ def _collectives(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "",
         f"Gradients of several gloo ranks against those of one rank: {models}; budgets {budgets}. R is "
-        '`torch.compile(backend="roamc")`, O `roamc.optimize`, S `roamc.train_step`, which refuses what is split in '
-        "another way than by DDP. Worst is the largest relative error of a gradient in any pass; a fault is an error, "
-        "no end, or a collective that nobody waited for.",
+        '`torch.compile(backend="roamc")`, O `roamc.optimize`, S `roamc.train_step`. Worst is the largest relative '
+        "error of a gradient in any pass; a fault is an error, no end, or a collective that nobody waited for.",
         "",
         "| ranks | split | way | plans | refused | passes | worst | eager's | eager's bits | faults |",
         "|---|---|---|---|---|---|---|---|---|---|",

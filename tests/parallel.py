@@ -234,12 +234,16 @@ def whole_gradients(model: nn.Module, split: str) -> dict[str, Tensor]:
     """All gradients in their full size; every rank must call this at the same place."""
     found = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, name
-        if split == "plain collectives":
-            grad = _gathered(name, grad)
-        found[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert parameter.grad is not None, name
+        found[name.removeprefix("module.")] = whole(name, parameter.grad, split)
     return found
+
+
+def whole(name: str, part: Tensor, split: str) -> Tensor:
+    """All of the gradient, or other tensor, of a parameter; every rank must call this at the same place."""
+    if split == "plain collectives":
+        part = _gathered(name, part)
+    return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 def _gathered(name: str, grad: Tensor) -> Tensor:

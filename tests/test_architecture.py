@@ -21,6 +21,7 @@ FLOOR = tuple(
             "compat_aot",
             "compat_dtensor",
             "compat_dynamo",
+            "compat_fsdp",
             "compat_groups",
             "compat_hooks",
             "compat_onednn",
@@ -105,7 +106,10 @@ READ_ADDRESSES = {
     "roamc.graph.storage_ids.addresses_of": ("roamc.capture",),
 }
 # The modules that may name what torch keeps to itself.
-COMPAT = ("roamc.compat", *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "groups", "hooks", "onednn")))
+COMPAT = (
+    "roamc.compat",
+    *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn")),
+)
 
 
 def within(name: str, package: str) -> bool:

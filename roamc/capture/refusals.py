@@ -61,6 +61,11 @@ def _text(error: RuntimeError | TypeError) -> str | None:
             "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
             "torch.compile or roamc.optimize"
         )
+    if "of _Whole is a view" in str(error):
+        return (
+            "the step writes to a parameter, of which fully_shard gathers a copy: the write would be lost, as it is in "
+            "eager; write to it between steps"
+        )
     if "backward through the graph a second time" in str(error):
         return (
             "loss_fn runs backward itself: let it return the loss alone, train_step adds backward and the optimizer's "

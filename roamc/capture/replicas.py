@@ -6,14 +6,12 @@
     clipping, update          read the mean
 
 The gradients are reduced in the order in which backward makes them, which :func:`agreed` has compared on all ranks.
-What shards parameters by hooks (fully_shard) has no place in a step yet and is refused; for DTensors see
-:mod:`roamc.capture.parts`.
+For fully_shard see :mod:`roamc.capture.fully_sharded`, for DTensors :mod:`roamc.capture.parts`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +21,11 @@ import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from roamc.compat_fsdp import is_wrapped
 from roamc.errors import CaptureError
 from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
-OTHER_WAYS = 'use torch.compile(model, backend="roamc") or roamc.optimize(model), with an optimizer of torch.optim'
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,16 @@ def _averaged(module: DistributedDataParallel, name: str) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model whose parameters FSDP shards: its hooks gather them outside of any graph.
+    """Refuse a model that ``FullyShardedDataParallel`` wraps: it gathers flat parameters outside of any graph.
 
     Raises:
-        CaptureError: says which other entry points take the model.
+        CaptureError: says what train_step takes in its place.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-    if any(isinstance(module, kinds) for module in model.modules()):
-        raise CaptureError(f"train_step does not take a model that is sharded by FSDP yet: {OTHER_WAYS}")
+    if any(map(is_wrapped, model.modules())):
+        raise CaptureError(
+            "train_step does not take FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard, or "
+            "roamc.optimize(model) with an optimizer of torch.optim"
+        )
 
 
 SETTINGS: tuple[tuple[str, Callable[[Any], bool]], ...] = (

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_dynamo
-from roamc.capture import communication, recurrent, refusals, rng_replay, user_line
+from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join
@@ -27,6 +27,7 @@ from roamc.capture.parts import check_clipping, check_placements, clipped, place
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.capture.value_check import values_kept
 from roamc.compat_dtensor import gathered, part_of
+from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
 from roamc.graph.keep import keep_saved
@@ -87,6 +88,8 @@ class CapturedStep:
         cohorts: parameter name to its cohort at capture, for every parameter that the step updates.
         replicas: the DistributedDataParallel modules of the model.
         reduced: names of the parameters whose gradients they average, in the order of the collectives.
+        sent: what ``fully_shard`` gathers and reduces, in the order of the collectives; empty without it.
+        groups: names of the groups of ranks that do so.
         changes: attributes of modules that forward set to tensors of the trace; capture has put their old values back.
     """
 
@@ -95,6 +98,8 @@ class CapturedStep:
     cohorts: dict[str, Cohort]
     replicas: tuple[Replica, ...] = ()
     reduced: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
 
@@ -210,6 +215,7 @@ class _Trace:
         self.updated: list[str] = []
         self.changes: Sequence[Change] = ()
         self.replicas = replicas_of(request.model)
+        self.shardings = fully_sharded.shardings(request.model)
 
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
         device = self.request.device or torch.device("cpu")
@@ -226,6 +232,8 @@ class _Trace:
                 user_line.noted(),
             ):
                 module = compat.trace(self._step, fakes, mode)
+            if self.shardings:
+                self._place_gathers(module.graph)
             as_views(module.graph)
             rng_replay.check_read(module)
             rng_replay.replay_marked(module.graph)
@@ -234,13 +242,31 @@ class _Trace:
         finally:
             compat.clear_autocast_cache()
 
+    def _place_gathers(self, graph: fx.Graph) -> None:
+        phase = _phases(graph, _flat(output_node(graph))[0])
+        fully_sharded.place(graph, phase, self.shardings)
+        gather_judge.check(graph, list(self.parameters), self.updated, self.shardings)
+
+    def _leaves(self, parts: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What stands for parameters and buffers in the model, and the tensors that autograd gives gradients of."""
+        held, leaves = {}, {}
+        for part, (name, real) in zip(parts, {**self.parameters, **self.buffers}.items(), strict=False):
+            sharding = self.shardings.get(name)
+            if sharding is None:
+                held[name] = leaves[name] = stand_in(part, real)
+            else:
+                leaves[name] = part.detach().requires_grad_(real.requires_grad)
+                held[name] = fully_sharded.whole(leaves[name], name, sharding)
+        return held, leaves
+
     def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         reals = {**self.parameters, **self.buffers}
-        held = {name: stand_in(part, real) for part, (name, real) in zip(flat, reals.items(), strict=False)}
+        held, leaves = self._leaves(flat)
         closures = Closures({id(real): held[name] for name, real in reals.items()})
         for name, parameter in self.parameters.items():
-            follow_hooks(held[name], parameter, name, closures)
-            place_gradient(held[name])
+            if name not in self.shardings:
+                follow_hooks(held[name], parameter, name, closures)
+                place_gradient(held[name])
         batch = list(self.request.leaves)
         for index, fake in zip(self.tensor_leaves, flat[len(reals) :], strict=True):
             batch[index] = stand_in(fake, self.request.leaves[index])
@@ -249,13 +275,14 @@ class _Trace:
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
+            casts_alone(model),
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             told = gathered(loss)  # by now: backward begins behind it
             compat.number_backward(loss)
-            wanted = {name: held[name] for name in self.trained}
+            wanted = {name: leaves[name] for name in self.trained}
             with user_line.of_backward():
                 found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
             self._write_back(held)  # by now: backward may read what a buffer was
@@ -371,8 +398,9 @@ class _Assembly:
         )
         traced = self.traced
         return CapturedStep(
-            captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced, tuple(traced.changes)
-        )
+            captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced,
+            fully_sharded.sequence(graph), fully_sharded.groups_of(traced.shardings), tuple(traced.changes),
+        )  # fmt: skip
 
     def _describe_inputs(self, inputs: list[fx.Node]) -> None:
         for name in self.traced.parameters:

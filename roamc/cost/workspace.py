@@ -10,6 +10,7 @@ the estimate is at the upper end. Some operators take buffers for each of torch'
     convolutions                   see :mod:`roamc.operators.costs.convolutions`
     factors, inverses, powers      see :mod:`roamc.operators.costs.linear_algebra`
     by index, or sorted            see :mod:`roamc.operators.costs.lookups`
+    collectives                    see :mod:`roamc.operators.costs.collectives`
 
 On a GPU the workspaces of cuBLAS and cuDNN are not known in advance, and none are counted.
 """

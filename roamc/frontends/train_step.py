@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices
-from roamc.capture import attributes, python_state
+from roamc.capture import attributes, fully_sharded, python_state
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import rule_for
@@ -32,6 +32,7 @@ from roamc.capture.step import (
     capture_step,
     optimizer_key,
 )
+from roamc.compat_fsdp import take_apart as take_parameters_apart
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
@@ -143,6 +144,7 @@ class TrainStep:
         self._rule = rule_for(optimizer)
         self._steps: OrderedDict[_Key, BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] = ()
+        self._sent: tuple[str, ...] = ()
         self._watches_inside = True
         self._written: set[python_state.Place] = set()
         self._node_hooks = NodeHooks()
@@ -162,6 +164,7 @@ class TrainStep:
         check_batch(leaves)
         self._check_surroundings()
         with _lock_of(self.model).now:
+            take_parameters_apart(self.model)
             bound, cohorts = self._bound(leaves, nest)
             before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
             if before:
@@ -182,6 +185,7 @@ class TrainStep:
             BudgetError: the plan does not fit ``memory_budget``.
         """
         leaves, nest = take_apart((batch, named))
+        take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
         captured, _, seconds = _captured(self._request(leaves, nest))
         planned = search.run(captured.graph, self.options)
@@ -219,6 +223,7 @@ class TrainStep:
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
         self._reduced = ()
+        self._sent = ()
         self._written = set()
         self._node_hooks = NodeHooks()
 
@@ -238,6 +243,7 @@ class TrainStep:
             raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)
+        fully_sharded.check_settings(self.model)
         if torch.is_anomaly_enabled():
             raise CaptureError(
                 "torch.autograd.detect_anomaly() is around a train_step, where it finds nothing: backward is a part of "
@@ -341,11 +347,12 @@ class TrainStep:
         if not self._reduced:
             agreed(captured.replicas, captured.reduced)
             self._reduced = captured.reduced
+        meeting = self._agree_on_gathers(captured)
         known = self._known(captured)
         if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
             return BoundStep(request, captured, self._rule, known.whole, known.plan), reads
         with _refused(captured.graph.name):
-            planned = together.run(captured.graph, self.options)
+            planned = together.run(captured.graph, self.options, meeting)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
             start = time.perf_counter()
             whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
@@ -354,6 +361,19 @@ class TrainStep:
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound, reads
+
+    def _agree_on_gathers(self, captured: CapturedStep) -> tuple[str, ...]:
+        """Let ranks of ``fully_shard`` compare what they send at the first capture; later ones must send the same.
+
+        Returns:
+            The groups whose ranks are here at the same time, and plan together; none at a later capture.
+        """
+        fully_sharded.check_sequence(self._sent, captured.sent)
+        if self._sent or not captured.sent:
+            return ()
+        fully_sharded.agreed(captured.groups, captured.sent, captured.graph.name)
+        self._sent = captured.sent
+        return captured.groups
 
     def _warn_of_gradients(self) -> None:
         if any(parameter.grad is not None for parameter in self.model.parameters()):

@@ -18,6 +18,12 @@ from roamc.operators import ops
 from roamc.operators.schemas import group_of
 from roamc.operators.table import Together
 
+ON_SHARDS = "give all ranks of the group the same batch and options, or set shard='off'"
+"""What to do about a rank that is missing, where a graph is split along the tokens."""
+
+FIRST_STEP = "let all ranks of the group take their first step together, with the same model and options"
+"""What to do about a rank that is missing, where parameters are split."""
+
 
 def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
     """Return whether ``node`` is a collective that may run again: on all ranks of its group, with the same bits.
@@ -49,7 +55,7 @@ def planned_groups(graph: TrainGraph) -> list[object]:
     return [group for group in groups if is_planned_for(group)]
 
 
-def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
+def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SHARDS) -> list[str]:
     """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
 
     Every rank of the group must call it; the call waits for the others until the timeout of the process group.
@@ -59,6 +65,7 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
         text: what the other ranks get from this rank.
         name: of the graph, for the message.
         what: what a rank that is missing has not done, in words, such as "plan it".
+        advice: what to do about a rank that is missing.
 
     Raises:
         RanksError: a rank is missing; names it.
@@ -69,8 +76,7 @@ def texts_of(group: object, text: str, name: str, what: str) -> list[str]:
     if missing:
         raise RanksError(
             f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} ran something "
-            f"else and did not {what} within the timeout of the process group: give all ranks of the group the "
-            "same batch and options, or set shard='off'"
+            f"else and did not {what} within the timeout of the process group: {advice}"
         )
     return [found for found in texts if found is not None]
 

@@ -1,4 +1,4 @@
-"""Ranks of a model with tensor parallelism plan together: the first rank of a group decides for all.
+"""Ranks of a model whose activations or parameters are split plan together: the first rank decides for all.
 
     first rank       options, free bytes    plan, send the decisions            say how it went
     other ranks      options, free bytes    read them, apply and check them     say how it went
@@ -25,7 +25,7 @@ from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
 from roamc.graph import Role, TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import input_bytes
-from roamc.graph.ranks import in_words, texts_of, with_same_plan
+from roamc.graph.ranks import FIRST_STEP, ON_SHARDS, in_words, texts_of, with_same_plan
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
@@ -40,33 +40,34 @@ FATAL: dict[str, type[RoamcError]] = {kind.__name__: kind for kind in (BudgetErr
 """Errors that end training on the rank where they are raised, by name; others may end in a fallback."""
 
 
-def run(graph: TrainGraph, options: Options) -> Planned:
+def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Planned:
     """Plan a graph as :func:`roamc.planning.search.run` does, on all ranks of its groups at the same time.
 
-    Ranks talk to each other only where ``options.shard`` is not "off" and forward sums over a group: its ranks need the
-    same batch, and so make their plans at the same time.
+    Ranks talk to each other where ``options.shard`` is not "off" and forward sums over a group: its ranks need the
+    same batch, and so make their plans at the same time. So do those of the groups in ``meeting``.
 
     Args:
         graph: the captured graph; it is changed in place.
         options: what the user set, the same on every rank.
+        meeting: names of groups whose ranks plan at the same time for another reason, such as their first step.
 
     Raises:
         RanksError: another rank has other options, failed to plan, or does not plan; names it and the reason.
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
-    groups = choose.groups(graph) if options.shard != "off" else []
-    groups = [group for group in groups if (ranks_in(group) or 1) > 1]
+    by_tokens = choose.groups(graph) if options.shard != "off" else []
+    groups = [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
     if not groups:
         return search.run(graph, options)
     name = graph.name
-    attempt = _Attempt(graph, options)
+    attempt = _Attempt(graph, options, ON_SHARDS if by_tokens else FIRST_STEP)
     for group in groups:
         attempt.meet(group)
     attempt.plan(groups[0])
     told = attempt.told
     for group in groups:
-        heard = _heard(group, texts_of(group, told, name, "plan it"), name)
+        heard = _heard(group, texts_of(group, told, name, "plan it", attempt.advice), name)
         told = told or heard
     if attempt.error is not None:
         raise attempt.error
@@ -83,9 +84,9 @@ class _Attempt:
     Every rank exchanges the same texts in turn, whether it has failed or not: an empty text says nothing.
     """
 
-    def __init__(self, graph: TrainGraph, options: Options) -> None:
+    def __init__(self, graph: TrainGraph, options: Options, advice: str) -> None:
         self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
-        self.mark = fingerprint(graph)
+        self.advice, self.mark = advice, fingerprint(graph)
         self.alike = list[object]()
         self.planned: Planned | None = None
         self.error: Exception | None = None
@@ -108,7 +109,7 @@ class _Attempt:
         asked = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**asked, "roamc": __version__, "torch": torch.__version__}
         said = json.dumps([mine, self._free(), self.mark])
-        ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it")))
+        ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it", self.advice)))
         if all(mark == self.mark for _, _, mark in ranks):
             self.alike.append(group)
         for number, (other, _, _) in zip(numbers_in(group), ranks, strict=True):
@@ -146,7 +147,7 @@ class _Attempt:
         if first:
             self._search("")
         sent = _packed(self.planned.plan) if self.planned is not None else ""
-        texts = texts_of(group, sent, self.name, "plan it")
+        texts = texts_of(group, sent, self.name, "plan it", self.advice)
         if not first:
             self._search(texts[0])
 

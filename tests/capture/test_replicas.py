@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import roamc
@@ -114,15 +112,3 @@ def test_model_inside_which_a_part_is_wrapped() -> None:
     roamc.train_step(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))(X)
     roamc.train_step(twin, loss_of, torch.optim.SGD(twin.parameters(), 0.1))(X)
     assert torch.equal(model[0].module.weight, twin[0].weight)
-
-
-def test_model_that_fsdp_shards_is_refused_at_once() -> None:
-    alone()
-    model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(CaptureError) as error:
-        roamc.train_step(model, loss_of, sgd(model))
-    assert str(error.value) == (
-        'train_step does not take a model that is sharded by FSDP yet: use torch.compile(model, backend="roamc") or '
-        "roamc.optimize(model), with an optimizer of torch.optim"
-    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from roamc.compat_groups import planned_for
 from roamc.cost import DeviceProfile, load_profile, seconds
 from roamc.cost.collectives import collectives, note, sent_bytes, traffic
+from roamc.cost.workspace import workspace_bytes
 from roamc.errors import ProfileError
 from roamc.graph import TrainGraph
 from tests.graphs import traced
@@ -89,3 +90,20 @@ def test_links_of_a_profile_are_read_and_checked() -> None:
         text = json.dumps({**data, "links": {**A100.links, "node": {**A100.links["node"], "ranks": ranks}}})
         with pytest.raises(ProfileError, match=rf"links of node in ranks must be a whole number from 1, not {ranks}"):
             DeviceProfile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (reduced, 4096),
+        (gathered, 8 * 8192),
+        (scattered, 8192 + 1024),
+        (lambda x: COLLECTIVES.all_reduce_coalesced([x, x], "sum", "tp")[0], 2 * 8192 + 8192),
+        (lambda x: COLLECTIVES.all_reduce(x.expand(1024, 64, 32).contiguous(), "sum", "tp"), 2 << 20),
+    ],
+)
+def test_gloo_copies_what_it_gathers_and_scatters_and_sends_two_pieces_at_a_time(
+    function: Callable[[Tensor], Tensor], wanted: int
+) -> None:
+    (node,) = collectives(graph_of(function))
+    assert workspace_bytes(node, threads=1) == wanted

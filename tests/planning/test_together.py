@@ -60,7 +60,7 @@ class Ranks:
         patch.setattr(search, "run", run)
         patch.setattr(budget, "_free", lambda device: (1 << 20) * (4 - self.local.rank))
 
-    def exchange(self, group: object, text: str, name: str, what: str) -> list[str]:
+    def exchange(self, group: object, text: str, name: str, what: str, advice: str) -> list[str]:
         self.texts[self.local.rank] = text
         self.barrier.wait()
         texts = list(self.texts)

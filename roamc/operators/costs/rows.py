@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from roamc.operators.costs import attention, convolutions, flops, linear_algebra, lookups, others, products, softmax
+from roamc.operators.costs import (
+    attention,
+    collectives,
+    convolutions,
+    flops,
+    linear_algebra,
+    lookups,
+    others,
+    products,
+    softmax,
+)
 from roamc.operators.costs.arguments import image, in_order, matrix, plain
 from roamc.operators.costs.cost import Cost, FlopFormula, Ordered
 from roamc.operators.costs.kinds import COLLECTIVE, FREE
@@ -32,6 +42,11 @@ def _by_onednn(kind: str, counted: FlopFormula, read_as: Mapping[int, Ordered] =
 
 
 ROWS: dict[str, Cost] = {
+    # Collectives.
+    "roamc_collective::all_reduce": Cost(COLLECTIVE, workspace=collectives.reduced),
+    "roamc_collective::all_reduce_coalesced": Cost(COLLECTIVE, workspace=collectives.reduced_together),
+    "roamc_collective::all_gather_into_tensor": Cost(COLLECTIVE, workspace=collectives.gathered),
+    "roamc_collective::reduce_scatter_tensor": Cost(COLLECTIVE, workspace=collectives.scattered),
     # Products.
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
     "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
@@ -192,9 +207,7 @@ KIND_ALONE: dict[str, str] = {
     "attention_backward": "_flash_attention_backward _efficient_attention_backward flex_attention_backward",
     "convolution": "_convolution cudnn_convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward "
     "miopen_convolution",
-    COLLECTIVE: "roamc_collective::all_reduce roamc_collective::all_reduce_coalesced "
-    "roamc_collective::all_gather_into_tensor roamc_collective::all_gather_into_tensor_coalesced "
-    "roamc_collective::reduce_scatter_tensor roamc_collective::reduce_scatter_tensor_coalesced",
+    COLLECTIVE: "roamc_collective::all_gather_into_tensor_coalesced roamc_collective::reduce_scatter_tensor_coalesced",
     "pointwise": "arange linspace scalar_tensor zeros ones full eye hardtanh_backward hardswish_backward "
     "hardsigmoid_backward leaky_relu_backward threshold_backward rrelu_with_noise_backward prelu _prelu_kernel "
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
