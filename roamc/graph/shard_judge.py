@@ -6,11 +6,14 @@ tensor, of which terms, in row-major order, whatever the shape. A rank of the sh
     R   all of it, as in the captured graph
     T   its rows: the part that stands at its rank if the elements are cut into as many parts as there are ranks
     P   an addend: the term is the sum over the ranks
+    C   columns of a matrix that are its rows in the matrix with the dimensions exchanged
 
 and the states follow from the operators alone:
 
     own_part(R) = T               all_gather(T) = R           reduce_scatter(p) = T of all_reduce(p)
     norm, softmax, sums(T) = T    sum over the rows(T) = P    all_reduce(P) = R, reduce_scatter(P) = T
+    transposed(T) = C, (C) = T, (P) = P     mm(T, R) = T                mm(C, T) = P
+    sum of a loss over the tokens(T) = P    its mean is the sum over that of the weights, each of all ranks
     element by element: T with T, and with an R that has one element or row for all tokens, gives T
     anything else takes R and gives R
 
