@@ -320,7 +320,8 @@ class _Search:
 
 
 def _numel(node: fx.Node) -> int:
-    return sum(int(tensor.numel()) for _, tensor in tensors_of(node))
+    """How many elements the largest result has."""
+    return max((int(tensor.numel()) for _, tensor in tensors_of(node)), default=0)
 
 
 def _args(call: Local | None) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-R, T, P, C = "R", "T", "P", "C"
+R, T, P, C, V, L, M = "R", "T", "P", "C", "V", "L", "M"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Value:
         term: number of the tensor's elements, equal for equal elements, see :mod:`roamc.graph.shard_terms`.
         state: what the rank has: "R", the whole tensor; "T", the rows of its own tokens; "P", an addend, where the
             tensor is the sum over the ranks; "C", those columns of a matrix that are rows of its own tokens in the
-            matrix with the dimensions exchanged.
-        shape: shape of the tensor; in states T and C that of the tensor with the rows of all ranks.
+            matrix with the dimensions exchanged; "V", its own classes, along the last dimension; "L", targets as it
+            counts its own classes; "M", an operand, where the tensor is the maximum over the ranks.
+        shape: shape of the tensor; in states T, C and V that of the tensor with the parts of all ranks.
         group: name and size of the group whose ranks share the rows or the sum; None in state R.
     """
 
@@ -44,7 +45,10 @@ class Value:
     group: tuple[object, int] | None = None
 
 
-WORDS = {R: "the whole", T: "its rows", P: "an addend", C: "its columns"}
+WORDS = {
+    **{R: "the whole", T: "its rows", P: "an addend", C: "its columns"},
+    **{V: "its classes", L: "the targets among its classes", M: "an operand of the maximum"},
+}
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -54,10 +58,10 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def local_shape(value: Value) -> tuple[int, ...]:
     """Return the shape of the tensor that a rank has of ``value``: in state T only its own rows count."""
-    if value.state not in (T, C) or value.group is None:
+    if value.state not in (T, C, V) or value.group is None:
         return value.shape
-    if value.state == C:
-        return (value.shape[0], value.shape[1] // value.group[1])
+    if value.state in (C, V):
+        return (*value.shape[:-1], value.shape[-1] // value.group[1])
     return (value.shape[0] // value.group[1], *value.shape[1:])
 
 
@@ -99,7 +103,7 @@ def _joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tu
     """State and group of what is made row by row of ``values``: T if one of them is, else R."""
     groups = {value.group for value in values if value.state == T}
     for value in values:
-        if value.state in (P, C):
+        if value.state not in (R, T):
             walk.fail(node, f"reads a value of which a rank has only {WORDS[value.state]}")
     if len(groups) > 1:
         walk.fail(node, "reads rows of ranks of two groups")
@@ -119,6 +123,10 @@ def _same_elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     shape = shape_of(tensor)
     if value.state == T and value.group is not None:
         shape = (shape[0] * value.group[1], *shape[1:]) if shape else shape
+    if value.state == V and value.group is not None:
+        if shape[-1:] != local_shape(value)[-1:]:
+            walk.fail(node, f"puts other numbers into a row than the classes of which a rank has {WORDS[V]}")
+        shape = (*shape[:-1], value.shape[-1])
     return (replace(value, shape=shape),)
 
 
@@ -207,8 +215,8 @@ def _check_rows(walk: Walk, node: fx.Node, argument: fx.Node, value: Value, shap
         walk.fail(node, f"reads {argument.name}, which differs from rank to rank, for the rows of a rank")
 
 
-def _along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
-    """The rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
+def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
+    """Return the rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
         given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
@@ -436,12 +444,14 @@ def _all_reduce(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 def _reduced(walk: Walk, node: fx.Node, argument: Any, value: Value | None) -> Value:
     op, group = node.args[1], node.args[2]
-    if value is None or value.state == T:
-        walk.fail(node, f"sums {argument}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    if value is None or value.state in (T, C, V, L):
+        had = T if value is None else value.state
+        walk.fail(node, f"sums {argument}, of which a rank has only {WORDS[had]}, with the rows of other tokens")
     assert value is not None
-    if value.state == P:
-        if op != "sum" or value.group is None or value.group[0] != group:
-            walk.fail(node, f"reduces {argument}, which is to be summed over the ranks of another group")
+    if value.state in (P, M):
+        if op != {P: "sum", M: "max"}[value.state] or value.group is None or value.group[0] != group:
+            what = f"{WORDS[value.state]} of {argument} by {op!r} over the ranks of {group!r}"
+            walk.fail(node, f"reduces {what}, which is to be reduced otherwise, or over another group")
         return replace(value, state=R, group=None)
     return replace(value, term=walk.reduced(node, value.term, op, group))
 
@@ -526,8 +536,8 @@ RULES: dict[object, Rule] = {
     aten.expand.default: _expanded,
     **dict.fromkeys(POINTWISE, elementwise),
     **dict.fromkeys([aten.mse_loss.default, aten.smooth_l1_loss.default], _elementwise_if_alike),
-    **dict.fromkeys([aten._softmax.default, aten._log_softmax.default, *REDUCTIONS, aten.sum.default], _along(1)),
-    **dict.fromkeys([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], _along(2)),
+    **dict.fromkeys([aten._softmax.default, *REDUCTIONS, aten.sum.default], along(1)),
+    aten._softmax_backward_data.default: along(2),
     aten.native_dropout.default: _dropout,
     aten.native_layer_norm.default: _norm((0,), behind=1, sums=0),
     aten.native_layer_norm_backward.default: _norm((0, 1, 3, 4), behind=2, sums=2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc.graph import TrainGraph, copied, operators, tensors_of
+from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.graph.shard_judge import check
 from roamc.graph.verify import check_graph
 from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose
 from tests.parallel import BOUND, worst_error
-from tests.shards import counted, normal_form, run_ranks, split
+from tests.shards import Classes, counted, normal_form, run_ranks, split
 
 aten = torch.ops.aten
 VOCABULARY, WIDTH, BATCH, LENGTH = 20, 16, 4, 6
@@ -62,6 +62,11 @@ LOSSES: dict[str, Loss] = {
 }
 """On shards from the head to the loss."""
 
+QUICK = ("shifted", "by hand", "class weights", "smoothed")
+
+GATHERED = ("twice", "smoothed, weights")
+"""Those that need more than sums and maxima over the classes."""
+
 ELSEWHERE: dict[str, Loss] = {
     "logits cut": lambda logits, labels, weights: F.cross_entropy(
         logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1)
@@ -89,6 +94,14 @@ class Model(nn.Module):
         return self.loss(self.head(self.norm(x + self.down(F.gelu(self.up(x))))), labels, self.weights)
 
 
+def part(model: Model, rank: int, ranks: int, *, by_class: bool = False) -> Model:
+    """The part of a model that a rank has, with the whole of the head or its classes."""
+    if by_class:
+        model.head = Classes(model.head, rank, ranks)  # type: ignore[assignment]
+    split(model, rank, ranks)
+    return model
+
+
 def tokens_and_labels(ignored: str) -> tuple[Tensor, Tensor]:
     """A batch whose tokens partly have no label: at borders of shards, in whole shards, or all of them."""
     drawn = torch.Generator().manual_seed(1)
@@ -100,13 +113,8 @@ def tokens_and_labels(ignored: str) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-@functools.cache
-def _captured(name: str, ranks: int, tied: bool, bias: bool) -> TrainGraph:
-    model = Model((LOSSES | ELSEWHERE)[name], tied=tied, bias=bias)
-    return normal_form(split(model, 0, ranks), tokens_and_labels("none"))
-
-
 def on_shards(graph: TrainGraph, ranks: int) -> TrainGraph:
+    """The graph behind the pass, checked by all judges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "ranks_in", lambda group: ranks)
         found = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
@@ -115,12 +123,31 @@ def on_shards(graph: TrainGraph, ranks: int) -> TrainGraph:
     return found
 
 
-def assert_as_on_one_rank(name: str, ranks: int, ignored: str, *, tied: bool = False, bias: bool = False) -> TrainGraph:
+def assert_as_on_one_rank(
+    name: str,
+    ranks: int,
+    ignored: Sequence[str] = ("borders", "shards"),
+    *,
+    tied: bool = False,
+    bias: bool = False,
+    by_class: bool = False,
+) -> TrainGraph:
     """Compare loss and gradients of all ranks with eager's on one rank, and return the graph on shards."""
     make = functools.partial(Model, (LOSSES | ELSEWHERE)[name], tied=tied, bias=bias)
+    found = on_shards(captured(make, ranks, by_class=by_class), ranks)
+    for places in ignored:
+        assert_same(found, make, ranks, places, by_class=by_class)
+    return found
+
+
+def captured(make: Callable[[], Model], ranks: int, *, by_class: bool = False) -> TrainGraph:
+    """The graph of the first rank."""
+    return normal_form(part(make(), 0, ranks, by_class=by_class), tokens_and_labels("none"))
+
+
+def assert_same(found: TrainGraph, make: Callable[[], Model], ranks: int, ignored: str, *, by_class: bool) -> None:
     batch = tokens_and_labels(ignored)
-    found = on_shards(copied(_captured(name, ranks, tied, bias)), ranks)
-    models = [split(make(), rank, ranks) for rank in range(ranks)]
+    models = [part(make(), rank, ranks, by_class=by_class) for rank in range(ranks)]
     state = [[*(p.detach() for p in model.parameters()), model.weights] for model in models]
     one = make()
     loss = one(*batch)
@@ -134,7 +161,6 @@ def assert_as_on_one_rank(name: str, ranks: int, ignored: str, *, tied: bool = F
         assert worst_error(whole, wanted) <= BOUND
     else:
         assert all(torch.allclose(whole[key], grad, equal_nan=True) for key, grad in wanted.items())
-    return found
 
 
 def _whole(parts: list[Tensor], shape: torch.Size) -> Tensor:
@@ -150,28 +176,49 @@ def largest_logits(graph: TrainGraph) -> int:
         for _, tensor in tensors_of(node)
         if tensor.dim() and tensor.shape[-1] == VOCABULARY and WIDTH not in tensor.shape and tensor.stride(0)
     ]
-    return max(sizes)
+    return max(sizes, default=0)
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_loss_and_gradients_are_those_of_the_whole_batch(name: str) -> None:
+    found = assert_as_on_one_rank(name, 2)
+    assert largest_logits(found) == BATCH * LENGTH // 2 * VOCABULARY
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_scores_split_by_class_are_never_whole(name: str) -> None:
+    found = assert_as_on_one_rank(name, 2, by_class=True)
+    assert largest_logits(found) == 0, "nothing has all classes"
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("ignored", ["borders", "shards"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradients_are_those_of_the_whole_batch(name: str, ignored: str, ranks: int) -> None:
-    found = assert_as_on_one_rank(name, ranks, ignored)
+def test_every_loss_is_that_of_the_whole_batch(name: str, ranks: int) -> None:
+    found = assert_as_on_one_rank(name, ranks)
     assert largest_logits(found) == BATCH * LENGTH // ranks * VOCABULARY
+    if name not in GATHERED:
+        assert largest_logits(assert_as_on_one_rank(name, ranks, by_class=True)) == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [*ELSEWHERE, *GATHERED])
+def test_scores_that_are_read_as_a_whole_are_gathered(name: str) -> None:
+    graph = captured(functools.partial(Model, (LOSSES | ELSEWHERE)[name]), 2, by_class=True)
+    found = on_shards(graph, 2)
+    assert largest_logits(found) == BATCH * LENGTH * VOCABULARY
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_logits_that_are_read_as_a_whole_are_made_as_a_whole(name: str) -> None:
-    found = assert_as_on_one_rank(name, 2, "borders")
+    found = assert_as_on_one_rank(name, 2)
     gathered = [node for node in operators(found.graph) if "all_gather" in str(node.target)]
     assert all(node.meta["val"].shape[-1] != VOCABULARY for node in gathered)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_heads_with_a_bias_and_tied_ones(tied: bool, bias: bool) -> None:
-    assert_as_on_one_rank("shifted", 2, "shards", tied=tied, bias=bias)
+def test_heads_with_a_bias_and_tied_ones(tied: bool) -> None:
+    assert_as_on_one_rank("shifted", 2, tied=tied, bias=True)
 
 
 def test_logits_that_are_returned_leave_backward_on_shards() -> None:
@@ -191,4 +238,4 @@ def test_logits_that_are_returned_leave_backward_on_shards() -> None:
 
 
 def test_a_batch_without_labels_gives_what_eager_gives() -> None:
-    assert_as_on_one_rank("mean", 2, "all")
+    assert_as_on_one_rank("mean", 2, ("all",))
