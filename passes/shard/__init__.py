@@ -95,8 +95,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             has another number of ranks, a value that the decision leaves out would have to be sharded, or the ranks
             divide the tokens of a region that is said to stay whole.
     """
-    heads = [Head(name, ranks, tuple(values)) for name, ranks, values in decision.classes]
-    graph = captured = _by_class(graph, heads)
+    notes: list[str] = []
+    for head in (Head(name, ranks, tuple(values)) for name, ranks, values in decision.classes):
+        before, graph = graph, classes.by_class(graph, head)
+        notes.append(_told_of_head(before, graph, head))
+    captured = graph
     names = {node.name for node in operators(graph.graph)}
     for name, ranks, tokens in decision.uneven:
         if name not in names or ranks < 2 or tokens < 1 or tokens % ranks == 0:
@@ -105,11 +108,6 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         f"shard: {tokens} tokens are left whole on each of {ranks} ranks, which do not divide them: the next number of "
         f"tokens that fits is {tokens + -tokens % ranks}"
         for _, ranks, tokens in decision.uneven
-    ]
-    notes = [
-        f"shard: the scores of {head.gathered} stay split by class among {head.ranks} ranks: {len(head.values)} values "
-        "have a rank's own classes"
-        for head in heads
     ]
     for region in map(Region._make, decision.regions):
         before, graph = graph, sharded(graph, region)
@@ -136,10 +134,22 @@ def _agreements(graph: TrainGraph, decision: Decision) -> tuple[Agreement, ...]:
 
 def _told(before: TrainGraph, now: TrainGraph, region: Region) -> str:
     """What became of a region, for the plan."""
-    group = next(group_of(node) for node in operators(before.graph) if node.name == region.first)
-    was, has = (traffic(graph, group, region.ranks) for graph in (before, now))
     values = f"{len(region.shards)} values of {region.tokens} tokens, from {region.shards[0]} to {region.shards[-1]}"
-    return f"shard: {values}, are split among {region.ranks} ranks; a step has {has}, and had {was}"
+    return f"shard: {values}, are split among {region.ranks} ranks; {_sent(before, now, region.first, region.ranks)}"
+
+
+def _told_of_head(before: TrainGraph, now: TrainGraph, head: Head) -> str:
+    """What became of scores that were gathered, for the plan."""
+    values = f"{len(head.values)} values, from {head.gathered} to {head.values[-1]}"
+    sent = _sent(before, now, classes.gather_of(before, head), head.ranks)
+    return f"shard: {values}, stay split by class among {head.ranks} ranks; {sent}"
+
+
+def _sent(before: TrainGraph, now: TrainGraph, first: str, ranks: int) -> str:
+    """What a step of the group of the collective ``first`` sends."""
+    group = next(group_of(node) for node in operators(before.graph) if node.name == first)
+    was, has = (traffic(graph, group, ranks) for graph in (before, now))
+    return f"a step has {has}, and had {was}"
 
 
 def _named(found: choose.Found, form: Form) -> tuple[str, ...]:

@@ -100,13 +100,26 @@ def by_class(graph: TrainGraph, head: Head) -> TrainGraph:
         PlanError: ``graph`` does not gather such scores, or another value reads them.
     """
     graph = copied(graph)
-    fitting = [scores for scores in _gathered(graph) if (scores.whole.name, scores.ranks) == head[:2]]
-    if not fitting:
-        raise PlanError(f"{head.gathered!r} does not gather the scores of {head.ranks} ranks")
-    columns = _Columns(graph, fitting[0])
+    columns = _Columns(graph, _scores(graph, head))
     if not columns.find() or tuple(node.name for node in columns.values) != head.values:
         raise PlanError(f"the values of {head.gathered} are not those that the plan splits by class")
     return _Writer(graph, columns).run()
+
+
+def gather_of(graph: TrainGraph, head: Head) -> str:
+    """Return the name of the collective that gathers a head's scores in ``graph``.
+
+    Raises:
+        PlanError: ``graph`` does not gather such scores.
+    """
+    return _scores(graph, head).gather.name
+
+
+def _scores(graph: TrainGraph, head: Head) -> _Scores:
+    for scores in _gathered(graph):
+        if (scores.whole.name, scores.ranks) == (head.gathered, head.ranks):
+            return scores
+    raise PlanError(f"{head.gathered!r} does not gather the scores of {head.ranks} ranks")
 
 
 def _gathered(graph: TrainGraph) -> Iterator[_Scores]:
