@@ -39,7 +39,7 @@ from roamc.operators.collectives import FINISHED
 from roamc.operators.corrections import corrected
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import FOREIGN, own_classes, own_part
-from roamc.passes.shard.rules import RESHAPES
+from roamc.passes.shard.rules import RESHAPES, overflows
 from roamc.passes.shard.varying import varying
 from roamc.rewriting.versions import erase_dead, up_to_date
 
@@ -192,7 +192,9 @@ class _Columns:
             return self._picks(node)
         if target in (aten.nll_loss_forward.default, aten.sum.dim_IntList):
             self.summed[node] = None
-            return self._is_loss(node, 0) if target is aten.nll_loss_forward.default else self._along_classes(node, 1)
+            if target is aten.nll_loss_forward.default:
+                return self._is_loss(node, 0) and not overflows(node)
+            return self._along_classes(node, 1)
         fits = self._gives_classes(node)
         if fits:
             self.values[node] = None

@@ -417,7 +417,7 @@ def _nll_loss(node: fx.Node, rows: Rows) -> Local | None:
     """The loss of each token, or their sum, and the sum of the tokens' weights; see :func:`divides` for their mean."""
     scores, target, weight, reduction, ignored = node.args
     parts = _scores_and_target(scores, target, rows)
-    if parts is None or not _whole(weight, rows):
+    if parts is None or not _whole(weight, rows) or overflows(node):
         return None
     how = NONE if reduction == NONE else SUM
     first = Form.SHARD if reduction == NONE else Form.SUM
@@ -440,6 +440,11 @@ def _nll_loss_backward(node: fx.Node, rows: Rows) -> Local | None:
 def divides(node: fx.Node) -> bool:
     """Return whether ``node`` is a loss that divides by the weights of all tokens, as the ranks do with their sums."""
     return node.target is aten.nll_loss_forward.default and bool(node.args[3] == MEAN)
+
+
+def overflows(node: fx.Node) -> bool:
+    """Return whether a loss divides before it rounds to half precision, which has no room for the sum over tokens."""
+    return divides(node) and node.meta["val"][0].dtype is torch.float16
 
 
 def _scores_and_target(scores: object, target: object, rows: Rows) -> tuple[Part, Part] | None:

@@ -237,5 +237,14 @@ def test_logits_that_are_returned_leave_backward_on_shards() -> None:
     assert [tuple(node.meta["val"].shape) for node in wide] == [(BATCH * LENGTH // 2, VOCABULARY)]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("by_class", [False, True])
+def test_sums_over_tokens_have_room(by_class: bool) -> None:
+    """The mean of a loss in half precision is left whole; that in bfloat16 is not."""
+    for dtype, wide in ((torch.float16, VOCABULARY), (torch.bfloat16, 0 if by_class else VOCABULARY // 2)):
+        graph = captured(lambda dtype=dtype: Model(LOSSES["mean"]).to(dtype), 2, by_class=by_class)  # type: ignore[misc]
+        assert largest_logits(on_shards(graph, 2)) == BATCH * LENGTH * wide
+
+
 def test_a_batch_without_labels_gives_what_eager_gives() -> None:
     assert_as_on_one_rank("mean", 2, ("all",))
