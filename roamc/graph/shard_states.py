@@ -132,7 +132,7 @@ def _same_elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 def _expanded(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value, shape = walk.values[node.args[0]][0], shape_of(node.meta["val"])  # type: ignore[index]
-    if value is None or value.state == P:
+    if value is None or value.state not in (R, T):
         return walk.opaque(node)
     if value.state == T and value.group is not None:
         shape = (shape[0] * value.group[1], *shape[1:])
@@ -465,8 +465,9 @@ def _reduce_scatter(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     op, size, name = node.args[1:4]
     group = walk.group(node, size, name)
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
-    if value is None or value.state == T:
-        walk.fail(node, f"sums {node.args[0]}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    if value is None or value.state not in (R, P):
+        had = T if value is None else value.state
+        walk.fail(node, f"sums {node.args[0]}, of which a rank has only {WORDS[had]}, with the rows of other tokens")
     assert value is not None
     if walk.is_captured(node):
         return walk.opaque(node)
@@ -482,7 +483,7 @@ def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
     if value is None or value.state == R:
         return walk.checked(node, walk.opaque(node))
-    if value.state == P or value.group != group:
+    if value.state != T or value.group != group:
         walk.fail(node, f"gathers {node.args[0]}, which is not the rows of these {group[1]} ranks")
     walk.gathers.update(dict.fromkeys(ids_of(node), (node.name, walk.graph.phase[node.name])))
     return (replace(value, state=R, group=None),)

@@ -16,7 +16,7 @@ from roamc.operators.shards import own_classes, own_part
 from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose
-from tests.graph.test_shard_judge import BUCKET, LOSS, SUM, Editor, Pair
+from tests.graph.test_shard_judge import BUCKET, GATHER, LOSS, SUM, Editor, Pair
 from tests.passes.test_shard_loss import LOSSES, Model, captured
 
 aten = torch.ops.aten
@@ -122,10 +122,18 @@ def scores_cut_by_token(edit: Editor) -> str:
     return "own_part.* differs from rank to rank"
 
 
+def classes_gathered_as_rows(edit: Editor) -> str:
+    """The gradients of the ranks' classes are put one behind another."""
+    exponentials = edit.all(aten.exp.default)[0]
+    edit.insert(exponentials, GATHER, exponentials.args[0], 2, edit.all(own_part)[0].args[2])
+    return "gathers .* which is not the rows of these 2 ranks"
+
+
 FAULTS = (
     *(maximum_of_a_rank, maxima_summed, exponentials_of_a_rank, gradients_sum_of_a_rank, softmax_of_a_rank),
     *(classes_of_another_rank, targets_as_they_are, ignored_class_not_left_out, foreign_classes_counted),
     *(mean_of_a_rank, loss_of_a_rank, weights_of_all_classes, scores_cut_by_token),
+    classes_gathered_as_rows,
 )
 
 
