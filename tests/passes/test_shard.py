@@ -413,6 +413,10 @@ def random_step(choice: random.Random) -> Any:
                 lambda v=value: reduced(v, part),
                 lambda v=value: reduced(v, part) + reduced(v.sin(), part),
                 lambda v=value: v[:, :, :4].repeat(1, 1, 2),
+                lambda v=value: v @ torch.outer(gain, gain),
+                lambda v=value: torch.addmm(gain, v.view(24, 8), torch.outer(gain, gain)).view(4, 6, 8),
+                lambda v=value, o=other: v * (o.view(24, 8).t() @ v.view(24, 8)).sum(0),
+                lambda v=value: (v @ gain.view(8, 1)) * v.logsumexp(-1, keepdim=True) + v,
                 lambda v=value: v.to(torch.float64).cos().to(torch.float32),
             ]
             values.append(choice.choice(made)().tanh())
