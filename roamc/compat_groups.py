@@ -84,6 +84,18 @@ def rank_in(group_name: Any) -> int:
     return int(group.rank())
 
 
+def known_rank_in(group_name: Any) -> int | None:
+    """Return what :func:`rank_in` returns; 0 for a group that is planned for, None if this process knows no such group.
+
+    Args:
+        group_name: as for :func:`ranks_in`.
+    """
+    if _planned(group_name):
+        return 0
+    group = _group(group_name)
+    return None if group is None else int(group.rank())
+
+
 def numbers_in(group_name: Any) -> list[int]:
     """Return the numbers, among all ranks of the job, of the ranks in a group; ``group_name`` as for :func:`ranks_in`.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
-from roamc.operators.shards import own_part
+from roamc.operators.shards import own_classes, own_part
 
 aten = torch.ops.aten
 collective = torch.ops.roamc_collective
@@ -461,6 +461,12 @@ def broadcast(dtype: torch.dtype) -> list[Call]:
 @cases((*NUMBERS, torch.complex64), own_part)
 def rows_of_a_rank(dtype: torch.dtype) -> list[Call]:
     return [call(x, 1, alone()) for x in dense(dtype)]
+
+
+@cases((torch.int64,), own_classes)
+def classes_of_a_rank(dtype: torch.dtype) -> list[Call]:
+    targets = torch.tensor([[0, 3, -100, 2], [7, 5, 3, 9]])
+    return [call(targets, 10, -100, 1, alone()), call(targets.clamp(0).t(), 10, 3, 1, alone())]
 
 
 def dense(dtype: torch.dtype) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from roamc.graph import TrainGraph, copied, output_values, placeholders
 from roamc.operators import ops
-from roamc.operators.shards import own_part
+from roamc.operators.shards import FOREIGN, own_classes, own_part
 from roamc.options import Options
 from roamc.passes import normalize
 from tests.graphs import joint_graph
@@ -69,6 +69,30 @@ class Rows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Leave.apply(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
+
+
+class _Beside(torch.autograd.Function):
+    """What the ranks have, side by side along the last dimension; the gradient of a rank is its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, ranks: int) -> Tensor:
+        ctx.rank, ctx.size = rank, x.shape[-1]
+        return torch.cat(COLLECTIVES.all_gather_into_tensor(x, ranks, GROUP).split(x.shape[0]), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.split(ctx.size, -1)[ctx.rank].contiguous(), None, None
+
+
+class Classes(Columns):
+    """A linear layer of which every rank has a part of the outputs, which all ranks then read."""
+
+    def __init__(self, whole: nn.Linear, rank: int, ranks: int) -> None:
+        super().__init__(whole, rank, ranks)
+        self.rank, self.ranks = rank, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Beside.apply(super().forward(x), self.rank, self.ranks)  # type: ignore[no-any-return]
 
 
 def split(model: nn.Module, rank: int, ranks: int) -> nn.Module:
@@ -141,6 +165,8 @@ def _run(node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     target: Any = node.target
     if target is own_part:
         return [args[0].chunk(args[1])[rank].clone() for rank, (args, _) in enumerate(calls)]
+    if target is own_classes:
+        return [_own_classes(*args, rank=rank) for rank, (args, _) in enumerate(calls)]
     if getattr(target, "namespace", "") == "roamc_collective":
         return _communicate(target._schema.name.rpartition("::")[2], [args for args, _ in calls])
     if ops.rule(target).may_draw:
@@ -152,8 +178,15 @@ def _run(node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     return [target(*args, **kwargs) for args, kwargs in calls]
 
 
+def _own_classes(target: Tensor, classes: int, ignored: int, ranks: int, group: object, *, rank: int) -> Tensor:
+    own = (target // classes == rank) & (target != ignored)
+    return torch.where(own, target % classes, FOREIGN)
+
+
 def _communicate(kind: str, args: Sequence[Any]) -> list[Any]:
     given = [each[0] for each in args]
+    if kind == "all_reduce" and args[0][1] == "max":
+        return [torch.stack(given).amax(0) for _ in given]
     if kind == "all_reduce":
         return [sum(given[1:], given[0]).clone() for _ in given]
     if kind == "all_reduce_coalesced":

@@ -3,6 +3,7 @@
     rewrite:  y = all_reduce(p); z = norm(y)   -->  y = reduce_scatter(p); z = norm(y), on this rank's tokens
               mm(z, w), z read as a whole      -->  mm(all_gather(z), w), one gather for each phase
               g = sum of z over the tokens     -->  g = all_reduce(sum over this rank's tokens), in one bucket
+              loss of gathered scores          -->  loss of the scores of this rank's classes, see :mod:`.classes`
     checks:   every value that the decision names can be computed from rows of its arguments, or is a sum over the
               ranks; the ranks divide the tokens; outputs lie as before
 
@@ -23,6 +24,7 @@ compare them before the first step: :mod:`roamc.passes.shard.agree` says what, :
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roamc.cost.collectives import traffic
@@ -30,9 +32,11 @@ from roamc.errors import PlanError
 from roamc.graph import Agreement, TrainGraph, operators
 from roamc.operators.schemas import group_of
 from roamc.options import Options
-from roamc.passes.shard import choose
+from roamc.passes.shard import choose, classes
 from roamc.passes.shard.agree import agreement
+from roamc.passes.shard.classes import Head
 from roamc.passes.shard.rules import Form
+from roamc.passes.shard.varying import OWN
 from roamc.passes.shard.write import Region, sharded
 
 NAME = "shard"
@@ -46,12 +50,16 @@ class Decision:
         regions: for each region: the name of an operator that talks to its group, the number of ranks, the number of
             tokens, the names of the values of which a rank has the rows of its tokens, and the names of those of which
             it has an addend. A value has the name of its node, with ``#k`` for result k of several.
+        classes: for each gather of scores by class that the loss can do without: the name of the gathered scores, the
+            number of ranks, and the names of the values of which a rank has its own classes. What the other attributes
+            name is in the graph that has these split.
         uneven: for each region that stays whole because the ranks do not divide its tokens: the name of its first
             all-reduce, the number of ranks and the number of tokens.
     """
 
     regions: tuple[tuple[str, int, int, tuple[str, ...], tuple[str, ...]], ...] = ()
     uneven: tuple[tuple[str, int, int], ...] = ()
+    classes: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -62,13 +70,21 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """
     if options.shard != "sequence":
         return Decision()
-    found = choose.regions(graph)
+    heads = classes.heads(graph)
+    found = choose.regions(_by_class(graph, heads))
     regions = tuple(
         (each.first.name, each.ranks, each.tokens, _named(each, Form.SHARD), _named(each, Form.SUM))
         for each in found
         if each.even
     )
-    return Decision(regions, tuple((each.first.name, each.ranks, each.tokens) for each in found if not each.even))
+    uneven = tuple((each.first.name, each.ranks, each.tokens) for each in found if not each.even)
+    return Decision(regions, uneven, tuple((head.gathered, head.ranks, head.values) for head in heads))
+
+
+def _by_class(graph: TrainGraph, heads: Iterable[Head]) -> TrainGraph:
+    for head in heads:
+        graph = classes.by_class(graph, head)
+    return graph
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -79,6 +95,11 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             has another number of ranks, a value that the decision leaves out would have to be sharded, or the ranks
             divide the tokens of a region that is said to stay whole.
     """
+    notes: list[str] = []
+    for head in (Head(name, ranks, tuple(values)) for name, ranks, values in decision.classes):
+        before, graph = graph, classes.by_class(graph, head)
+        notes.append(_told_of_head(before, graph, head))
+    captured = graph
     names = {node.name for node in operators(graph.graph)}
     for name, ranks, tokens in decision.uneven:
         if name not in names or ranks < 2 or tokens < 1 or tokens % ranks == 0:
@@ -88,8 +109,6 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         f"tokens that fits is {tokens + -tokens % ranks}"
         for _, ranks, tokens in decision.uneven
     ]
-    notes: list[str] = []
-    captured = graph
     for region in map(Region._make, decision.regions):
         before, graph = graph, sharded(graph, region)
         notes.append(_told(before, graph, region))
@@ -99,20 +118,38 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 
 def _agreements(graph: TrainGraph, decision: Decision) -> tuple[Agreement, ...]:
-    """What the ranks of each group must have the same of; ranks whose regions stay whole compare their decision."""
+    """What the ranks of each group must have the same of; ranks whose regions stay whole compare their decision.
+
+    ``graph`` has the scores split by class that the decision names, and no regions yet.
+    """
     groups = {node.name: group_of(node) for node in operators(graph.graph)}
     sharded_by: dict[object, list[str]] = {groups[first]: [] for first, *_ in decision.uneven if first in groups}
     for first, _, _, shards, sums in decision.regions:
         sharded_by.setdefault(groups[first], []).extend((*shards, *sums))
+    for node in operators(graph.graph):
+        if node.target in OWN:
+            sharded_by.setdefault(groups[node.name], []).append(node.name)
     return tuple(agreement(graph, group, names, repr(decision)) for group, names in sharded_by.items())
 
 
 def _told(before: TrainGraph, now: TrainGraph, region: Region) -> str:
     """What became of a region, for the plan."""
-    group = next(group_of(node) for node in operators(before.graph) if node.name == region.first)
-    was, has = (traffic(graph, group, region.ranks) for graph in (before, now))
     values = f"{len(region.shards)} values of {region.tokens} tokens, from {region.shards[0]} to {region.shards[-1]}"
-    return f"shard: {values}, are split among {region.ranks} ranks; a step has {has}, and had {was}"
+    return f"shard: {values}, are split among {region.ranks} ranks; {_sent(before, now, region.first, region.ranks)}"
+
+
+def _told_of_head(before: TrainGraph, now: TrainGraph, head: Head) -> str:
+    """What became of scores that were gathered, for the plan."""
+    values = f"{len(head.values)} values, from {head.gathered} to {head.values[-1]}"
+    sent = _sent(before, now, classes.gather_of(before, head), head.ranks)
+    return f"shard: {values}, stay split by class among {head.ranks} ranks; {sent}"
+
+
+def _sent(before: TrainGraph, now: TrainGraph, first: str, ranks: int) -> str:
+    """What a step of the group of the collective ``first`` sends."""
+    group = next(group_of(node) for node in operators(before.graph) if node.name == first)
+    was, has = (traffic(graph, group, ranks) for graph in (before, now))
+    return f"a step has {has}, and had {was}"
 
 
 def _named(found: choose.Found, form: Form) -> tuple[str, ...]:

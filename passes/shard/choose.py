@@ -5,7 +5,9 @@
    from: the region begins at the embedding. Parameters and random numbers are never computed from rows; a rank takes
    its rows of them.
 3. An all-reduce whose result no operator reads row by row, such as that of a gradient, stays as it is.
-4. Where all-reduces are added up, as those of three linear layers that read the same value, the addends are summed
+4. A product of rows with a matrix that every rank has, such as the head, runs on rows unless that gathers more: the
+   logits, where something reads them as a whole, in the place of what they are computed from.
+5. Where all-reduces are added up, as those of three linear layers that read the same value, the addends are summed
    first: one reduce-scatter in the place of three.
 """
 
@@ -24,7 +26,7 @@ from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
-from roamc.passes.shard.rules import Addend, Form, Local, Part, Rows, local
+from roamc.passes.shard.rules import PRODUCTS, Addend, Form, Local, Part, Rows, Turned, local, turned
 from roamc.passes.shard.varying import varying
 
 aten = torch.ops.aten
@@ -125,6 +127,7 @@ class _Search:
         self.fixed = self._fixed()
         self.forms: Forms = {}
         self.calls: dict[fx.Node, Local] = {}
+        self.widest = 0
         self.rows = Rows(region.tokens, region.ranks if region.even else 1, self.form, self.varies.__contains__)
 
     def form(self, node: fx.Node) -> Form | None:
@@ -135,19 +138,74 @@ class _Search:
     def run(self) -> Forms:
         """Return the forms of the region; empty if nothing is to be gained."""
         sources = [node for node in self.nodes if self._begins(node)]
+        self.widest = max(map(_numel, sources), default=0)
         self._spread(sources, {})
         useful = [node for node in sources if self._is_used(node)]
         if not any(self.graph.phase[node.name] is Phase.FORWARD for node in useful):
             return {}
-        wanted: dict[fx.Node, None] = {}
-        while True:
-            self._spread(useful, wanted)
-            more = {node: None for node in self._read_as_rows() if node not in wanted and self._may_begin(node)}
-            if not more:
-                break
-            wanted |= more
+        self._settle(useful)
+        while dear := [node for node in self.calls if self._gathers_more(node)]:
+            self.fixed.update(dear)
+            self._settle(useful)
         self._join()
         return self.forms
+
+    def _settle(self, sources: list[fx.Node]) -> None:
+        """Derive all forms from ``sources``, forwards and backwards."""
+        wanted: dict[fx.Node, None] = {}
+        while True:
+            self._spread(sources, wanted)
+            more = {node: None for node in self._read_as_rows() if node not in wanted and self._may_begin(node)}
+            if not more:
+                return
+            wanted |= more
+
+    def _gathers_more(self, product: fx.Node) -> bool:
+        """Whether ``product``, computed on rows, makes a gather of more bytes than that of what it multiplies."""
+        call = self.calls[product]
+        if product.target not in PRODUCTS or call.forms != (Form.SHARD,):
+            return False
+        factor = next(value.node for value in call.args if isinstance(value, Part))
+        while (of := self.calls.get(factor)) is not None and self._looks(of):
+            factor = of.args[0].node
+        free = self.form(factor) is not Form.SHARD or self._is_gathered(factor, self.graph.phase[product.name])
+        return any(
+            self._is_gathered(node) and (free or _numel(node) > _numel(factor)) for node in self._follow(product)
+        )
+
+    def _follow(self, product: fx.Node) -> set[fx.Node]:
+        """``product`` and what is computed on rows of it and of nothing else that is sharded, up to other products."""
+        reached = {product}
+        for node in self.nodes:
+            call = self.calls.get(maker(node))
+            if node in reached or call is None or node.target in PRODUCTS:
+                continue
+            read = {value.node for value in call.args if isinstance(value, Part) and self.form(value.node)}
+            if read and read <= reached and Form.SHARD in self.forms.get(node, ()):
+                reached.add(node)
+        return reached
+
+    def _is_gathered(self, node: fx.Node, phase: Phase | None = None) -> bool:
+        """Whether an operator, of ``phase`` if that is given, reads the whole of a value of which a rank has rows."""
+        for user in node.users:
+            call = self.calls.get(user)
+            if call is not None:
+                found = self._looks(call) and self._is_gathered(user, phase)
+            elif user.target is operator.getitem:
+                found = False  # one result of several, which is asked for by itself
+            elif user.op == "call_function" and ops.is_view(user.target):
+                turns = [reader for reader in user.users if Turned(user) in _args(self.calls.get(reader))]
+                found = len(turns) < len(user.users) and self._is_gathered(user, phase)
+            else:
+                found = phase is None or user.op == "output" or self.graph.phase[user.name] is phase
+            if found:
+                return True
+        return False
+
+    @staticmethod
+    def _looks(call: Local) -> bool:
+        """Whether ``call`` only gives its argument another shape or name."""
+        return call.forms == (Form.SHARD,) and (call.target is None or ops.is_view(call.target))
 
     def _begins(self, node: fx.Node) -> bool:
         """Whether ``node`` is an all-reduce of the region, of addends that differ from rank to rank."""
@@ -210,13 +268,24 @@ class _Search:
     def _may_begin(self, node: fx.Node) -> bool:
         """Whether a value that is whole can be computed from rows, without a gather that would not be there else.
 
-        Activations are worth one: the region begins at the embedding. Masks and indices are not.
+        Activations are worth one: the region begins at the embedding. Masks and indices are not, nor are values of more
+        elements than what is summed over the ranks, such as logits.
         """
         if node.op != "call_function" or node in self.fixed or node.target is aten.detach.default:
             return False
         floating = any(tensor.is_floating_point() for _, tensor in tensors_of(node))
         rows = local(node, self.rows)
-        return rows is not None and self._is_rows(rows) and (floating or all(user in self.forms for user in node.users))
+        if rows is None or not self._is_rows(rows):
+            return False
+        return (floating and _numel(node) <= self.widest) or all(self._takes_rows(user) for user in node.users)
+
+    def _takes_rows(self, user: fx.Node) -> bool:
+        """Whether ``user`` works on rows, or is a view of which products that add up over the tokens read the rows."""
+        if user in self.forms:
+            return True
+        readers = list(user.users)
+        sums = all(reader.target in PRODUCTS and self.form(reader.args[-1]) is Form.SHARD for reader in readers)  # type: ignore[arg-type]
+        return turned(user) is not None and sums
 
     def _join(self) -> None:
         """Sum addends first where the results of all-reduces are added up."""
@@ -248,6 +317,15 @@ class _Search:
             return []
         inner = [part for value in values for part in self._addends(value)]
         return [*inner, node] if any(is_source(part) for part in inner) else []
+
+
+def _numel(node: fx.Node) -> int:
+    """How many elements the largest result has."""
+    return max((int(tensor.numel()) for _, tensor in tensors_of(node)), default=0)
+
+
+def _args(call: Local | None) -> tuple[object, ...]:
+    return () if call is None else call.args
 
 
 def maker(node: fx.Node) -> fx.Node:

@@ -6,6 +6,10 @@ A *row* is what belongs to one token: the leading dimensions of a value count to
     y = add(x [b, s, h], p [s, h])                     y' = add(x' [n, h], part of p expanded to [b, s, h])
     m = mean(x [b, s, h], [2], True)                   m' = mean(x' [n, h], [1], True)
     g = sum(x [b, s, h], [0, 1])                       g' = sum(x' [n, h], [0]), and g is the sum of all g'
+    y = mm(x [bs, h], w [h, v])                        y' = mm(x' [n, h], w)
+    d = mm(t(g [bs, v]), x [bs, h])                    d' = mm(t(g' [n, v]), x' [n, h]), and d is the sum of all d'
+    l, c = nll_loss_forward(p, labels, mean)           l', c' = nll_loss_forward(p', labels', sum); l is the sum of all
+                                                       l' divided by c, the sum of all c', the count of valid tokens
 
 Which dimensions count tokens follows from the value itself: its elements lie in rows one after the other, so they are
 the leading ones whose sizes multiply to the number of tokens. That a value is sharded at all is never told from sizes.
@@ -74,12 +78,29 @@ class Addend:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """An argument that has this rank's rows as its columns.
+
+    Attributes:
+        view: the value of the captured graph, a view of a matrix with its dimensions exchanged.
+    """
+
+    view: fx.Node
+
+    @property
+    def node(self) -> fx.Node:
+        """The matrix, of which a rank has rows."""
+        return self.view.all_input_nodes[0]
+
+
+@dataclass(frozen=True)
 class Local:
     """The call that stands for an operator of the captured graph on this rank.
 
     Attributes:
         target: what is called; None if the result is the first argument itself.
-        args: positional arguments; :class:`Part`, :class:`Whole` and :class:`Addend` stand for tensors.
+        args: positional arguments; :class:`Part`, :class:`Turned`, :class:`Whole` and :class:`Addend` stand for
+            tensors.
         forms: form of every result, None for one that is no tensor; a single result counts as one.
         kwargs: keyword arguments, without tensors.
     """
@@ -343,6 +364,108 @@ def _embedding(node: fx.Node, rows: Rows) -> Local | None:
     return Local(node.target, (Whole(table), part, *node.args[2:]), (Form.SHARD,))
 
 
+def _product(node: fx.Node, rows: Rows) -> Local | None:
+    """A product of rows with a matrix that all ranks have, or one that adds up over the tokens: a weight's gradient."""
+    if node.kwargs:
+        return None
+    *bias, left, right = node.args
+    inner = turned(left)
+    if inner is not None and not bias and _is_matrix_of_rows(inner, rows) and _is_matrix_of_rows(right, rows):
+        return Local(node.target, (Turned(left), Part(right)), (Form.SUM,))  # type: ignore[arg-type]
+    part, shape = _part(left, rows), _shape(left) if isinstance(left, fx.Node) else None
+    if part is None or shape is None or rows.lead(shape) != 1:
+        return None
+    if not isinstance(right, fx.Node) or not _whole(right, rows):
+        return None
+    added = [Whole(value) for value in bias if isinstance(value, fx.Node) and _whole(value, rows)]
+    per_token = any((1, 1, *value.node.meta["val"].shape)[-2] != 1 for value in added)
+    if per_token or len(added) != len(bias):
+        return None
+    return Local(node.target, (*added, part, Whole(right)), (Form.SHARD,))
+
+
+def turned(node: object) -> fx.Node | None:
+    """Return the matrix that ``node`` is a view of with its two dimensions exchanged; None for anything else."""
+    if not isinstance(node, fx.Node) or node.target not in TURNS:
+        return None
+    source = node.all_input_nodes[0]
+    exchanged = node.target is aten.t.default or sorted(at % 2 for at in node.args[1:]) == [0, 1]  # type: ignore[operator]
+    return source if len(source.meta["val"].shape) == 2 and exchanged else None
+
+
+def _is_matrix_of_rows(node: object, rows: Rows) -> bool:
+    """Whether a rank has rows of a matrix with one row for each token."""
+    if not isinstance(node, fx.Node) or rows.form(node) is not Form.SHARD:
+        return False
+    shape = _shape(node)
+    return shape is not None and len(shape) == 2 and rows.lead(shape) == 1
+
+
+def _turned_sum(node: fx.Node, rows: Rows) -> Local | None:
+    """A matrix with its dimensions exchanged, of which a rank has an addend."""
+    source = turned(node)
+    if source is None or rows.form(source) is not Form.SUM:
+        return None
+    return Local(node.target, (Addend(source), *node.args[1:]), (Form.SUM,))
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""What a loss does with those of the tokens, as its operators number it."""
+
+
+def _nll_loss(node: fx.Node, rows: Rows) -> Local | None:
+    """The loss of each token, or their sum, and the sum of the tokens' weights; see :func:`divides` for their mean."""
+    scores, target, weight, reduction, ignored = node.args
+    parts = _scores_and_target(scores, target, rows)
+    if parts is None or not _whole(weight, rows) or overflows(node):
+        return None
+    how = NONE if reduction == NONE else SUM
+    first = Form.SHARD if reduction == NONE else Form.SUM
+    return Local(node.target, (*parts, _optional(weight), how, ignored), (first, Form.SUM))
+
+
+def _nll_loss_backward(node: fx.Node, rows: Rows) -> Local | None:
+    """The gradient of each row of scores; a mean is divided by the weights of the tokens of all ranks."""
+    gradient, scores, target, weight, reduction, ignored, total = node.args
+    parts = _scores_and_target(scores, target, rows)
+    if parts is None or not _whole(weight, rows) or not _is_number(total, rows):
+        return None
+    own = _part(gradient, rows) if reduction == NONE else Whole(gradient)  # type: ignore[arg-type]
+    if own is None or (reduction != NONE and not _is_number(gradient, rows)):
+        return None
+    args = (own, *parts, _optional(weight), reduction, ignored, Whole(total))  # type: ignore[arg-type]
+    return Local(node.target, args, (Form.SHARD,))
+
+
+def divides(node: fx.Node) -> bool:
+    """Return whether ``node`` is a loss that divides by the weights of all tokens, as the ranks do with their sums."""
+    return node.target is aten.nll_loss_forward.default and bool(node.args[3] == MEAN)
+
+
+def overflows(node: fx.Node) -> bool:
+    """Return whether a loss divides before it rounds to half precision, which has no room for the sum over tokens."""
+    return divides(node) and node.meta["val"][0].dtype is torch.float16
+
+
+def _scores_and_target(scores: object, target: object, rows: Rows) -> tuple[Part, Part] | None:
+    """Rows of scores, one for each token, and the class of each token."""
+    found = _part(scores, rows), _part(target, rows)
+    if found[0] is None or found[1] is None:
+        return None
+    shapes = [_shape(part.node) or () for part in found if part is not None]
+    fits = [len(shape) for shape in shapes] == [2, 1] and all(rows.lead(shape) == 1 for shape in shapes)
+    return (found[0], found[1]) if fits else None
+
+
+def _is_number(node: object, rows: Rows) -> bool:
+    """Whether ``node`` is one element, which all ranks have once it is summed."""
+    return isinstance(node, fx.Node) and _shape(node) == () and (rows.form(node) is Form.SUM or _whole(node, rows))
+
+
+def _optional(weight: object) -> Whole | None:
+    return Whole(weight) if isinstance(weight, fx.Node) else None
+
+
 def _reshaped(node: fx.Node, rows: Rows) -> Local | None:
     """A view with the same elements in the same order."""
     source, shape = node.args[0], _shape(node)
@@ -388,14 +511,23 @@ RESHAPES: tuple[OpOverload, ...] = (
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
 
+TURNS: tuple[OpOverload, ...] = (aten.t.default, aten.transpose.int)
+
+PRODUCTS: tuple[OpOverload, ...] = (aten.mm.default, aten.addmm.default)
+
 RULES: dict[object, Rule] = {
     **dict.fromkeys(RESHAPES, _reshaped),
+    **dict.fromkeys(TURNS, _turned_sum),
+    **dict.fromkeys(PRODUCTS, _product),
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
     aten.expand.default: _expanded,
     aten.sum.default: _sum,
     aten.native_dropout.default: _dropout,
     aten.native_layer_norm.default: _norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.embedding.default: _embedding,
+    aten.logsumexp.default: lambda node, rows: _along(node, rows, Rowwise(dim=1)),
 }
 """Operator to its rule, where it does not follow from the operator table."""
 

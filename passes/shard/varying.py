@@ -21,6 +21,7 @@ from roamc.graph import Role, TrainGraph, operators, output_values, placeholders
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
+from roamc.operators.shards import own_classes, own_part
 
 aten = torch.ops.aten
 
@@ -39,6 +40,9 @@ SAME_AFTER = frozenset(
     if start._schema.name.rpartition("::")[2] in ("all_reduce", "all_gather_into_tensor", "broadcast")
 )
 """Collectives whose result every rank of the group has."""
+
+
+OWN = (own_part, own_classes)
 
 
 def varying(graph: TrainGraph, group: object) -> frozenset[fx.Node]:
@@ -109,11 +113,11 @@ def _gradients(graph: TrainGraph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _spread(graph: TrainGraph, group: object, parts: set[fx.Node]) -> frozenset[fx.Node]:
-    """All values that are computed from ``parts`` with no collective of the group in between."""
+    """All values that are computed from ``parts``, or are a rank's own, with no collective of the group in between."""
     differ = set(parts)
     for node in operators(graph.graph):
         same = node.target in SAME_AFTER and group_of(node) == group
-        if not same and not differ.isdisjoint(read(node)):
+        if not same and (node.target in OWN or not differ.isdisjoint(read(node))):
             differ.add(node)
     return frozenset(differ)
 

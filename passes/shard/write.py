@@ -33,7 +33,7 @@ from roamc.operators.corrections import corrected
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import own_part
 from roamc.passes.shard.choose import is_source, maker, picked_forms
-from roamc.passes.shard.rules import Addend, Form, Local, Part, Rows, Whole, local
+from roamc.passes.shard.rules import TURNS, Addend, Form, Local, Part, Rows, Turned, Whole, divides, local
 from roamc.passes.shard.varying import varying
 from roamc.rewriting.versions import erase_dead, up_to_date
 
@@ -172,7 +172,7 @@ class _Writer:
         self.phase: dict[str, Phase] = {}
         self.held: dict[fx.Node, Held] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
-        self.dropouts: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self.results: dict[fx.Node, tuple[Held, ...]] = {}
         self.kept: dict[tuple[object, ...], fx.Node] = {}
         self.pending: list[fx.Node] = []
         self.like: fx.Node | None = None
@@ -247,8 +247,8 @@ class _Writer:
             self._write_local(node, self.calls.calls[node])
         elif maker(node) in self.tuples:
             self._pick(node)
-        elif maker(node) in self.dropouts:
-            self.held[node] = Held(shard=self.dropouts[maker(node)][node.args[1]])  # type: ignore[index]
+        elif maker(node) in self.results:
+            self.held[node] = self.results[maker(node)][node.args[1]]  # type: ignore[index]
         elif ops.is_view(node.target) and any(self._is_sharded(argument) for argument in node.all_input_nodes):
             self.held[node] = Held(late=True)
         else:
@@ -271,13 +271,21 @@ class _Writer:
             if tuple(made.meta["val"].shape) != shape:
                 made = self._call(aten.view.default, (made, list(shape)), {}, node)
             self.held[node] = Held(addend=made)
-            if self._ends(node):
-                self.pending.append(node)
+            self._end(node)
             return
         lead = self.rows.lead(shape)
         if lead is None or tuple(made.meta["val"].shape) != self.rows.own(shape, lead):
             raise PlanError(f"{node.name} does not have the rows of {self.region.tokens} tokens")
         self.held[node] = Held(shard=made)
+
+    def _end(self, node: fx.Node) -> None:
+        """Note that a sum is to be made, if it ends here. That of a matrix is made at once: it waits for no others."""
+        if not self._ends(node):
+            return
+        others, self.pending = self.pending, [node]
+        if sum(size > 1 for size in node.meta["val"].shape) > 1:
+            self._reduce_pending()
+        self.pending = [*others, *self.pending]
 
     def _ends(self, node: fx.Node) -> bool:
         """Whether an operator reads the sum itself, and no further addend is made of it."""
@@ -295,15 +303,18 @@ class _Writer:
                 return
             held = self._addend(node, call, phase)
             self.held[node] = held if asked == (Form.SUM,) else Held(shard=self._scattered(node, held))
-            if asked == (Form.SUM,) and self._ends(node):
-                self.pending.append(node)
+            if asked == (Form.SUM,):
+                self._end(node)
             return
         if call.target is None:
             self.held[node] = Held(shard=self._operand(call.args[0], phase))
             return
         args = tuple(self._operand(value, phase) for value in call.args)
         if call.target is aten.native_dropout.default:
-            self.dropouts[node] = self._dropped(node, *args)
+            self.results[node] = self._dropped(node, *args)
+            return
+        if divides(node):
+            self.results[node] = self._averaged(node, args)
             return
         made = self._call(call.target, args, dict(call.kwargs), node)
         if len(asked) == 1 and not isinstance(made.meta["val"], list | tuple):
@@ -317,7 +328,7 @@ class _Writer:
         """Whether a sum among the arguments was read in front of this operator, so that its addend is gone."""
         return any(self.held[value.node].addend is None for value in call.args if isinstance(value, Addend))
 
-    def _dropped(self, node: fx.Node, x: fx.Node, share: float) -> tuple[fx.Node, fx.Node]:
+    def _dropped(self, node: fx.Node, x: fx.Node, share: float) -> tuple[Held, ...]:
         """The rows of a dropout's result and of its mask, which is drawn for all tokens."""
         whole, phase = node.meta["val"][0], self.old.phase[node.name]
         kwargs = {"dtype": whole.dtype, "device": whole.device}
@@ -326,7 +337,18 @@ class _Writer:
         mask = self._insert(operator.getitem, (drawn, 1), {}, phase, "mask")
         own = self._own_rows(mask, (), phase, behind=False)
         args = (x, own, 1.0 / (1.0 - share))
-        return self._insert(aten.native_dropout_backward.default, args, {}, phase, "dropout"), own
+        dropped = self._insert(aten.native_dropout_backward.default, args, {}, phase, "dropout")
+        return Held(shard=dropped), Held(shard=own)
+
+    def _averaged(self, node: fx.Node, args: Sequence[Any]) -> tuple[Held, ...]:
+        """The mean of a loss over the tokens of all ranks, and the sum of the tokens' weights."""
+        phase = self.old.phase[node.name]
+        made = self._call(node.target, args, {}, node)
+        addends = [self._insert(operator.getitem, (made, at), {}, phase, "addend") for at in range(2)]
+        once = (addends, "sum", self.group)
+        sums = self._insert(_collective("all_reduce_coalesced"), once, {}, phase, "all_reduce_loss")
+        total, weight = (self._insert(operator.getitem, (sums, at), {}, phase, "sum") for at in range(2))
+        return Held(whole=self._insert(aten.div.Tensor, (total, weight), {}, phase, "mean")), Held(whole=weight)
 
     def _operand(self, value: Any, phase: Phase) -> Any:
         if isinstance(value, Part):
@@ -334,6 +356,9 @@ class _Writer:
         if isinstance(value, Whole):
             whole = self._whole(value.node, phase)
             return whole if value.shape is None else self._viewed(whole, value.shape, phase)
+        if isinstance(value, Turned):
+            own = self._part(Part(value.node), phase)
+            return self._insert(value.view.target, (own, *value.view.args[1:]), {}, phase, value.view.name)
         return value
 
     def _addend(self, node: fx.Node, call: Local, phase: Phase) -> Held:
@@ -352,6 +377,8 @@ class _Writer:
             own = None if lead is None else self.rows.own(shape, lead)
             rest = self._viewed(rests[0], own, phase) if rests and own else None
             return Held(addend=self._viewed(addends[0], shape, phase), rest=rest)
+        if call.target in TURNS:
+            return Held(addend=self._call(call.target, (addends[0], *call.args[1:]), {}, node))
         return Held(addend=self._sum(addends, node), rest=self._sum(rests, node) if rests else None)
 
     def _sum(self, parts: Sequence[fx.Node], like: fx.Node) -> fx.Node:

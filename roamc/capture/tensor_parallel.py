@@ -2,6 +2,7 @@
 
     colwise   y = x W^T + b      rank r has rows r of W and of b, and so its own columns of y
     rowwise   y = x W^T + b      rank r has columns r of W, reads its own columns of x; y is summed over the ranks
+    gathered  y = x W^T + b      as colwise, and the columns of all ranks are gathered: a head, of which y are scores
 
 The argument of a ``colwise`` layer is the same on all ranks; its gradient is the sum of what the ranks have (f of
 Shoeybi et al., Megatron-LM, arXiv 1909.08053); the sum of a ``rowwise`` layer is g there. A plan maps patterns of
@@ -24,8 +25,11 @@ from torch.nn import functional as F
 from roamc.errors import OptionError
 from roamc.operators.collectives import FUNCTIONAL
 
-LEFT_WHOLE = ("colwise_gather_output", "colwise_rep", "embedding_rowwise", "sequence_parallel")
-"""Words of a plan for layers that every rank keeps whole here: heads, embeddings and norms give the same values so."""
+LEFT_WHOLE = ("embedding_rowwise", "sequence_parallel")
+"""Words of a plan for layers that every rank keeps whole here: embeddings and norms give the same values so."""
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Words of a plan for heads. One that shares its weight, or has outputs that the ranks do not divide, is kept whole."""
 
 HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads")
 """Names under which modules and configurations say how many heads, or key heads, attention has."""
@@ -62,6 +66,20 @@ class _Leave(torch.autograd.Function):
         return grad.view_as(grad), None
 
 
+class _Beside(torch.autograd.Function):
+    """What the ranks have, side by side along the last dimension; the gradient of the first rank is its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.size = x.shape[-1]
+        started = FUNCTIONAL.all_gather_into_tensor.default(x.contiguous(), ranks, group)
+        return torch.cat(FUNCTIONAL.wait_tensor.default(started).split(x.shape[0]), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.split(ctx.size, -1)[0].contiguous(), None, None
+
+
 class Columns(nn.Linear):
     """A linear layer of which this rank has a part of the outputs: some rows of weight and bias.
 
@@ -75,6 +93,21 @@ class Columns(nn.Linear):
         """Return this rank's columns of the layer's result for ``input`` (..., in_features), the same on every rank."""
         entered: Tensor = _Enter.apply(input, self.group)  # type: ignore[no-untyped-call]
         return F.linear(entered, self.weight, self.bias)
+
+
+class Gathered(Columns):
+    """A linear layer of which this rank has a part of the outputs, and all ranks then have all.
+
+    Attributes:
+        ranks: how many ranks share the outputs; set after construction.
+    """
+
+    ranks: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's result for ``input`` (..., in_features), the same on every rank."""
+        whole: Tensor = _Beside.apply(super().forward(input), self.ranks, self.group)  # type: ignore[no-untyped-call]
+        return whole
 
 
 class Rows(nn.Linear):
@@ -93,7 +126,10 @@ class Rows(nn.Linear):
         return summed if self.bias is None else summed + self.bias
 
 
-LAYERS: dict[str, type[Columns] | type[Rows]] = {"colwise": Columns, "rowwise": Rows}
+LAYERS: dict[str, type[Columns] | type[Rows]] = {
+    **{"colwise": Columns, "rowwise": Rows},
+    **dict.fromkeys(GATHERED, Gathered),
+}
 """Word of a plan to the layer that one rank has."""
 
 
@@ -107,7 +143,7 @@ def split(
     Args:
         model: the whole model; its parameters may be on the meta device.
         optimizer: the optimizer of its parameters; what it has as its state is left out.
-        plan: pattern of layers' names to "colwise", "rowwise" or a word of :data:`LEFT_WHOLE`.
+        plan: pattern of layers' names to a word of :data:`LAYERS` or :data:`LEFT_WHOLE`.
         ranks: how many ranks the group has.
         group: the group's name, as operators are called with it.
 
@@ -115,7 +151,7 @@ def split(
         OptionError: the plan splits no layer or one that is not an ``nn.Linear``, has an unknown word, or ``ranks`` do
             not divide the heads or the sizes of a layer.
     """
-    words = dict(_planned(model, plan))
+    words = dict(_planned(model, plan, ranks))
     _check(model, words, ranks)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     layers = dict(model.named_modules())
@@ -127,7 +163,7 @@ def split(
     for name, word in words.items():
         layer: Any = layers[name]
         layer.__class__ = LAYERS[word]
-        layer.group = group
+        layer.group, layer.ranks = group, ranks
         layer.out_features, layer.in_features = layer.weight.shape
     return part, None if optimizer is None else _without_state(optimizer, memo)
 
@@ -165,7 +201,7 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
 
 
-def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _planned(model: nn.Module, plan: Mapping[str, str], ranks: int) -> Iterator[tuple[str, str]]:
     """Yield the name and the word of every layer that is split."""
     patterns = [(_pattern(name), word) for name, word in plan.items()]
     for name, layer in model.named_modules():
@@ -177,7 +213,15 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, s
             raise OptionError(f"the tensor-parallel plan says {word!r} of {name}; known are {known}")
         if type(layer) is not nn.Linear:
             raise OptionError(f"{name} cannot be split {word}: it is a {type(layer).__name__}, and not an nn.Linear")
-        yield name, word
+        if word not in GATHERED or (layer.out_features % ranks == 0 and not _shares(model, layer)):
+            yield name, word
+
+
+def _shares(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether another layer has a parameter of ``layer``."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    others = (other for other in model.modules() if other is not layer)
+    return any(id(parameter) in own for other in others for parameter in other.parameters(recurse=False))
 
 
 def _check(model: nn.Module, words: Mapping[str, str], ranks: int) -> None:
@@ -207,7 +251,7 @@ def _heads(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _cut(name: str, layer: Any, word: str, ranks: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter of a layer that is split, and a tensor like this rank's part of it."""
-    axis, size = (0, "outputs") if word == "colwise" else (1, "inputs")
+    axis, size = (1, "inputs") if word == "rowwise" else (0, "outputs")
     shape = list(layer.weight.shape)
     if shape[axis] % ranks:
         raise OptionError(f"tp={ranks} does not divide the {shape[axis]} {size} of {name}")

@@ -6,11 +6,14 @@ tensor, of which terms, in row-major order, whatever the shape. A rank of the sh
     R   all of it, as in the captured graph
     T   its rows: the part that stands at its rank if the elements are cut into as many parts as there are ranks
     P   an addend: the term is the sum over the ranks
+    C   columns of a matrix that are its rows in the matrix with the dimensions exchanged
 
 and the states follow from the operators alone:
 
     own_part(R) = T               all_gather(T) = R           reduce_scatter(p) = T of all_reduce(p)
     norm, softmax, sums(T) = T    sum over the rows(T) = P    all_reduce(P) = R, reduce_scatter(P) = T
+    transposed(T) = C, (C) = T, (P) = P     mm(T, R) = T                mm(C, T) = P
+    sum of a loss over the tokens(T) = P    its mean is the sum over that of the weights, each of all ranks
     element by element: T with T, and with an R that has one element or row for all tokens, gives T
     anything else takes R and gives R
 
@@ -36,6 +39,7 @@ from roamc.compat import OpOverload
 from roamc.compat_groups import ranks_in
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph.shard_classes import MORE_RULES, by_class, is_by_class
 from roamc.graph.shard_states import (
     COLLECTIVES,
     HELPERS,
@@ -53,6 +57,7 @@ from roamc.graph.shard_terms import Term, Terms
 from roamc.graph.storage_ids import StorageId, ids_of
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
+from roamc.operators.shards import own_classes
 
 
 def check(before: TrainGraph, now: TrainGraph, after: str) -> None:
@@ -96,6 +101,10 @@ class Walk:
         gathers: storage of what is gathered, views of it included, to the gather's name and phase.
         draws: number of random operators so far.
         last_sum: number, in :attr:`summed` of the captured graph, of the last sum in one piece of the sharded graph.
+        gathered: terms of scores of a rank's own classes that are gathered along the classes, to the gather's term and
+            its group; empty for a sharded graph.
+        cut: terms of which one part along the last dimension is read, and nothing else, to the part's term, its number,
+            and the number of parts; empty for a sharded graph.
         same: group to the function that :meth:`shared` returned for it.
     """
 
@@ -110,6 +119,8 @@ class Walk:
         self.gathers: dict[StorageId, tuple[str, Phase]] = {}
         self.draws = 0
         self.last_sum = -1
+        self.gathered: dict[Term, tuple[Term, tuple[object, int]]] = {}
+        self.cut: dict[Term, tuple[Term, int, int]] = {}
         self.same: dict[object, Callable[[Term], bool]] = {}
 
     def fail(self, node: fx.Node, what: str) -> Any:
@@ -206,7 +217,9 @@ class Walk:
         return self.checked(node, self._local(node))
 
     def _local(self, node: fx.Node) -> tuple[Value | None, ...]:
-        rule = RULES.get(node.target)
+        if is_by_class(self, node):
+            return by_class(self, node)
+        rule = MORE_RULES.get(node.target, RULES.get(node.target))
         pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
         facts = ops.rule(node.target)
         if rule is not None:
@@ -233,7 +246,7 @@ class Walk:
                 continue
             if self.captured is None:
                 self.made.add(value.term)
-            elif value.term not in self.captured.made and node.target not in HELPERS:
+            elif value.term not in self.captured.made and node.target not in (*HELPERS, own_classes):
                 self.fail(node, f"makes a value that the captured graph does not have (result {at})")
             tensor = dict(tensors_of(node)).get(at)
             if tensor is not None and local_shape(value) != shape_of(tensor):

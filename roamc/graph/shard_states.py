@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-R, T, P = "R", "T", "P"
+R, T, P, C, V, L, M = "R", "T", "P", "C", "V", "L", "M"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Value:
     Attributes:
         term: number of the tensor's elements, equal for equal elements, see :mod:`roamc.graph.shard_terms`.
         state: what the rank has: "R", the whole tensor; "T", the rows of its own tokens; "P", an addend, where the
-            tensor is the sum over the ranks.
-        shape: shape of the tensor; in state T that of the tensor with the rows of all ranks.
+            tensor is the sum over the ranks; "C", those columns of a matrix that are rows of its own tokens in the
+            matrix with the dimensions exchanged; "V", its own classes, along the last dimension; "L", targets as it
+            counts its own classes; "M", an operand, where the tensor is the maximum over the ranks.
+        shape: shape of the tensor; in states T, C and V that of the tensor with the parts of all ranks.
         group: name and size of the group whose ranks share the rows or the sum; None in state R.
     """
 
@@ -43,7 +45,10 @@ class Value:
     group: tuple[object, int] | None = None
 
 
-WORDS = {R: "the whole", T: "its rows", P: "an addend"}
+WORDS = {
+    **{R: "the whole", T: "its rows", P: "an addend", C: "its columns"},
+    **{V: "its classes", L: "the targets among its classes", M: "an operand of the maximum"},
+}
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -53,8 +58,10 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def local_shape(value: Value) -> tuple[int, ...]:
     """Return the shape of the tensor that a rank has of ``value``: in state T only its own rows count."""
-    if value.state != T or value.group is None:
+    if value.state not in (T, C, V) or value.group is None:
         return value.shape
+    if value.state in (C, V):
+        return (*value.shape[:-1], value.shape[-1] // value.group[1])
     return (value.shape[0] // value.group[1], *value.shape[1:])
 
 
@@ -95,8 +102,9 @@ def literals(node: fx.Node, key: Callable[[fx.Node], object], without: Sequence[
 def _joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tuple[object, int] | None]:
     """State and group of what is made row by row of ``values``: T if one of them is, else R."""
     groups = {value.group for value in values if value.state == T}
-    if any(value.state == P for value in values):
-        walk.fail(node, f"reads a value of which a rank has only {WORDS[P]}")
+    for value in values:
+        if value.state not in (R, T):
+            walk.fail(node, f"reads a value of which a rank has only {WORDS[value.state]}")
     if len(groups) > 1:
         walk.fail(node, "reads rows of ranks of two groups")
     return (T, groups.pop()) if groups else (R, None)
@@ -115,12 +123,16 @@ def _same_elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     shape = shape_of(tensor)
     if value.state == T and value.group is not None:
         shape = (shape[0] * value.group[1], *shape[1:]) if shape else shape
+    if value.state == V and value.group is not None:
+        if shape[-1:] != local_shape(value)[-1:]:
+            walk.fail(node, f"puts other numbers into a row than the classes of which a rank has {WORDS[V]}")
+        shape = (*shape[:-1], value.shape[-1])
     return (replace(value, shape=shape),)
 
 
 def _expanded(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value, shape = walk.values[node.args[0]][0], shape_of(node.meta["val"])  # type: ignore[index]
-    if value is None or value.state == P:
+    if value is None or value.state not in (R, T):
         return walk.opaque(node)
     if value.state == T and value.group is not None:
         shape = (shape[0] * value.group[1], *shape[1:])
@@ -203,8 +215,8 @@ def _check_rows(walk: Walk, node: fx.Node, argument: fx.Node, value: Value, shap
         walk.fail(node, f"reads {argument.name}, which differs from rank to rank, for the rows of a rank")
 
 
-def _along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
-    """The rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
+def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
+    """Return the rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
         given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
@@ -317,6 +329,114 @@ def _embedding(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     return (Value(term, index.state, shape, index.group),)
 
 
+def _exchanged(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """A matrix with its dimensions exchanged: rows become columns, and an addend stays one."""
+    value = walk.values[node.args[0]][0]  # type: ignore[index]
+    swaps = node.target is aten.t.default or sorted(at % 2 for at in node.args[1:]) == [0, 1]  # type: ignore[operator]
+    if value is None or value.state == R or len(value.shape) != 2 or not swaps:
+        return walk.opaque(node)
+    state = {T: C, C: T, P: P}[value.state]
+    return (Value(_as_whole(walk, node), state, value.shape[::-1], value.group),)
+
+
+def _as_whole(walk: Walk, node: fx.Node) -> Term:
+    """The term that ``node`` has in the captured graph, on the whole of its arguments."""
+
+    def key(argument: fx.Node) -> object:
+        values = [value for value in walk.values[argument] if value is not None]
+        kept = values if ops.is_view(node.target) else [replace(v, term=walk.read(argument, v)) for v in values]
+        return tuple((value.term, value.shape) for value in kept)
+
+    return walk.terms.of("operator", node.target, *literals(node, key))
+
+
+def _product(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """Rows times a matrix that all ranks have gives rows; columns times rows, an addend."""
+    found = [walk.argument(argument) for argument in node.args if isinstance(argument, fx.Node)]
+    given = [value for value in found if value is not None]
+    if len(given) < len(node.args) or all(value.state == R for value in given):
+        return walk.opaque(node)
+    *bias, left, right = given
+    group = left.group if left.state in (T, C) else None
+    if group is None:
+        walk.fail(node, f"multiplies {WORDS[left.state]} with {WORDS[right.state]}")
+    assert group is not None
+    shape = (left.shape[0], right.shape[1])
+    if left.state == C:
+        if bias or right.state != T or right.group != group or right.shape[0] != left.shape[1]:
+            walk.fail(node, "adds up over the tokens of a rank what it does not have the same rows of")
+        return (Value(_as_whole(walk, node), P, shape, group),)
+    for value, argument in zip((*bias, right), (*node.args[: len(bias)], node.args[-1]), strict=True):
+        if value.state != R:
+            walk.fail(node, f"reads {argument} as a whole, and a rank has only {WORDS[value.state]} of it")
+        if not walk.shared(group[0])(value.term):
+            walk.fail(node, f"reads {argument}, which differs from rank to rank, for the rows of a rank")
+    if any((1, 1, *value.shape)[-2] != 1 for value in bias):
+        walk.fail(node, f"reads {node.args[0]}, which is whole, as if it were the rows of a rank")
+    return (Value(_as_whole(walk, node), T, shape, group),)
+
+
+def _loss(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """The loss of each token, or the sum, and the sum of the weights; the mean is the quotient of two sums."""
+    found = [walk.argument(argument) for argument in node.all_input_nodes]
+    given = [value for value in found if value is not None]
+    if len(given) < len(found):
+        return walk.opaque(node)
+    state, group = _joined(walk, node, given)
+    each, mean = node.args[3] == 0, node.args[3] == 1
+    if state == T:
+        _check_loss(walk, node, *node.args[:3])
+        if mean:
+            walk.fail(node, f"divides by the weights of the tokens of which a rank has {WORDS[T]}, not by those of all")
+    key = literals(node, lambda argument: _argument(walk, argument).term, without=(3,))
+    term = walk.terms.of("loss", "each" if each else "sum", *key)
+    first, weights = (walk.terms.of("result", term, at) for at in range(2))
+    if mean:
+        if walk.captured is None:
+            walk.made.add(first)
+        first = walk.terms.of("elements", aten.div.Tensor, first, weights, ("map",))
+    shape = shape_of(node.meta["val"][0])
+    if each and state == T and group is not None:
+        shape = (shape[0] * group[1],)
+    summed = P if state == T else R
+    return (Value(first, state if each else summed, shape, group), Value(weights, summed, (), group))
+
+
+def _loss_backward(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """The gradient of each token's scores."""
+    found = [walk.argument(argument) for argument in node.all_input_nodes]
+    given = [value for value in found if value is not None]
+    state, group = _joined(walk, node, given)
+    if len(given) < len(found) or state == R:
+        return walk.opaque(node)
+    _check_loss(walk, node, *node.args[1:4])
+    gradient, total = (_argument(walk, node.args[at]) for at in (0, 6))
+    of_tokens = gradient.state == T and gradient.shape[:1] == _argument(walk, node.args[1]).shape[:1]
+    if total.state != R or of_tokens != (node.args[4] == 0) or not (of_tokens or _is_shared(walk, gradient, group)):
+        walk.fail(node, "does not take the gradient of a loss of all ranks")
+    shape = _argument(walk, node.args[1]).shape
+    return (Value(_as_whole(walk, node), T, shape, group),)
+
+
+def _check_loss(walk: Walk, node: fx.Node, scores: Any, target: Any, weight: Any) -> None:
+    """Check that scores and target are rows of the same tokens, and that all ranks have the same weights."""
+    rows, labels = _argument(walk, scores), _argument(walk, target)
+    if rows.state != T or labels.state != T or len(rows.shape) != 2 or labels.shape != rows.shape[:1]:
+        walk.fail(node, "reads rows of other tokens, or a whole value as if it were the rows of a rank")
+    if weight is not None and not _is_shared(walk, _argument(walk, weight), rows.group):
+        walk.fail(node, f"reads {weight}, which differs from rank to rank, for the rows of a rank")
+
+
+def _is_shared(walk: Walk, value: Value, group: tuple[object, int] | None) -> bool:
+    return value.state == R and group is not None and walk.shared(group[0])(value.term)
+
+
+def _argument(walk: Walk, node: Any) -> Value:
+    value = walk.argument(node)
+    assert value is not None
+    return value
+
+
 def _all_reduce(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
     return (_reduced(walk, node, node.args[0], value),)
@@ -324,12 +444,14 @@ def _all_reduce(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 def _reduced(walk: Walk, node: fx.Node, argument: Any, value: Value | None) -> Value:
     op, group = node.args[1], node.args[2]
-    if value is None or value.state == T:
-        walk.fail(node, f"sums {argument}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    if value is None or value.state in (T, C, V, L):
+        had = T if value is None else value.state
+        walk.fail(node, f"sums {argument}, of which a rank has only {WORDS[had]}, with the rows of other tokens")
     assert value is not None
-    if value.state == P:
-        if op != "sum" or value.group is None or value.group[0] != group:
-            walk.fail(node, f"reduces {argument}, which is to be summed over the ranks of another group")
+    if value.state in (P, M):
+        if op != {P: "sum", M: "max"}[value.state] or value.group is None or value.group[0] != group:
+            what = f"{WORDS[value.state]} of {argument} by {op!r} over the ranks of {group!r}"
+            walk.fail(node, f"reduces {what}, which is to be reduced otherwise, or over another group")
         return replace(value, state=R, group=None)
     return replace(value, term=walk.reduced(node, value.term, op, group))
 
@@ -343,8 +465,9 @@ def _reduce_scatter(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     op, size, name = node.args[1:4]
     group = walk.group(node, size, name)
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
-    if value is None or value.state == T:
-        walk.fail(node, f"sums {node.args[0]}, of which a rank has only {WORDS[T]}, with the rows of other tokens")
+    if value is None or value.state not in (R, P):
+        had = T if value is None else value.state
+        walk.fail(node, f"sums {node.args[0]}, of which a rank has only {WORDS[had]}, with the rows of other tokens")
     assert value is not None
     if walk.is_captured(node):
         return walk.opaque(node)
@@ -360,7 +483,7 @@ def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
     if value is None or value.state == R:
         return walk.checked(node, walk.opaque(node))
-    if value.state == P or value.group != group:
+    if value.state != T or value.group != group:
         walk.fail(node, f"gathers {node.args[0]}, which is not the rows of these {group[1]} ranks")
     walk.gathers.update(dict.fromkeys(ids_of(node), (node.name, walk.graph.phase[node.name])))
     return (replace(value, state=R, group=None),)
@@ -382,7 +505,9 @@ def _own_part(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 Rule = Callable[["Walk", fx.Node], tuple[Value | None, ...]]
 
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
-REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default})
+REDUCTIONS = frozenset(
+    {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default}
+)
 
 POINTWISE = (
     *(aten._to_copy.default, aten.native_dropout_backward.default, aten.silu_backward.default),
@@ -412,12 +537,16 @@ RULES: dict[object, Rule] = {
     aten.expand.default: _expanded,
     **dict.fromkeys(POINTWISE, elementwise),
     **dict.fromkeys([aten.mse_loss.default, aten.smooth_l1_loss.default], _elementwise_if_alike),
-    **dict.fromkeys([aten._softmax.default, aten._log_softmax.default, *REDUCTIONS, aten.sum.default], _along(1)),
-    **dict.fromkeys([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], _along(2)),
+    **dict.fromkeys([aten._softmax.default, *REDUCTIONS, aten.sum.default], along(1)),
+    aten._softmax_backward_data.default: along(2),
     aten.native_dropout.default: _dropout,
     aten.native_layer_norm.default: _norm((0,), behind=1, sums=0),
     aten.native_layer_norm_backward.default: _norm((0, 1, 3, 4), behind=2, sums=2),
     aten.embedding.default: _embedding,
+    **dict.fromkeys([aten.t.default, aten.transpose.int], _exchanged),
+    **dict.fromkeys([aten.mm.default, aten.addmm.default], _product),
+    aten.nll_loss_forward.default: _loss,
+    aten.nll_loss_backward.default: _loss_backward,
 }
 
 for _name, _parts, _behind, _sums in (("_fused_rms_norm", (0,), 1, 0), ("_fused_rms_norm_backward", (0, 1, 3), 2, 1)):

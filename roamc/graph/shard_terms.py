@@ -106,7 +106,7 @@ class _Shared:
 
     def _differs(self, term: Term) -> bool:
         key = self.terms.key(term)
-        if key[0] == "all_reduce" and key[2] == self.group:
+        if key[0] in ("all_reduce", "classes") and key[2] == self.group:
             return False
         target = str(key[1]) if key[0] == "operator" else ""
         if target.startswith("roamc_collective.all_gather") and str(self.group) in _leaves(key):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,10 +32,10 @@ PLAN = {f"blocks.*.{name}": word for names, word in ((COLUMNS, "colwise"), (ROWS
 SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": 16, "batch": 2}
 
 
-def parts(kind: str, ranks: int) -> list[nn.Module]:
+def parts(kind: str, ranks: int, plan: Mapping[str, str] = PLAN) -> list[nn.Module]:
     """What each rank has of a model of ``tests.parallel``, with its elements."""
     whole = build(kind, 1)
-    made = [split(whole, None, PLAN, ranks, "tp")[0] for _ in range(ranks)]
+    made = [split(whole, None, plan, ranks, "tp")[0] for _ in range(ranks)]
     for rank, part in enumerate(made):
         for name, parameter in part.named_parameters():
             source = whole.get_parameter(name).detach()
@@ -48,7 +48,35 @@ def parts(kind: str, ranks: int) -> list[nn.Module]:
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_the_parts_of_all_ranks_give_loss_and_gradients_of_the_whole(kind: str) -> None:
     ranks = parts(kind, 2)
+    assert_as_on_one_rank(kind, ranks, normal_form(ranks[0], (batch(),)))
+
+
+def test_a_head_whose_outputs_are_gathered_stays_split_by_class() -> None:
+    ranks = parts("gpt", 2, PLAN | {"head": "colwise_gather_output"})
     graph = normal_form(ranks[0], (batch(),))
+    with parse_mesh("tp=2").planned_for():
+        decision = shard.decide(graph, Options(shard="sequence"))
+        found = shard.apply(graph, decision)
+        check(graph, found, "shard")
+    ((gathered, count, values),) = decision.classes
+    assert (gathered, count) == ("cat", 2)
+    assert {"_log_softmax", "nll_loss_backward"} <= set(values)
+    assert all(node.target is not torch.ops.aten.cat.default for node in operators(found.graph))
+    assert_as_on_one_rank("gpt", ranks, found)
+
+
+def test_a_head_that_shares_its_weight_or_that_ranks_do_not_divide_stays_whole() -> None:
+    plan = PLAN | {"head": "colwise_rep"}
+    model = build("gpt", 1)
+    model.head = nn.Linear(32, 47)
+    assert type(split(model, None, plan, 2, "tp")[0].head) is nn.Linear
+    model = build("gpt", 1)
+    model.head.weight = model.tokens.weight
+    assert type(split(model, None, plan, 2, "tp")[0].head) is nn.Linear
+
+
+def assert_as_on_one_rank(kind: str, ranks: Sequence[nn.Module], graph: TrainGraph) -> None:
+    """Run ``graph`` with the parameters of all ranks, and compare loss and gradients."""
     torch.manual_seed(0)
     inputs = [[*(p.detach() for p in part.parameters()), batch(), torch.ones(())] for part in ranks]
     results = run_ranks(graph, inputs)

@@ -27,6 +27,7 @@ aten = torch.ops.aten
 GATHER = COLLECTIVES.all_gather_into_tensor.default
 SCATTER = COLLECTIVES.reduce_scatter_tensor.default
 SUM = COLLECTIVES.all_reduce.default
+LOSS = aten.nll_loss_forward.default
 BUCKET = COLLECTIVES.all_reduce_coalesced.default
 
 Pair = tuple[TrainGraph, TrainGraph]
@@ -80,11 +81,11 @@ class Editor:
 
 
 def gather_dropped(edit: Editor) -> str:
-    """What reads the whole gets the rows."""
+    """A part of a matrix is multiplied with the rows."""
     node = edit.all(GATHER)[0]
     name = next(iter(node.users)).name
     edit.drop(node)
-    return f"{name} .*only its rows"
+    return f"{name} .*differs from rank to rank, for the rows of a rank"
 
 
 def scatter_dropped(edit: Editor) -> str:
@@ -105,15 +106,15 @@ def whole_as_rows(edit: Editor) -> str:
 
 def sum_missing(edit: Editor) -> str:
     """The gradient of a norm's weight is that of a rank's tokens alone."""
-    pick = next(user for user in edit.all(BUCKET)[0].users)
-    addend = edit.all(BUCKET)[0].args[0][0]  # type: ignore[index]
+    pick = next(user for user in edit.all(BUCKET, Phase.BACKWARD)[0].users)
+    addend = edit.all(BUCKET, Phase.BACKWARD)[0].args[0][0]  # type: ignore[index]
     edit.replace(pick, addend)
     return "is output .*only an addend"
 
 
 def addend_left_out_of_the_bucket(edit: Editor) -> str:
     """Two gradients of the bucket are exchanged."""
-    node = edit.all(BUCKET)[0]
+    node = edit.all(BUCKET, Phase.BACKWARD)[0]
     first, second, *rest = node.args[0]  # type: ignore[misc]
     node.args = ([second, first, *rest], *node.args[1:])
     return "is output .*another value"
@@ -154,7 +155,7 @@ def stale_rows(edit: Editor) -> str:
 
 def summed_twice(edit: Editor) -> str:
     """What the bucket has summed is summed again."""
-    pick = next(iter(edit.all(BUCKET)[0].users))
+    pick = next(iter(edit.all(BUCKET, Phase.BACKWARD)[0].users))
     again = edit.insert(output_node(edit.graph), SUM, pick, "sum", GROUP, like=pick)
     edit.replace(pick, again)
     return f"{again.name} .*sums over the ranks what the captured graph does not"
@@ -194,7 +195,90 @@ def whole_saved(edit: Editor) -> str:
     return f"{reader.name} .*its rows are to be kept"
 
 
+def mean_of_a_rank(edit: Editor) -> str:
+    """The loss is divided by the number of tokens that a rank has."""
+    (loss,) = edit.all(LOSS)
+    loss.args = (*loss.args[:3], 1, loss.args[4])
+    return f"{loss.name} .*divides by the weights of the tokens of which a rank has its rows"
+
+
+def count_not_summed(edit: Editor) -> str:
+    """The sum of all losses is divided by the number of tokens that a rank has."""
+    (bucket,) = edit.all(BUCKET, Phase.FORWARD)
+    count = next(user for user in bucket.users if user.args[1] == 1)
+    edit.replace(count, bucket.args[0][1])  # type: ignore[index]
+    return "an addend"
+
+
+def loss_of_a_rank(edit: Editor) -> str:
+    """The mean is that of the losses of a rank."""
+    (bucket,) = edit.all(BUCKET, Phase.FORWARD)
+    total = next(user for user in bucket.users if user.args[1] == 0)
+    edit.replace(total, bucket.args[0][0])  # type: ignore[index]
+    return "an addend"
+
+
+def labels_shifted_in_a_shard(edit: Editor) -> str:
+    """The last token of a rank gets the label of the rank's first one."""
+    (loss,) = edit.all(LOSS)
+    part = loss.args[1]
+    assert isinstance(part, fx.Node)
+    early = edit.insert(part, aten.view.default, edit.all(aten.roll.default)[0].args[0], [48])
+    own = edit.insert(part, own_part, early, 2, GROUP)
+    late = edit.insert(part, aten.roll.default, own, [-1], [0])
+    edit.replace(part, late)
+    return f"{late.name} .*only its rows"
+
+
+def another_class_ignored(edit: Editor) -> str:
+    (loss,) = edit.all(LOSS)
+    loss.args = (*loss.args[:4], 3)
+    return f"{loss.name} .*does not have"
+
+
+def labels_of_all_ranks(edit: Editor) -> str:
+    """The first rows of all labels stand in the place of a rank's own."""
+    (loss,) = edit.all(LOSS)
+    part = loss.args[1]
+    assert isinstance(part, fx.Node)
+    edit.replace(part, edit.insert(part, aten.slice.Tensor, part.args[0], 0, 0, 24))
+    return "slice.*does not have"
+
+
+def gradient_divided_by_a_rank(edit: Editor) -> str:
+    """Backward divides by the number of tokens that a rank has."""
+    (late,) = edit.all(aten.nll_loss_backward.default)
+    (bucket,) = edit.all(BUCKET, Phase.FORWARD)
+    late.replace_input_with(late.args[6], bucket.args[0][1])  # type: ignore[index, arg-type]
+    return f"{late.name} .*only an addend"
+
+
+def head_of_a_rank(edit: Editor) -> str:
+    """The gradient of the head is that of a rank's tokens."""
+    node = edit.all(SUM, Phase.BACKWARD)[0]
+    edit.replace(node, node.args[0])  # type: ignore[arg-type]
+    return "is output .*only an addend"
+
+
+def other_tokens_multiplied(edit: Editor) -> str:
+    """The gradient of the head multiplies rows of scores' gradients with the whole of what the head reads."""
+    turn = edit.all(SUM, Phase.BACKWARD)[0].args[0]
+    product = _source_of_turns(turn)
+    gathered = edit.insert(product, GATHER, product.args[1], 2, GROUP)
+    product.args = (product.args[0], gathered)
+    return f"{product.name} .*does not have the same rows of"
+
+
+def _source_of_turns(node: Any) -> fx.Node:
+    while node.target is aten.t.default:
+        node = node.args[0]
+    assert node.target is aten.mm.default
+    return node
+
+
 FAULTS = (
+    *(mean_of_a_rank, count_not_summed, loss_of_a_rank, labels_shifted_in_a_shard, another_class_ignored),
+    *(labels_of_all_ranks, gradient_divided_by_a_rank, head_of_a_rank, other_tokens_multiplied),
     *(gather_dropped, scatter_dropped, whole_as_rows, sum_missing, addend_left_out_of_the_bucket),
     *(mask_drawn_per_rank, rows_of_a_fixed_rank, stale_rows, summed_twice, bias_before_the_sum),
     *(group_of_another_size, another_group, whole_saved),

@@ -122,9 +122,11 @@ SUBJECTS = {
     "roamc/graph/same_values.py": "dropout, batch norm and clone, for the judge",
     "roamc/runtime/fallback.py": "as_strided",
     "passes/shard/choose.py": "sums of several all-reduces",
+    "passes/shard/classes.py": "softmax and losses over the classes of a rank",
     "passes/shard/rules.py": "what operators make of a part of the rows",
     "passes/shard/varying.py": "products of parts, and what looks values up",
     "passes/shard/write.py": "dropout, and views of the tokens",
+    "roamc/graph/shard_classes.py": "softmax and losses over the classes of a rank, for the judge",
     "roamc/graph/shard_states.py": "what operators make of a part of the rows, for the judge",
     "roamc/graph/shard_terms.py": "products and moved dimensions, for the judge",
 }
