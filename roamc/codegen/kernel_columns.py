@@ -33,14 +33,22 @@ def moves_columns(node: fx.Node) -> bool:
     return ops.rule(node.target).assembly is not None
 
 
+def copies(node: fx.Node) -> bool:
+    """Whether all that the operator ``node`` does is to copy its argument to other places."""
+    return ops.rule(node.target).copies
+
+
 def needs_of(node: fx.Node) -> dict[str, Need]:
     """Return which elements the operator ``node`` reads, as :func:`roamc.codegen.group_needs.needs_of` does.
 
     An operator that puts operands side by side reads each with the shape that it has, by a name such as ``tensors[1]``.
+    A copy goes through the elements of a member's result in the order in which that member makes them.
 
     Raises:
         GroupFault: an operand cannot be broadcast, or is a view of another dtype.
     """
+    if copies(node):
+        return {next(iter(_named(node))): _copied(node)[0]}
     return group_needs.needs_of(node) if not moves_columns(node) else dict(zip(*_parts(node), strict=True))
 
 
@@ -50,6 +58,8 @@ def result_of(node: fx.Node) -> Need:
     Raises:
         GroupFault: the result has no shape that a member goes through.
     """
+    if copies(node):
+        return _copied(node)[1]
     if not moves_columns(node):
         return group_needs.result_of(node)
     tensor = tensor_of(node)
@@ -62,7 +72,26 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     Raises:
         GroupFault: it reduces neither the last dimension alone nor all others.
     """
+    if copies(node):
+        return _copied(node)[1].sizes
     return tuple(map(int, tensor_of(node).shape)) if moves_columns(node) else group_needs.shape_of(node)
+
+
+def _copied(node: fx.Node) -> tuple[Need, Need]:
+    """What a copy reads and what it writes, element by element."""
+    view: Any = node.args[0]
+    value, offset = group_needs.value_under(view)
+    seen, made = tensor_of(view), tensor_of(node)
+    dims = [(int(n), int(s), int(t)) for n, s, t in zip(seen.shape, seen.stride(), made.stride(), strict=True)]
+    lies = tensor_of(value)
+    places = {stride: (size, to) for size, stride, to in dims if size > 1}
+    own = [(int(size), int(stride)) for size, stride in zip(lies.shape, lies.stride(), strict=True)]
+    long = [(size, stride) for size, stride in own if size > 1]
+    permuted = value.op == "call_function" and len(places) == len(long) == sum(size > 1 for size, *_ in dims)
+    if permuted and all(stride in places and places[stride][0] == size for size, stride in long):
+        dims = [(size, stride, places[stride][1] if size > 1 else 0) for size, stride in own]
+    sizes, strides, to = (tuple(column) for column in zip(*dims, strict=True)) if dims else ((), (), ())
+    return Need(value, sizes, strides, offset), Need(node, sizes, to)
 
 
 def _parts(node: fx.Node) -> tuple[list[str], list[Need]]:

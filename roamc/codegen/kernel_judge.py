@@ -37,7 +37,7 @@ from roamc.codegen.group_needs import (
     values_of,
 )
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
-from roamc.codegen.kernel_columns import Columns, assembled, moves_columns, needs_of, result_of, shape_of
+from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_columns, needs_of, result_of, shape_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
 from roamc.compat import on_cpu, without_modes
@@ -472,6 +472,8 @@ class _Run:
         called: Any = node.target
         if moves_columns(node):
             return [assembled(node, [value[rows] for value in operands.values()])]
+        if copies(node):
+            return [value[rows] if value.dim() else value for value in operands.values()]
         rowwise, names = rows_of(node)
         given = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
         given |= {

@@ -154,6 +154,7 @@ class Facts:
         space: the memory that its results lie in.
         columnwise: how it adds up over rows, if it does; else None.
         assembly: how it puts operands side by side, if that is all that it does; else None.
+        copies: all that it does is to copy its first argument, in the same shape, to new memory.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -176,6 +177,7 @@ class Facts:
     space: Space = Space.DEVICE
     columnwise: Columnwise | None = None
     assembly: Assembly | None = None
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,6 +313,7 @@ ROWS: dict[str, Row] = {
     ),
     "aten::relu": Row(rounds_once=True, nonnegative=True),
     "aten::fill.Tensor": Row(broadcasts=True, rounds_once=True),
+    "aten::clone": Row(copies=True),
     "aten::cat.default": Row(assembly=Assembly()),
     "aten::slice_backward": Row(assembly=Assembly(dim=2, start=3, step=5, sizes=1)),
     # Not written as they are with out=.

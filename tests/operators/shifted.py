@@ -122,10 +122,12 @@ def random_case(rng: random.Random) -> tuple[Callable[..., Tensor], list[Tensor]
     steps += [rng.choice(PLAIN) for _ in range(rng.randint(0, 3))]
     rng.shuffle(steps)
 
+    order = rng.choice(([0, 1, 2, 3], [0, 2, 1, 3], [1, 0, 2, 3], [2, 1, 0, 3]))
+
     def run(x: Tensor, *others: Tensor) -> Tensor:
         for step in steps:
             x = step(x, [other.expand(x.shape) if other.shape[-1] == 1 else other for other in others])
-        return x
+        return x.permute(order).clone(memory_format=torch.contiguous_format) if x.dim() == 4 else x
 
     return run, inputs(rng)
 

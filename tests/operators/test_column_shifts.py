@@ -59,9 +59,15 @@ def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + half(first) * sin, rest], -1) * 2
 
 
+def back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Backward, stored token by token."""
+    return backward(grad, cos, sin).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
 SHAPES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rotary": (rotary, [(2, 48, 3, 32), (48, 32), (48, 32)]),
     "backward": (backward, [(2, 3, 48, 32), (48, 32), (48, 32)]),
+    "back": (back, [(2, 48, 48, 32), (48, 32), (48, 32)]),
     "partly": (partly, [(2, 3, 48, 32), (48, 16), (48, 16)]),
 }
 
@@ -106,6 +112,18 @@ def verdict_of(group: FusedKernel, out: Place | None = None) -> str:
 def test_a_rotary_embedding_is_one_kernel_of_exact_operators(group: FusedKernel) -> None:
     assert group.exact
     assert verdict_of(group) == ""
+
+
+def test_a_copy_in_another_order_is_read_by_no_member() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x * 2).transpose(0, 1).clone(memory_format=torch.contiguous_format) * y
+
+    titles = [made.title for made in groups_of(function, *on_gpu((4, 6, 16), (6, 4, 16)))]
+    assert titles == ["fused(clone, mul.Tensor)"]
+
+
+def test_a_copy_of_columns_stays_apart() -> None:
+    assert groups_of(lambda x: (x * 2).t().clone(memory_format=torch.contiguous_format), *on_gpu((16, 16))) == []
 
 
 def test_exact_plans_have_it_too() -> None:
@@ -217,6 +235,9 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
         r"tl.where(column < 16, \1, 0.0)",
         V.NUMBERS,
     ),
+    "a copy in its own order": ("back", r"out \+ .*, clone", "out + row * 32 + column, clone", V.PLACE),
+    "a copy of another order": ("back", r"// 48 % 48", "// 24 % 48", V.PLACE),
+    "a copy of other columns": ("back", r"clone, inside", "add, inside", V.NUMBERS),
     "columns that pass are turned": ("partly", r"column < 16, add", "column < 24, add", V.NUMBERS),
 }
 """What is wrong: the group, what is printed, what stands in its place, and what the judge says."""

@@ -140,6 +140,12 @@ def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Acces
     return Access(_merged(tuple((size, stride) for size, stride in seen if size > 1)), columns)
 
 
+def access_along(sizes: Sequence[int], strides: Sequence[int], columns: int) -> Access:
+    """Return how elements are written that lie at ``strides`` along dimensions of ``sizes``; ``columns`` as above."""
+    dims = zip(map(int, sizes), map(int, strides), strict=True)
+    return Access(_merged(tuple(dim for dim in dims if dim[0] > 1)), columns)
+
+
 def along_columns(access: Access) -> Access:
     """Return ``access``, which has one element for each row, with that element repeated for all columns of the row."""
     return Access((*access.dims, (access.columns, 0)) if access.columns > 1 else access.dims, access.columns)

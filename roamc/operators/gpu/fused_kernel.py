@@ -20,6 +20,7 @@ from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.operands import reduces
 from roamc.operators.gpu.printed import is_exact
+from roamc.operators.gpu.reorders import reorders
 from roamc.operators.gpu.results import first_of, is_sum_over_rows, results_of, shape_of_operands
 from roamc.operators.gpu.shifts import moves_columns, unfit_shifts
 from roamc.operators.kernels import Kernel
@@ -84,7 +85,7 @@ class FusedKernel(Fused):
         if shape_reach(node.meta["val"].shape, matrix) is None and not is_sum_over_rows(node):
             return f"{node.name} has fewer columns than its group"
         try:
-            written_as(node, matrix)
+            written_as(node, matrix, ())
         except DoesNotPrintError as reason:
             return str(reason)
         return ""
@@ -106,10 +107,10 @@ class FusedKernel(Fused):
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: every program reads what it writes, and before.
 
-        No arguments if there are several results, or sums over rows, or members that move columns: these read other
-        columns than those that the lane writes.
+        No arguments if there are several results, or sums over rows, or members that move columns, or a copy in another
+        order: lanes read other elements than those that they write.
         """
-        if len(self.results) > 1 or self._adds_rows or moves_columns(self.nodes):
+        if len(self.results) > 1 or self._adds_rows or moves_columns(self.nodes) or reorders(self.nodes):
             return ()
         made = blocks.only_tensor(self.results[0])
         columns = self.matrix.columns

@@ -28,11 +28,12 @@ from torch import fx
 from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
-from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, shape_reach
+from roamc.operators.gpu.frame import Access, Reach, access_along, access_of, along_columns, shape_reach
 from roamc.operators.gpu.lines import DOWN, FLOATS, REDUCED, DoesNotPrintError, Lines, Value
 from roamc.operators.gpu.operands import Operand, common_dtype, is_number, needs_rows, operands_of, reduces
 from roamc.operators.gpu.partial_sums import TOGETHER, PartialSums, partial_sums
 from roamc.operators.gpu.printed import printed
+from roamc.operators.gpu.reorders import reordered, reorders
 from roamc.operators.gpu.results import (
     first_of,
     is_sum_over_rows,
@@ -241,7 +242,7 @@ class _Kernel:
         whole = shape_reach(node.meta["val"].shape, self.frame) is not None or is_sum_over_rows(node)
         if not whole:
             raise DoesNotPrintError(f"{node.name} has fewer columns than its group")
-        written, value = written_as(node, self.frame), self.made[source, 0][position]
+        written, value = written_as(node, self.frame, self.members), self.made[source, 0][position]
         assert value is not None, f"{node.name} is left out"
         if is_sum_over_rows(node):
             return _Stored(name, value, written, Reach.COLUMN)
@@ -409,8 +410,13 @@ class _Kernel:
         return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
 
 
-def written_as(node: fx.Node, frame: Matrix) -> Access:
-    """Return where the elements of the result of ``node`` lie in memory.
+def written_as(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> Access:
+    """Return where the elements of the result of ``node`` lie in memory, in the order in which its group makes them.
+
+    Args:
+        node: a member, or the pick of one of its results.
+        frame: the matrix of the group.
+        inside: the members of the group.
 
     Raises:
         DoesNotPrintError: the result is no single tensor, or its elements overlap.
@@ -418,7 +424,10 @@ def written_as(node: fx.Node, frame: Matrix) -> Access:
     made = node.meta["val"]
     if not isinstance(made, torch.Tensor):
         raise DoesNotPrintError(f"{node.name} has several results")
+    order = reordered(node)
     written = access_of(made, made.shape, frame.columns)
+    if order is not None and order[0] in inside:
+        written = access_along(order[0].meta["val"].shape, order[1], frame.columns)
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
     if is_sum_over_rows(node) and not made.is_contiguous():
@@ -436,8 +445,8 @@ def unfit_writes(nodes: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node], f
         written: placeholder to the member whose result is written over it.
         frame: the matrix of the group.
     """
-    if written and moves_columns(nodes):
-        return "a group that moves columns writes no argument"
+    if written and (moves_columns(nodes) or reorders(nodes)):
+        return "a group that moves elements writes no argument"
     if written and any(needs_rows(node) or node.meta["val"].numel() != frame.numel for node in nodes):
         return "a group with an element for each row writes no argument"
     for operand, node in written.items():

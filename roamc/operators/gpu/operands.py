@@ -16,6 +16,7 @@ from roamc.operators.gpu.frame import Access, access_of, along_columns, in_order
 from roamc.operators.gpu.lines import INTEGERS, PRINTABLE, DoesNotPrintError
 from roamc.operators.gpu.partial_sums import WIDEST
 from roamc.operators.gpu.printed import Printed, printed
+from roamc.operators.gpu.reorders import copied, reordered
 from roamc.operators.gpu.results import first_of, made_by, results_of, shape_of_operands, sums_over_rows
 from roamc.operators.gpu.shifts import Part, is_per_row, part_of, parts_of, shift_between, width_of
 
@@ -136,6 +137,11 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
         if blocks.base_of(argument) in inside:
             raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return Operand(argument)
+    order = reordered(node)
+    if order is not None and order[0] in inside:
+        return Operand(order[0])
+    if copied(node) is not None and argument.meta["val"].stride()[-1:] not in ((1,), ()):
+        raise DoesNotPrintError(f"{node.name} copies columns that lie apart")
     return _read(node, argument, shape_of_operands(node), frame, inside)
 
 
@@ -146,13 +152,16 @@ def _read(node: fx.Node, argument: fx.Node, shape: torch.Size, frame: Matrix, in
     base, position = made_by(argument)
     per_row = tensor.dim() == 1 and rowwise is not None and rowwise.per_row != ()
     if base in inside:
+        order = reordered(base)
+        if order is not None and order[0] in inside:
+            raise DoesNotPrintError(f"{node.name} reads {base.name}, which is made in another order")
         if position in sums_over_rows(base):
             raise DoesNotPrintError(f"{node.name} reads {base.name}, a sum over rows, before all rows are added")
         shift = shift_between(argument, base, frame)
         if shift is None:
             raise DoesNotPrintError(f"{argument.name} has the elements of {base.name} in another order")
-        stand_in = torch.empty(tensor.shape, device="meta")
-        if not per_row and not in_order(stand_in, tensor.numel(), shape, matrix):
+        plain = per_row or tensor.shape == shape
+        if not plain and not in_order(torch.empty(tensor.shape, device="meta"), tensor.numel(), shape, matrix):
             raise DoesNotPrintError(f"{node.name} takes the elements of {base.name} in another order")
         return Operand(argument, shift=shift, per_row=is_per_row(tensor.shape, frame))
     access = access_of(tensor.unsqueeze(-1) if per_row else tensor, shape, matrix.columns)

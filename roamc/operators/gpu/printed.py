@@ -361,6 +361,7 @@ PRINTED: dict[str, Printed] = {
         name: Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", rounds_numbers=True, booleans=True)
         for name, sign in _COMPARISONS.items()
     },
+    "clone": Printed(_convert, exact=True, keywords=("memory_format",), integers=True, booleans=True),
     "cat": Printed(_side_by_side, exact=True, integers=True, booleans=True),
     "slice_backward": Printed(_side_by_side, exact=True),
     "pow": Printed(_power, exact=_rounds_once),
