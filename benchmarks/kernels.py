@@ -30,10 +30,12 @@ from benchmarks._measure import fresh, save
 from roamc.cli import zoo
 from roamc.frontends.workload import capture
 from roamc.graph import TrainGraph, operators, placeholders
+from roamc.graph.storage_ids import ids_of
 from roamc.operators import ops
 from roamc.operators.blocks import only_tensor
 from roamc.operators.gpu.ahead import compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
 from roamc.passes import fuse, normalize
 from roamc.units import Bytes, Seconds
@@ -116,20 +118,27 @@ def bytes_moved(group: FusedKernel) -> tuple[Bytes, Bytes]:
     """Return the bytes that a kernel moves by its text, and those of its operands and results, each once.
 
     An operand that the text does not load counts nothing. What is the same for several rows is in a cache when it is
-    loaded again.
+    loaded again; so is what a program loads once more at other columns of its rows, and a slice of another operand.
     """
-    text = group.text
+    text, inputs, moves = group.text, placeholders(group.body), moves_columns(group.nodes)
     head = re.search(rf"def {text.function}\(([^)]*)\)", text.source)
     assert head is not None, f"{text.function} has no head"
     moved = least = 0
-    for node, name in zip(placeholders(group.body), head[1].split(", "), strict=False):
+    for node, name in zip(inputs, head[1].split(", "), strict=False):
         count = len(re.findall(rf"tl\.load\({name}\b", text.source))
-        if count:
+        count = min(count, 1) if moves else count
+        if count and not any(_is_slice(node, other) for other in inputs):
             once = _distinct(only_tensor(node))
             moved, least = moved + count * once, least + once
     results = sum(_distinct(only_tensor(node)) for node in group.results)
     partials = 0 if text.partials is None else 2 * text.partials.nbytes
     return moved + results + partials, least + results
+
+
+def _is_slice(node: fx.Node, other: fx.Node) -> bool:
+    """Whether an operand has some columns of another one."""
+    part, whole = only_tensor(node), only_tensor(other)
+    return ids_of(node) == ids_of(other) and columns_before(part, whole) is not None
 
 
 def _distinct(tensor: torch.Tensor) -> Bytes:

@@ -119,7 +119,7 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
             continue
         tensor = tensor_of(argument)
         shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        value, offset = _made_by(argument)
+        value, offset = value_under(argument)
         if name in whole and shape:
             found[name] = Need(value, shape, strides, offset, whole=True)
             continue
@@ -269,17 +269,27 @@ def extent_of(tensor: torch.Tensor) -> int:
     return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
-    """The input or member that ``node`` is, or is a view of; how many elements behind its first one the view begins."""
+def member_of(value: fx.Node) -> fx.Node:
+    """Return the operator of which ``value`` is the result, or the pick of one result; an input as it is."""
+    return _picked(value)[0]
+
+
+def value_under(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the input or member that ``node`` is or is a view of, and at which of its elements the view begins.
+
+    Raises:
+        GroupFault: ``node`` is a view of several tensors, or of another dtype.
+    """
     value = node
     while value.op == "call_function" and ops.is_view(value.target):
         member, position = _picked(value)
         if member is not value and not ops.is_view(member.target):
             value = next(one for one in values_of(member) if position_of(one) == position)
             break
-        if len(value.all_input_nodes) != 1 or tensor_of(value).dtype is not tensor_of(value.all_input_nodes[0]).dtype:
+        pieces = member if member is not value else value  # what a split makes is picked
+        if len(pieces.all_input_nodes) != 1 or tensor_of(value).dtype is not tensor_of(pieces.all_input_nodes[0]).dtype:
             raise GroupFault(Verdict.UNKNOWN, "is a view of several tensors, or of another dtype", value.name)
-        value = value.all_input_nodes[0]
+        value = pieces.all_input_nodes[0]
     return value, int(tensor_of(node).storage_offset()) - int(tensor_of(value).storage_offset())
 
 

@@ -31,22 +31,19 @@ from roamc.codegen.group_needs import (
     is_number,
     is_sum_over_rows,
     members_of,
-    needs_of,
     position_of,
-    result_of,
     rows_of,
-    shape_of,
     tensor_of,
     values_of,
 )
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_columns, needs_of, result_of, shape_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
-from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
+from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
 from roamc.compat import on_cpu, without_modes
 from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
 from roamc.operators.gpu.kernel import KernelText
-from roamc.operators.schemas import stem
 from roamc.units import Bytes
 
 LANES = 1 << 13
@@ -161,6 +158,7 @@ class _Run:
         self.per_program = given.get("CHUNK", self.block)
         self.wide = 1 if self.flat else given["COLUMNS"]
         self.pieces = not self.flat and self.wide < self.columns
+        self.shifted = self._shifted()
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
         results = output_node(self.body).all_input_nodes
@@ -184,10 +182,20 @@ class _Run:
 
     def _output(self, node: fx.Node, place: Place) -> _Output:
         per_row = tensor_of(node).numel() != self.numel
+        if per_row and tensor_of(node).numel() * self.columns != self.numel:
+            raise GroupFault(Verdict.SHAPE, "is no result with all columns", node.name)
         seen = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
         if not self.flat and not per_row:
             seen = seen.expand(*seen.shape[:-1], self.columns).clone()
         return _Output(node, place, per_row, seen)
+
+    def _shifted(self) -> Columns | None:
+        """Which columns lanes want, where members move columns; None where none does."""
+        if not any(map(moves_columns, self.members)):
+            return None
+        if self.flat or self.pieces:
+            raise GroupFault(Verdict.ELEMENTS, "columns are moved where no program holds whole rows")
+        return Columns(self.body, self.needs, self.numel // self.columns, self.columns)
 
     def _labels(self, node: fx.Node) -> list[tuple[Need, int]]:
         """What a member reads as labels, and the label that it ignores."""
@@ -296,6 +304,10 @@ class _Run:
 
     def _check_load(self, node: fx.Node, places: Tensor, active: Tensor, elements: Tensor, valid: Tensor) -> None:
         """Check that every lane with an element reads that of the operand which some member needs there."""
+        if self.shifted is not None:
+            valid = self.shifted.check_load(node, places, active, (self._rows(), self._columns(), valid))
+            self._check_overlaps(node, places, valid)
+            return
         if (~torch.broadcast_tensors(active, valid)[0] & valid).any():
             raise GroupFault(Verdict.MASK, f"some elements of {node.name} are not read")
         wanted = [need for needs in self.needs.values() for need in needs.values() if need.value is node]
@@ -304,8 +316,7 @@ class _Run:
                 break
         else:
             self._fault_of_load(node, places, wanted, elements, valid)
-        for output in self.outputs.values():
-            self._check_overlap(node, places, valid, output)
+        self._check_overlaps(node, places, valid)
 
     def _fault_of_load(
         self, node: fx.Node, places: Tensor, wanted: Sequence[Need], elements: Tensor, valid: Tensor
@@ -321,6 +332,10 @@ class _Run:
         """The numbers of the elements that a member needs at elements of the matrix; it may have one for each row."""
         counted = elements if math.prod(need.sizes) == self.numel else elements // self.columns
         return torch.from_numpy(need.at(counted.numpy()))
+
+    def _check_overlaps(self, node: fx.Node, places: Tensor, valid: Tensor) -> None:
+        for output in self.outputs.values():
+            self._check_overlap(node, places, valid, output)
 
     def _check_overlap(self, node: fx.Node, places: Tensor, valid: Tensor, output: _Output) -> None:
         """Check that an operand under a result is read lane by lane where the result is stored, and before that."""
@@ -455,8 +470,12 @@ class _Run:
     def _call(self, node: fx.Node, operands: Mapping[str, Tensor], rows: slice) -> Sequence[Tensor]:
         """The results of a member for some rows of its operands."""
         called: Any = node.target
+        if moves_columns(node):
+            return [assembled(node, [value[rows] for value in operands.values()])]
+        if copies(node):
+            return [value[rows] if value.dim() else value for value in operands.values()]
         rowwise, names = rows_of(node)
-        given = {name: _wide(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
+        given = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
         given |= {
             name: self._number(value).item()
             for name, value in given.items()
@@ -492,6 +511,11 @@ class _Run:
             strides = torch.arange(1 if not need.whole else need.sizes[0], device="cpu") * (need.strides or (0,))[0]
             found = self._content(need.value, need.offset + strides)
             return found if need.whole else found[0]
+        if self.shifted is not None:
+            rows = self.elements[:, :1] // self.columns
+            if need.value in self.made:
+                return self.shifted.slice_of(need, self.made[need.value], rows, node)
+            return self._content(need.value, self.shifted.numbers(need, rows))
         per_row = math.prod(need.sizes) != self.numel
         elements = self.elements[..., :1] if per_row and not self.flat else self.elements
         numbers = self._numbers(need, elements)
@@ -525,38 +549,14 @@ class _Run:
     def _first_wrong(self) -> str:
         """The name of the first member whose variable has other numbers; of the last one if none is found."""
         for node in self.members if not self.pieces and self.partials is None else ():
-            value = self.values.get(node.name) if node in self.made else None
+            whole = node in self.made and self.made[node].shape[-1] in (1, self.columns)
+            value = self.values.get(node.name) if whole else None
             if isinstance(value, Tensor) and value.dtype in (WIDE, torch.bool):
                 _, valid = self._lanes()
                 full = torch.broadcast_to(value.to(WIDE), valid.shape)[valid]
                 if not _close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
                     return node.name
         return self.last.name
-
-
-ROUNDED = frozenset({"masked_fill", "where", "threshold_backward", "eq", "ne", "lt", "le", "gt", "ge"})
-"""Operators that round a number to the dtype of their tensors before they take it."""
-
-
-def _wide(node: fx.Node, name: str, value: Any) -> Any:
-    """An argument for a call on floats of 64 bits."""
-    if name == "half_to_float":
-        return False
-    if isinstance(value, torch.device):  # the numbers of the judge are on the CPU
-        return torch.device("cpu")
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return WIDE
-    if stem(node.target) == "div" and name == "other" and isinstance(value, int | float) and value:
-        with np.errstate(all="ignore"):  # ATen multiplies by the reciprocal of a number
-            return float(1 / np.float64(1 / np.float32(value)))
-    if isinstance(value, float) and stem(node.target).partition(".")[0] in ROUNDED:
-        kind = next(
-            tensor_of(argument).dtype
-            for argument in node.all_input_nodes
-            if argument.meta["val"].dtype is not torch.bool
-        )
-        return torch.tensor(value, dtype=kind, device="cpu").item() if kind.is_floating_point else value
-    return value
 
 
 def given_node(node: fx.Node, name: str) -> fx.Node:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
 from roamc.codegen.group_verdicts import GroupFault, Verdict
+from roamc.operators.schemas import stem
 
 WIDE = torch.float64
 """The dtype in which floats are computed."""
@@ -163,3 +165,34 @@ class Jit:
     def jit(function: Callable[..., None]) -> Callable[..., None]:
         """Return the function as it is."""
         return function
+
+
+ROUNDED = frozenset({"masked_fill", "where", "threshold_backward", "eq", "ne", "lt", "le", "gt", "ge"})
+"""Operators that round a number to the dtype of their tensors before they take it."""
+
+
+def widened(node: fx.Node, name: str, value: Any) -> Any:
+    """Return an argument for a call of an operator on floats of 64 bits.
+
+    Args:
+        node: the call in the group.
+        name: of the argument.
+        value: the argument.
+    """
+    if name == "half_to_float":
+        return False
+    if isinstance(value, torch.device):  # the numbers of the judge are on the CPU
+        return torch.device("cpu")
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return WIDE
+    if stem(node.target) == "div" and name == "other" and isinstance(value, int | float) and value:
+        with np.errstate(all="ignore"):  # ATen multiplies by the reciprocal of a number
+            return float(1 / np.float64(1 / np.float32(value)))
+    if isinstance(value, float) and stem(node.target).partition(".")[0] in ROUNDED:
+        kind = next(
+            argument.meta["val"].dtype
+            for argument in node.all_input_nodes
+            if argument.meta["val"].dtype is not torch.bool
+        )
+        return torch.tensor(value, dtype=kind, device="cpu").item() if kind.is_floating_point else value
+    return value

@@ -17,6 +17,7 @@ from roamc.graph.storage_ids import StorageId, placed
 from roamc.operators import ops
 from roamc.operators.call import Call, call_of, fakes, tensors_in
 from roamc.operators.costs.kinds import FREE, VIEW
+from roamc.operators.gpu.shifts import columns_before
 from roamc.units import Bytes
 
 Flops = int
@@ -84,9 +85,19 @@ def traffic(node: fx.Node) -> Traffic:
 
 
 def group_traffic(body: fx.Graph) -> Traffic:
-    """Count the bytes that a group of operators with this ``body`` reads and writes: its operands and its results."""
+    """Count the bytes that a group of operators with this ``body`` reads and writes: its operands and its results.
+
+    An operand that is a slice of another one's rows counts nothing: the group reads both in one go.
+    """
+    read = _placed(placeholders(body))
+    read = [one for one in read if not any(_is_slice(one, other) for other in read)]
     results = [(tensor, storage) for node in output_node(body).all_input_nodes for _, tensor, storage in placed(node)]
-    return Traffic(_bytes(_placed(placeholders(body))), _bytes(results))
+    return Traffic(_bytes(read), _bytes(results))
+
+
+def _is_slice(part: Placed, whole: Placed) -> bool:
+    """Whether a tensor has some columns of another one in the same storage."""
+    return part[1] == whole[1] and columns_before(part[0], whole[0]) is not None
 
 
 def _read(call: Call, in_place: bool) -> list[Placed]:

@@ -104,6 +104,27 @@ class Columnwise:
 
 
 @dataclass(frozen=True)
+class Assembly:
+    """How an operator puts operands side by side along one dimension of its result; elements beside them are 0.
+
+    Positions count arguments from 0.
+
+    Attributes:
+        parts: position of the operands, a list of tensors or one tensor.
+        dim: position of the dimension.
+        start: position of the index along that dimension at which the first operand begins; None if it begins at 0.
+        step: position of the distance from one index of an operand to the next in the result; None if it is 1.
+        sizes: position of the sizes of the result; None if they follow from the operands.
+    """
+
+    parts: int = 0
+    dim: int = 1
+    start: int | None = None
+    step: int | None = None
+    sizes: int | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """What neither an operator's schema nor its tags say. Positions count arguments, or results, from 0.
 
@@ -141,6 +162,8 @@ class Facts:
         columnwise: how it adds up over rows, if it does; else None.
         together: of a collective that may run again where all ranks of its group run it again, what that gives; None
             for one that may not, and for other operators.
+        assembly: how it puts operands side by side, if that is all that it does; else None.
+        copies: all that it does is to copy its first argument, in the same shape, to new memory.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -163,6 +186,8 @@ class Facts:
     space: Space = Space.DEVICE
     columnwise: Columnwise | None = None
     together: Together | None = None
+    assembly: Assembly | None = None
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,6 +332,9 @@ ROWS: dict[str, Row] = {
     ),
     "aten::relu": Row(rounds_once=True, nonnegative=True),
     "aten::fill.Tensor": Row(broadcasts=True, rounds_once=True),
+    "aten::clone": Row(copies=True),
+    "aten::cat.default": Row(assembly=Assembly()),
+    "aten::slice_backward": Row(assembly=Assembly(dim=2, start=3, step=5, sizes=1)),
     # Not written as they are with out=.
     **dict.fromkeys([f"aten::_fft_{kind}" for kind in ("r2c", "c2r", "c2c")], Row(out_form=OutForm.COPIES)),
     "aten::linalg_qr": Row(out_form=OutForm.ASKS),

@@ -19,7 +19,7 @@ from roamc.codegen.group_verdicts import Place, Verdict
 from roamc.compat import FakeTensorMode
 from roamc.errors import VerifyError
 from roamc.operators.fused import fuse
-from roamc.operators.gpu import kernel
+from roamc.operators.gpu import kernel, operands, shifts
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
 from roamc.passes import fuse as fuse_pass
@@ -273,8 +273,8 @@ def test_values_inside_that_are_read_in_another_order_are_seen(
     function: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Printing refuses them; here it is made to print them."""
-    monkeypatch.setattr(kernel, "keeps_order", lambda *of: True)
-    monkeypatch.setattr(kernel, "in_order", lambda *of: True)
+    monkeypatch.setattr(shifts, "keeps_order", lambda *of: True)
+    monkeypatch.setattr(operands, "in_order", lambda *of: True)
     assert Verdict.ELEMENTS.value in verdict_of(group_of(function, on_gpu((64, 64)), on_gpu((64, 64))))
 
 

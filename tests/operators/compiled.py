@@ -59,8 +59,13 @@ def loss(scale: Tensor, scores: Tensor, labels: Tensor, total: Tensor) -> Tensor
     return aten._log_softmax_backward_data(grad, scores, 1, torch.float32).bfloat16()
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + x.neg() * sin
+def rotary(x: Tensor, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of heads whose columns are ``first`` and ``second``; and back, stored token by token."""
+    turned = x * cos + torch.cat([-second, first], -1) * sin
+    product, sizes = turned * sin, list(turned.shape)
+    right = aten.slice_backward(-product[..., :32], sizes, 3, 32, 64, 1)
+    back = right + aten.slice_backward(product[..., 32:], sizes, 3, 0, 32, 1) + turned * cos
+    return back.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def dropped(grad: Tensor, mask: Tensor, x: Tensor) -> Tensor:
@@ -85,7 +90,10 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
             "softmax": (lambda x: F.softmax(x.float(), -1).to(half), (torch.empty(4, 32, 512, 2048, dtype=half),)),
             "rotary": (
                 rotary,
-                (torch.empty(4, 2048, 32, 64, dtype=half).transpose(1, 2), *(torch.empty(2048, 64) for _ in range(2))),
+                (
+                    *(torch.empty(4, 2048, 32, size, dtype=half).transpose(1, 2) for size in (64, 32, 32)),
+                    *(torch.empty(2048, 64, dtype=half) for _ in range(2)),
+                ),
             ),
             "normed": (
                 normed,

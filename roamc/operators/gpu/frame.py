@@ -72,19 +72,21 @@ class Access:
             inside *= size
         return tuple(outer), tuple(inner)
 
-    def offset(self, *, rows: bool) -> str:
+    def offset(self, *, rows: bool, shift: int = 0) -> str:
         """Return the expression, in Triton, of where an element lies: its offset from the operand's first element.
 
         Args:
             rows: the expression is in the variables ``row`` and ``column``; else in ``index``, the number of the
                 element, row by row.
+            shift: the element wanted is so many columns to the right of ``column``.
         """
         parts = self.parts
+        column = f"(column {'-' if shift < 0 else '+'} {abs(shift)})" if shift else "column"
         if not rows:
             return _place(self.dims, "index")
         if parts is None:
-            return _place(self.dims, f"(row * {self.columns} + column)")
-        places = [_place(part, name) for part, name in zip(parts, ("row", "column"), strict=True)]
+            return _place(self.dims, f"(row * {self.columns} + {column})")
+        places = [_place(part, name) for part, name in zip(parts, ("row", column), strict=True)]
         return " + ".join(place for place in places if place != "0") or "0"
 
     @property
@@ -136,6 +138,12 @@ def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Acces
         for size, wanted, stride in zip(sizes, shape, strides, strict=True)
     )
     return Access(_merged(tuple((size, stride) for size, stride in seen if size > 1)), columns)
+
+
+def access_along(sizes: Sequence[int], strides: Sequence[int], columns: int) -> Access:
+    """Return how elements are written that lie at ``strides`` along dimensions of ``sizes``; ``columns`` as above."""
+    dims = zip(map(int, sizes), map(int, strides), strict=True)
+    return Access(_merged(tuple(dim for dim in dims if dim[0] > 1)), columns)
 
 
 def along_columns(access: Access) -> Access:

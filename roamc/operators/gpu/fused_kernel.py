@@ -14,12 +14,15 @@ from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused, same_geometry
-from roamc.operators.gpu.frame import Access, access_of, frame_of
-from roamc.operators.gpu.kernel import KernelText, kernel_text, unfit, unfit_writes, written_as
+from roamc.operators.gpu.frame import Access, access_of, frame_of, shape_reach
+from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit, unfit_writes, written_as
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.lines import DoesNotPrintError
+from roamc.operators.gpu.operands import reduces
 from roamc.operators.gpu.printed import is_exact
+from roamc.operators.gpu.reorders import reorders
 from roamc.operators.gpu.results import first_of, is_sum_over_rows, results_of, shape_of_operands
+from roamc.operators.gpu.shifts import moves_columns, unfit_shifts
 from roamc.operators.kernels import Kernel
 from roamc.units import Bytes
 
@@ -64,11 +67,12 @@ class FusedKernel(Fused):
             matrix: rows and columns of the group.
             threads: not used: the threads are the CPU's.
         """
-        called = {node for node in members if not ops.is_view(node.target)}
-        last = blocks.last_of(members)
-        if first_of(last).device.type not in DEVICES:
-            return f"{last.name} lies on no GPU"
-        return next((said for node in members if node in called and (said := unfit(node, matrix, called))), "")
+        nodes = [node for node in members if not ops.is_view(node.target)]
+        called = set(nodes)
+        if first_of(nodes[-1]).device.type not in DEVICES:
+            return f"{nodes[-1].name} lies on no GPU"
+        wrong = next((said for node in nodes if (said := unfit(node, matrix, called))), "")
+        return wrong or unfit_shifts(nodes, matrix, [node for node in nodes if reduces(node)], LONGEST_ROW)
 
     @staticmethod
     def unwritable(node: fx.Node, matrix: Matrix) -> str:
@@ -78,8 +82,10 @@ class FusedKernel(Fused):
             node: a member.
             matrix: rows and columns of the group.
         """
+        if shape_reach(node.meta["val"].shape, matrix) is None and not is_sum_over_rows(node):
+            return f"{node.name} has fewer columns than its group"
         try:
-            written_as(node, matrix)
+            written_as(node, matrix, ())
         except DoesNotPrintError as reason:
             return str(reason)
         return ""
@@ -101,9 +107,10 @@ class FusedKernel(Fused):
     def _overwrites(self) -> tuple[int, ...]:
         """The arguments over which the result may be written: every program reads what it writes, and before.
 
-        No arguments if there are several results, or sums over rows.
+        No arguments if there are several results, or sums over rows, or members that move columns, or a copy in another
+        order: lanes read other elements than those that they write.
         """
-        if len(self.results) > 1 or self._adds_rows:
+        if len(self.results) > 1 or self._adds_rows or moves_columns(self.nodes) or reorders(self.nodes):
             return ()
         made = blocks.only_tensor(self.results[0])
         columns = self.matrix.columns

@@ -19,10 +19,8 @@ result. A group that adds up over rows ends with a second kernel, see :mod:`roam
 from __future__ import annotations
 
 import keyword
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -30,19 +28,20 @@ from torch import fx
 from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
-from roamc.operators.gpu.frame import Access, Reach, access_of, along_columns, in_order, keeps_order, shape_reach
-from roamc.operators.gpu.lines import DOWN, FLOATS, INTEGERS, PRINTABLE, REDUCED, DoesNotPrintError, Lines, Value
-from roamc.operators.gpu.partial_sums import TOGETHER, WIDEST, PartialSums, partial_sums
-from roamc.operators.gpu.printed import Printed, printed
+from roamc.operators.gpu.frame import Access, Reach, access_along, access_of, along_columns, shape_reach
+from roamc.operators.gpu.lines import DOWN, FLOATS, REDUCED, DoesNotPrintError, Lines, Value
+from roamc.operators.gpu.operands import Operand, common_dtype, is_number, needs_rows, operands_of, reduces
+from roamc.operators.gpu.partial_sums import TOGETHER, PartialSums, partial_sums
+from roamc.operators.gpu.printed import printed
+from roamc.operators.gpu.reorders import reordered, reorders
 from roamc.operators.gpu.results import (
     first_of,
     is_sum_over_rows,
     made_by,
-    picks,
     results_of,
     shape_of_operands,
-    sums_over_rows,
 )
+from roamc.operators.gpu.shifts import moves_columns, shifts_of
 
 LONGEST_ROW = 16384
 """Elements: rows up to this length are held whole, padded to a power of two; longer ones are read in pieces."""
@@ -91,7 +90,7 @@ def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
     lines = Lines(frame.columns, rows=True, taken=())
     lines.pointers = {argument: argument.name for argument in node.all_input_nodes}
     try:
-        operands = _operands(node, frame, inside)
+        operands = operands_of(node, frame, inside)
         values = [_tried(lines, operand) for operand in operands]
         _write(lines, node, values)
     except DoesNotPrintError as reason:
@@ -99,7 +98,7 @@ def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
     return ""
 
 
-def _tried(lines: Lines, operand: _Operand) -> Value:
+def _tried(lines: Lines, operand: Operand) -> Value:
     """A value with the dtype of an operand, to try whether a member prints."""
     given = operand.value
     if isinstance(given, fx.Node) and is_number(given):
@@ -119,7 +118,7 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> list[Value |
     """
     found, dtype = printed(node.target), first_of(node).dtype
     assert found is not None, f"{node.name} does not print"
-    common = _common_dtype(node, found)
+    common = common_dtype(node, found)
     lines.comment = source_line(node)
     lines.dtype = torch.float32 if dtype in FLOATS else dtype
     if common is not None:
@@ -127,8 +126,10 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> list[Value |
         values = [convert(value, common) for value in values]
     made = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
     several = [made] if isinstance(made, Value) else made
+    side = "right" if lines.shift > 0 else "left"
+    name = f"{node.name}_{side}_{abs(lines.shift)}" if lines.shift else node.name
     return [
-        value if value is None or value.reduced == DOWN else lines.named(node.name, value, tensor.dtype)  # type: ignore[union-attr]
+        value if value is None or value.reduced == DOWN else lines.named(name, value, tensor.dtype)  # type: ignore[union-attr]
         for value, tensor in zip(several, results_of(node), strict=True)
     ]
 
@@ -149,127 +150,6 @@ def kernel_text(
         DoesNotPrintError: a member has no form in a kernel.
     """
     return _Kernel(name, body, frame, written or {}).text()
-
-
-# -- what of a call prints ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """A positional argument of a member.
-
-    Attributes:
-        value: a node, a number, or None.
-        access: how the node is read, if it is not made in the group.
-    """
-
-    value: Any
-    access: Access | None = None
-
-
-def _operands(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> list[_Operand]:
-    """Return the positional arguments of a member; raises DoesNotPrintError if the call does not print."""
-    found = printed(node.target)
-    if found is None:
-        raise DoesNotPrintError(f"{node.name} does not print")
-    if set(node.kwargs) - set(found.keywords) or not all(map(_is_plain, results_of(node))):
-        raise DoesNotPrintError(f"{node.name} has arguments or a result that do not print")
-    made = first_of(node)
-    _check_results(node, found, frame)
-    _check_dim(node, found, frame)
-    given = [argument.name for argument in node.all_input_nodes if is_number(argument)]
-    if given and not found.number_arguments:
-        raise DoesNotPrintError(f"{node.name} takes the number {given[0]}, which is not known before it runs")
-    tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes if not is_number(argument))]
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
-            raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
-        if tensor.is_neg():
-            raise DoesNotPrintError(f"{node.name} has a tensor that lies in memory with other signs")
-    numbers = [number for number in node.args if isinstance(number, int | float)]
-    if _common_dtype(node, found) is torch.uint8 and min(numbers, default=0) < 0:
-        raise DoesNotPrintError(f"{node.name} takes a number below zero, which Triton has not among those of 8 bits")
-    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-    defaults = [_Operand(argument.default_value) for argument in left_out if not argument.kwarg_only]
-    return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
-
-
-def _is_plain(made: object) -> bool:
-    """Whether a result is a tensor of plain numbers, or one that is left out."""
-    return made is None or (isinstance(made, torch.Tensor) and not made.is_conj())
-
-
-def _check_results(node: fx.Node, found: Printed, frame: Matrix) -> None:
-    """Raise DoesNotPrintError unless results have elements that kernels make, where they make them."""
-    down = sums_over_rows(node)
-    for position, made in enumerate(results_of(node)):
-        if made is None:
-            continue
-        if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
-            raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
-        if position in down:
-            if frame.columns > WIDEST:
-                raise DoesNotPrintError(f"{node.name} adds up over rows of more than {WIDEST} elements")
-        elif shape_reach(made.shape, frame) is None:
-            raise DoesNotPrintError(
-                f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row"
-            )
-
-
-def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
-    """Raise DoesNotPrintError unless a member works element by element, or along the rows of the frame."""
-    if found.along is None:
-        return
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
-    dims = node.args[found.along] if found.along < len(node.args) else None
-    dims = [dims] if isinstance(dims, int) else dims
-    rowwise = ops.rule(node.target).rowwise
-    by_size = rowwise is not None and rowwise.sizes is not None
-    if source.dim() < (2 if by_size else 1):
-        raise DoesNotPrintError(f"{node.name} has no rows")
-    if by_size or sums_over_rows(node):
-        last = not by_size or list(dims) == [frame.columns]  # type: ignore[arg-type]
-    else:
-        last = isinstance(dims, list | tuple) and [dim % source.dim() for dim in dims] == [source.dim() - 1]
-    if not last or source.shape[-1] != frame.columns or source.numel() != frame.numel:
-        raise DoesNotPrintError(f"{node.name} does not work along rows of {frame.columns}")
-
-
-def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> _Operand:
-    argument = node.args[at]
-    rowwise = ops.rule(node.target).rowwise
-    if not isinstance(argument, fx.Node) or is_number(argument):
-        return _Operand(argument)
-    if rowwise is not None and at in rowwise.whole and argument.meta["val"].dim():
-        if blocks.base_of(argument) in inside:
-            raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
-        return _Operand(argument)
-    tensor, shape = argument.meta["val"], shape_of_operands(node)
-    base, position = made_by(argument)
-    per_row = tensor.dim() == 1 and rowwise is not None and rowwise.per_row != ()
-    if base in inside:
-        if position in sums_over_rows(base):
-            raise DoesNotPrintError(f"{node.name} reads {base.name}, a sum over rows, before all rows are added")
-        chain = argument
-        while chain is not base and not picks(chain):
-            if len(chain.all_input_nodes) != 1 or not keeps_order(chain, frame):
-                raise DoesNotPrintError(f"{chain.name} has the elements of {base.name} in another order")
-            chain = chain.all_input_nodes[0]
-        stand_in = torch.empty(tensor.shape, device="meta")
-        if not per_row and not in_order(stand_in, tensor.numel(), shape, frame):
-            raise DoesNotPrintError(f"{node.name} takes the elements of {base.name} in another order")
-        return _Operand(argument)
-    access = access_of(tensor.unsqueeze(-1) if per_row else tensor, shape, frame.columns)
-    if access is None:
-        raise DoesNotPrintError(f"{argument.name} cannot be read by {node.name}")
-    if math.prod(shape) != frame.numel:  # an element for each row, the same for all columns
-        access = along_columns(access)
-    return _Operand(argument, access)
-
-
-def is_number(node: fx.Node) -> bool:
-    """Whether ``node``, an argument of a group, is a number, which may be another one at every step."""
-    return isinstance(node.meta.get("val"), float)
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------------
@@ -306,9 +186,13 @@ class _Kernel:
         made = blocks.results_of(body)
         results = made[: len(made) - len(written)]
         whole = all(node.meta["val"].numel() == frame.numel for node in made)
-        self.rows = not whole or any(_needs_rows(node) for node in self.members)
+        self.rows = not whole or any(needs_rows(node) for node in self.members)
         self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
-        self.made: dict[fx.Node, list[Value | None]] = {}
+        self.shifts: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(self.members, (0,))
+        if moves_columns(self.members):
+            reduce = [node for node in self.members if reduces(node)]
+            self.shifts = shifts_of(self.members, [made_by(node)[0] for node in made], frame, reduce)
+        self.made: dict[tuple[fx.Node, int], list[Value | None]] = {}
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name)
         outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
@@ -348,13 +232,17 @@ class _Kernel:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def _member(self, node: fx.Node, inside: Collection[fx.Node]) -> None:
-        self.lines.comment = source_line(node)
-        values = [self._value(operand) for operand in _operands(node, self.frame, inside)]
-        self.made[node] = _write(self.lines, node, values)
+        operands = operands_of(node, self.frame, inside)
+        for shift in self.shifts[node]:
+            self.lines.comment, self.lines.shift = source_line(node), shift
+            self.made[node, shift] = _write(self.lines, node, [self._value(operand, shift) for operand in operands])
 
     def _result(self, node: fx.Node, name: str) -> _Stored:
         source, position = made_by(node)
-        written, value = written_as(node, self.frame), self.made[source][position]
+        whole = shape_reach(node.meta["val"].shape, self.frame) is not None or is_sum_over_rows(node)
+        if not whole:
+            raise DoesNotPrintError(f"{node.name} has fewer columns than its group")
+        written, value = written_as(node, self.frame, self.members), self.made[source, 0][position]
         assert value is not None, f"{node.name} is left out"
         if is_sum_over_rows(node):
             return _Stored(name, value, written, Reach.COLUMN)
@@ -362,17 +250,19 @@ class _Kernel:
             return _Stored(name, value, written, Reach.ALL)
         return _Stored(name, value, along_columns(written), Reach.ROW)
 
-    def _value(self, operand: _Operand) -> Value:
+    def _value(self, operand: Operand, shift: int) -> Value:
+        """What a member that is computed at ``shift`` reads."""
         given = operand.value
         if isinstance(given, fx.Node) and is_number(given):
             return self.lines.argument(given)
         if not isinstance(given, fx.Node):
             return self.lines.constant(given, torch.float32)
         if operand.access is not None:
-            return self.lines.load(given, operand.access)
+            return self.lines.load(given, operand.access, shift + operand.shift)
         base, position = made_by(given)
+        results = self.made.get((base, 0 if operand.per_row else shift + operand.shift))
         # The same for all rows, such as weights of classes: the member's own text reads it.
-        value = self.made[base][position] if base in self.made else self.lines.constant(0, torch.int64)
+        value = self.lines.constant(0, torch.int64) if results is None else results[position]
         assert value is not None, f"{given.name} is left out"
         return value
 
@@ -487,7 +377,13 @@ class _Kernel:
 
     def _mask(self, value: Value) -> str:
         rows, columns = f"row < {self.frame.rows}", f"column < {self.frame.columns}"
-        return {Reach.ALL: "inside", Reach.ROW: rows, Reach.COLUMN: columns, Reach.ONE: ""}[value.reach]
+        if value.within is None:
+            return {Reach.ALL: "inside", Reach.ROW: rows, Reach.COLUMN: columns, Reach.ONE: ""}[value.reach]
+        first, end = value.within
+        masks = ["inside"] if value.reach is Reach.ALL else []
+        masks += [f"column < {end}"] if not masks or end < self.frame.columns else []
+        masks += [f"column >= {first}"] if first else []
+        return masks[0] if len(masks) == 1 else " & ".join(m if m == "inside" else f"({m})" for m in masks)
 
     # -- how it is launched -------------------------------------------------------------------------------------------
 
@@ -501,7 +397,7 @@ class _Kernel:
     @property
     def _wide(self) -> str:
         """Text that makes numbers of elements 64 bits wide where 32 would not do."""
-        accesses = [*(one.written for one in self.stored), *(access for _, access in self.lines.loaded)]
+        accesses = [*(one.written for one in self.stored), *(access for _, access, _ in self.lines.loaded)]
         largest = max([self.frame.numel, *(access.last for access in accesses)])
         return ".to(tl.int64)" if largest + 2 * PIECE >= 1 << 31 else ""
 
@@ -514,8 +410,13 @@ class _Kernel:
         return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
 
 
-def written_as(node: fx.Node, frame: Matrix) -> Access:
-    """Return where the elements of the result of ``node`` lie in memory.
+def written_as(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> Access:
+    """Return where the elements of the result of ``node`` lie in memory, in the order in which its group makes them.
+
+    Args:
+        node: a member, or the pick of one of its results.
+        frame: the matrix of the group.
+        inside: the members of the group.
 
     Raises:
         DoesNotPrintError: the result is no single tensor, or its elements overlap.
@@ -523,7 +424,10 @@ def written_as(node: fx.Node, frame: Matrix) -> Access:
     made = node.meta["val"]
     if not isinstance(made, torch.Tensor):
         raise DoesNotPrintError(f"{node.name} has several results")
+    order = reordered(node)
     written = access_of(made, made.shape, frame.columns)
+    if order is not None and order[0] in inside:
+        written = access_along(order[0].meta["val"].shape, order[1], frame.columns)
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
     if is_sum_over_rows(node) and not made.is_contiguous():
@@ -541,7 +445,9 @@ def unfit_writes(nodes: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node], f
         written: placeholder to the member whose result is written over it.
         frame: the matrix of the group.
     """
-    if written and any(_needs_rows(node) or node.meta["val"].numel() != frame.numel for node in nodes):
+    if written and (moves_columns(nodes) or reorders(nodes)):
+        return "a group that moves elements writes no argument"
+    if written and any(needs_rows(node) or node.meta["val"].numel() != frame.numel for node in nodes):
         return "a group with an element for each row writes no argument"
     for operand, node in written.items():
         place = access_of(node.meta["val"], node.meta["val"].shape, frame.columns)
@@ -552,23 +458,6 @@ def unfit_writes(nodes: Sequence[fx.Node], written: Mapping[fx.Node, fx.Node], f
         if read != {place}:
             return f"{operand.name} is not read element by element, and written"
     return ""
-
-
-def _needs_rows(node: fx.Node) -> bool:
-    found, rowwise = printed(node.target), ops.rule(node.target).rowwise
-    return (found is not None and found.along is not None) or (rowwise is not None and rowwise.per_row != ())
-
-
-def _common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
-    """What the operands of a member are converted to before it works; None for nothing."""
-    if found.common == "each":
-        return None
-    if found.common == "operands":
-        first, second = (a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2])
-        return torch.result_type(first, second)  # type: ignore[arg-type]
-    if found.along is not None:  # it adds up in float32 what it reads
-        return torch.float32
-    return first_of(node).dtype
 
 
 def _assigned(value: Value, mask: str) -> str:

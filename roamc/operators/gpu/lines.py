@@ -64,6 +64,7 @@ class Value:
         number: the number that it is; None for other values, which have a line or are an argument.
         comment: the line of the user's model that made it, as ``file.py:line``; "" if there is none.
         argument: whether it is a number that the kernel is passed.
+        within: [first, last) columns at which it is loaded; None for all.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Value:
     number: float | None = None
     comment: str = ""
     argument: bool = False
+    within: tuple[int, int] | None = None
 
 
 class Lines:
@@ -86,6 +88,9 @@ class Lines:
         columns: elements of a row of the matrix.
         rows: the kernel has the variables ``row`` and ``column``; else ``index`` alone, the number of the element.
         taken: names that values must not have.
+
+    Attributes:
+        shift: at how many columns to the right of the lane's own the member is computed that is being written.
     """
 
     def __init__(self, columns: int, *, rows: bool, taken: Iterable[str]) -> None:
@@ -93,8 +98,9 @@ class Lines:
         self.values: list[Value] = []
         self.taken = set(taken)
         self.comment = ""
+        self.shift = 0
         self.pointers: dict[fx.Node, str] = {}
-        self.loaded: dict[tuple[fx.Node, Access], Value] = {}
+        self.loaded: dict[tuple[fx.Node, Access, int], Value] = {}
         self.dtype = torch.float32
         self.unnamed: set[Value] = set()
 
@@ -177,18 +183,28 @@ class Lines:
         """Return the value of ``node``, a number that is an argument of the kernel; no line is written."""
         return Value(self.pointers[node], "", Reach.ONE, 0, torch.float32, argument=True)
 
-    def load(self, node: fx.Node, access: Access) -> Value:
-        """Return the elements of the operand ``node`` as ``access`` reads them; only the first call writes a load."""
-        known = self.loaded.get((node, access))
+    def load(self, node: fx.Node, access: Access, shift: int = 0) -> Value:
+        """Return the elements of the operand ``node`` as ``access`` reads them; only the first call writes a load.
+
+        Args:
+            node: the operand.
+            access: how it is read.
+            shift: columns to the right of the lane's own; what is the same for all columns has no shift.
+        """
+        same = access.reach in (Reach.ROW, Reach.ONE)  # for all columns
+        shift = 0 if same else shift
+        known = self.loaded.get((node, access, shift))
         if known is None:
             dtype = node.meta["val"].dtype
-            text = f"tl.load({self.pointers[node]} + {access.offset(rows=self.rows)}, {{mask}}, 0)"
+            text = f"tl.load({self.pointers[node]} + {access.offset(rows=self.rows, shift=shift)}, {{mask}}, 0)"
             text += ".to(tl.float32)" if dtype in (torch.float16, torch.bfloat16) else ""
             text = text.replace(" + 0,", ",")
             name = self.name(f"{self.pointers[node]}_value")
+            within = max(0, -shift), min(self.columns, access.columns - shift)
             known = Value(name, text, access.reach, 0, dtype, comment=self.comment)
+            known = known if same or within == (0, self.columns) else replace(known, within=within)
             self.values.append(known)
-            self.loaded[node, access] = known
+            self.loaded[node, access, shift] = known
         return known
 
     def constant(self, value: object, dtype: torch.dtype) -> Value:
@@ -221,8 +237,8 @@ class Lines:
     def _add(self, name: str, text: str, reads: tuple[Value, ...], dtype: torch.dtype) -> Value:
         reads = tuple(value.aliases or value for value in reads)
         level = max((value.level for value in reads), default=0)
-        reach = joined(value.reach for value in reads)
-        reach = Reach.ALL if "(column" in text or "COLUMNS" in text else reach
+        by_column = [Reach.COLUMN] if "(column" in text else []
+        reach = Reach.ALL if "COLUMNS" in text else joined([*(value.reach for value in reads), *by_column])
         return self._keep(Value(self.name(name), text, reach, level, dtype, reads, comment=self.comment))
 
     def _reduce(self, value: Value, how: str) -> Value:

@@ -8,6 +8,7 @@ every device. The others, and all sums, may differ in last bits.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch import fx
 from roamc.compat import OpOverload
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.results import sums_over_rows
+from roamc.operators.gpu.shifts import parts_of
 from roamc.operators.schemas import argument_of, stem, value_form
 
 if TYPE_CHECKING:
@@ -259,6 +261,26 @@ def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     return lines.let(f"{{0}} * {lines.number(float(inverse))}", values[0])
 
 
+def _side_by_side(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """Each column from the operand that has it, and 0 beside all operands."""
+    parts = parts_of(node)
+    end = parts[-1].begin + parts[-1].width
+    columns = [*values, lines.constant(0, node.meta["val"].dtype)]
+    begins = [*(part.begin for part in parts), end if end < node.meta["val"].shape[-1] else sys.maxsize]
+    result = columns.pop()
+    for value, begin in zip(reversed(columns), reversed(begins[1:]), strict=True):
+        result = _left_of(lines, begin, value, result)
+    return _left_of(lines, begins[0], lines.constant(0, node.meta["val"].dtype), result)
+
+
+def _left_of(lines: Lines, begin: int, left: Value, right: Value) -> Value:
+    """The value ``left`` in front of column ``begin`` of the member that is being written, else ``right``."""
+    lane = begin - lines.shift
+    if 0 < lane < lines.columns:
+        return lines.let(f"tl.where(column < {lane}, {{0}}, {{1}})", left, right)
+    return right if lane <= 0 else left
+
+
 def _where(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     chosen = [lines.cast(value, node.meta["val"].dtype) for value in values[1:]]
     return lines.let("tl.where({0}, {1}, {2})", values[0], *chosen)
@@ -339,6 +361,9 @@ PRINTED: dict[str, Printed] = {
         name: Printed(f"{{0}} {sign} {{1}}", exact=True, common="operands", rounds_numbers=True, booleans=True)
         for name, sign in _COMPARISONS.items()
     },
+    "clone": Printed(_convert, exact=True, keywords=("memory_format",), integers=True, booleans=True),
+    "cat": Printed(_side_by_side, exact=True, integers=True, booleans=True),
+    "slice_backward": Printed(_side_by_side, exact=True),
     "pow": Printed(_power, exact=_rounds_once),
     "exp": Printed("tl.exp({0})"),
     "exp2": Printed("tl.exp2({0})"),
