@@ -77,7 +77,8 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, ranks: int) -> Tensor:
         ctx.rank, ctx.size = rank, x.shape[-1]
-        return torch.cat(COLLECTIVES.all_gather_into_tensor(x, ranks, GROUP).split(x.shape[0]), -1)
+        whole = torch.cat(COLLECTIVES.all_gather_into_tensor(x, ranks, GROUP).split(x.shape[0]), -1)
+        return torch.ops.aten.slice.Tensor(whole, -1, 0, whole.shape[-1])  # as DTensor cuts what it gathers
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

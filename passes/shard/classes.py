@@ -39,7 +39,7 @@ from roamc.operators.collectives import FINISHED
 from roamc.operators.corrections import corrected
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import FOREIGN, own_classes, own_part
-from roamc.passes.shard.rules import RESHAPES, overflows
+from roamc.passes.shard.rules import RESHAPES, cuts_nothing, overflows
 from roamc.passes.shard.varying import varying
 from roamc.rewriting.versions import erase_dead, up_to_date
 
@@ -211,7 +211,7 @@ class _Columns:
         if target is aten.nll_loss_backward.default:
             return self._is_loss(node, 1) and self._is_same(node.args[0]) and self._is_same(node.args[6])
         source: Any = node.all_input_nodes[0]
-        if target in RESHAPES or ops.rule(target).renames:
+        if self._is_name(node):
             return source in self.values and bool(value.shape[-1] == source.meta["val"].shape[-1])
         pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
         if not (pointwise or target in (aten._to_copy.default, aten.clone.default)) or ops.rule(target).mutates:
@@ -277,7 +277,7 @@ class _Columns:
 
     @staticmethod
     def _is_name(node: fx.Node) -> bool:
-        return node.target in RESHAPES or bool(ops.rule(node.target).renames)
+        return node.target in RESHAPES or bool(ops.rule(node.target).renames) or cuts_nothing(node)
 
     def _readers(self, root: fx.Node) -> Iterator[fx.Node]:
         """What reads a value or another shape or name of it, those included."""
@@ -350,6 +350,8 @@ class _Writer:
             gradient, scores, labels, weight, reduction, ignored, total = node.args
             own = (self.own[scores], self._own_labels(labels, ignored), self._own_weight(weight))  # type: ignore[index]
             return self._call(target, gradient, *own, reduction, FOREIGN, total)
+        if cuts_nothing(node):
+            return self.own[node.args[0]]  # type: ignore[index]
         if target in RESHAPES:
             shape = [*node.meta["val"].shape[:-1], self.columns.own]
             return self._call(aten.view.default, self.own[node.args[0]], shape)  # type: ignore[index]

@@ -271,6 +271,21 @@ def _renamed(node: fx.Node, rows: Rows) -> Local | None:
     return None if part is None else Local(None, (part,), (Form.SHARD,))
 
 
+def cuts_nothing(node: fx.Node) -> bool:
+    """Return whether ``node`` cuts its argument along one dimension, from the first element to the last.
+
+    DTensor cuts so what it gathers, in case the ranks do not divide it.
+    """
+    return node.target in SLICES and isinstance(node.args[0], fx.Node) and _alike(node.args[0], node)
+
+
+def _sliced(node: fx.Node, rows: Rows) -> Local | None:
+    """A part of an argument along one dimension: for all of it, that argument itself."""
+    source = node.args[0]
+    part = _part(source, rows) if cuts_nothing(node) else None
+    return None if part is None else Local(None, (part,), (Form.SHARD,))
+
+
 def _along(node: fx.Node, rows: Rows, along: Rowwise) -> Local | None:
     """Operators along some dimensions, named by an argument: those of the rows, or all that count tokens in a sum."""
     at = along.dim
@@ -511,6 +526,8 @@ RESHAPES: tuple[OpOverload, ...] = (
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
 
+SLICES: tuple[OpOverload, ...] = (aten.slice.Tensor, aten.slice_backward.default)
+
 TURNS: tuple[OpOverload, ...] = (aten.t.default, aten.transpose.int)
 
 PRODUCTS: tuple[OpOverload, ...] = (aten.mm.default, aten.addmm.default)
@@ -518,6 +535,7 @@ PRODUCTS: tuple[OpOverload, ...] = (aten.mm.default, aten.addmm.default)
 RULES: dict[object, Rule] = {
     **dict.fromkeys(RESHAPES, _reshaped),
     **dict.fromkeys(TURNS, _turned_sum),
+    **dict.fromkeys(SLICES, _sliced),
     **dict.fromkeys(PRODUCTS, _product),
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,

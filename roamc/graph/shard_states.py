@@ -130,6 +130,12 @@ def _same_elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     return (replace(value, shape=shape),)
 
 
+def _sliced(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    """All of a tensor, or a part of it along one dimension."""
+    source: Any = node.args[0]
+    return _same_elements(walk, node) if source.meta["val"].shape == node.meta["val"].shape else walk.opaque(node)
+
+
 def _expanded(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     value, shape = walk.values[node.args[0]][0], shape_of(node.meta["val"])  # type: ignore[index]
     if value is None or value.state not in (R, T):
@@ -535,6 +541,7 @@ SAME_ELEMENTS = (
 RULES: dict[object, Rule] = {
     **dict.fromkeys(SAME_ELEMENTS, _same_elements),
     aten.expand.default: _expanded,
+    **dict.fromkeys([aten.slice.Tensor, aten.slice_backward.default], _sliced),
     **dict.fromkeys(POINTWISE, elementwise),
     **dict.fromkeys([aten.mse_loss.default, aten.smooth_l1_loss.default], _elementwise_if_alike),
     **dict.fromkeys([aten._softmax.default, *REDUCTIONS, aten.sum.default], along(1)),
