@@ -110,9 +110,9 @@ class _Attempt:
         mine = {**asked, "roamc": __version__, "torch": torch.__version__}
         said = json.dumps([mine, self._free(), self.mark])
         ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it", self.advice)))
-        if all(mark == self.mark for _, _, mark in ranks):
+        if all(told[2:] == [self.mark] for told in ranks):
             self.alike.append(group)
-        for number, (other, _, _) in zip(numbers_in(group), ranks, strict=True):
+        for number, (other, *_) in zip(numbers_in(group), ranks, strict=True):
             first = ranks[0][0]
             for key in mine:
                 if other.get(key) != first.get(key):
@@ -122,7 +122,7 @@ class _Attempt:
                         "give all ranks the same"
                     )
         if self.asked.memory_budget == "device":
-            free = min((free for _, free, _ in ranks if free is not None), default=None)
+            free = min((told[1] for told in ranks if told[1] is not None), default=None)
             self.options = dataclasses.replace(self.options, memory_budget=free)
 
     def _free(self) -> int | None:
