@@ -16,7 +16,7 @@ from roamc.operators.gpu.frame import Access, access_of, along_columns, in_order
 from roamc.operators.gpu.lines import INTEGERS, PRINTABLE, DoesNotPrintError
 from roamc.operators.gpu.partial_sums import WIDEST
 from roamc.operators.gpu.printed import Printed, printed
-from roamc.operators.gpu.reorders import copied, reordered
+from roamc.operators.gpu.reorders import reordered
 from roamc.operators.gpu.results import first_of, made_by, results_of, shape_of_operands, sums_over_rows
 from roamc.operators.gpu.shifts import Part, is_per_row, part_of, parts_of, shift_between, width_of
 
@@ -129,18 +129,17 @@ def _operand_beside(node: fx.Node, part: Part, frame: Matrix, inside: Collection
 
 
 def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node]) -> Operand:
-    argument = node.args[at]
-    rowwise = ops.rule(node.target).rowwise
+    argument, rule = node.args[at], ops.rule(node.target)
     if not isinstance(argument, fx.Node) or is_number(argument):
         return Operand(argument)
-    if rowwise is not None and at in rowwise.whole and argument.meta["val"].dim():
+    if rule.rowwise is not None and at in rule.rowwise.whole and argument.meta["val"].dim():
         if blocks.base_of(argument) in inside:
             raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return Operand(argument)
-    order = reordered(node)
+    order = reordered(node) if rule.copies else None
     if order is not None and order[0] in inside:
         return Operand(order[0])
-    if copied(node) is not None and argument.meta["val"].stride()[-1:] not in ((1,), ()):
+    if rule.copies and argument.meta["val"].stride()[-1:] not in ((1,), ()):
         raise DoesNotPrintError(f"{node.name} copies columns that lie apart")
     return _read(node, argument, shape_of_operands(node), frame, inside)
 

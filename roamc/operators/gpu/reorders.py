@@ -14,12 +14,6 @@ from roamc.operators import ops
 from roamc.operators.gpu.results import made_by
 
 
-def copied(node: fx.Node) -> fx.Node | None:
-    """Return the operand of ``node`` if that only copies it to other places; None for another operator."""
-    argument = node.args[0] if ops.rule(node.target).copies else None
-    return argument if isinstance(argument, fx.Node) else None
-
-
 def reordered(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
     """Return what ``node`` copies in another order of dimensions: an operator with one result, and the order.
 
@@ -27,9 +21,11 @@ def reordered(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]] | None:
         The operator, and for each dimension of its result the stride, in elements, from one index to the next in the
         result of ``node``. None if ``node`` copies nothing, or what it copies is no view with other dimensions first.
     """
-    argument = copied(node)
-    base = made_by(argument)[0] if argument is not None else None
-    if argument is None or base is None or base is argument or base.op != "call_function":
+    argument = node.args[0] if ops.rule(node.target).copies else None
+    if not isinstance(argument, fx.Node):
+        return None
+    base, _ = made_by(argument)
+    if base is argument or base.op != "call_function":
         return None
     strides = _strides_of_copy(argument.meta["val"], base.meta["val"], node.meta["val"])
     return None if strides is None else (base, strides)
