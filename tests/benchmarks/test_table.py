@@ -43,9 +43,10 @@ def test_falling_budgets_are_a_line_of_peaks_and_one_of_times() -> None:
 
 def test_collectives_are_counted_by_split_and_way() -> None:
     place = {"model": "gpt", "ranks": 2, "split": "DDP", "way": "R", "budget": "none", "unwaited": 0}
-    measured = {**place, "runs": 50, "worst": 2e-7, "eager": 1e-7, "same": True}
+    measured = {**place, "runs": 50, "worst": 2e-7, "eager": 1e-7, "same": True, "as_first": True}
     other = {**measured, "worst": 6e-7, "same": False, "unwaited": 1}
     rows = [measured, other, {**place, "refused": "needs 3 MB"}, {**place, "fault": "no end after 10 s"}]
     assert table._collectives(rows)[-1] == "| 2 | DDP | R | 4 | 1 | 100 | 6.0e-07 | 1.0e-07 | 1 of 2 | 2 |"
     assert [collectives.sound(row) for row in rows] == [True, False, True, False]
     assert not collectives.sound({**other, "unwaited": 0})
+    assert not collectives.sound({**measured, "as_first": False})
