@@ -62,7 +62,7 @@ def sums_in_one_order(group_name: Any) -> bool:
     """
     if is_planned_for(group_name):
         return True
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     backend = "" if group is None else str(torch.distributed.get_backend(group))
     if backend != "nccl":
         return backend in ("gloo", "fake")
@@ -92,7 +92,7 @@ def known_rank_in(group_name: Any) -> int | None:
     """
     if _planned(group_name):
         return 0
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     return None if group is None else int(group.rank())
 
 

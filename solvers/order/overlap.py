@@ -56,7 +56,8 @@ EFFORT = OverlapEffort()
 class OverlapProblem:
     """Operators with transfers; program order, to begin with, has the wait of each transfer right behind its start.
 
-    operators: what must keep which order, and the buffers with their lives; n operators, workspaces included.
+    operators: what must keep which order, and the buffers with their lives; n operators. The workspace of one that
+        starts a transfer is there up to the wait, whose own workspace counts it already.
     seconds: float64[n], what each operator takes on the device; 0 for starts and waits.
     wait: int32[n], for an operator that starts a transfer the operator that waits for it; -1 for others.
     channel: int32[n], for an operator that starts a transfer the channel that it runs on, from 0; -1 for others.
@@ -306,13 +307,19 @@ def _peaks(
                 taken[candidate] = True
                 last[candidate] = position[maker] - 1
                 break
+    ended = np.zeros(count, dtype=np.int64)
     change = np.zeros(count + 1, dtype=np.int64)
     for buffer in range(len(size)):
         change[position[producer[buffer]]] += size[buffer]
         change[last[buffer] + 1] -= size[buffer]
-    now, live, need = 0, 0, 0
+    now, live, need, between = 0, 0, 0, 0
     for step in range(count):
+        op = order[step]
         now += change[step]
         live = max(live, now)
-        need = max(need, now + workspace[order[step]])
+        between -= ended[op]
+        need = max(need, now + between + workspace[op])
+        if wait[op] >= 0:
+            between += workspace[op]
+            ended[wait[op]] = workspace[op]
     return live, need
