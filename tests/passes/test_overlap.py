@@ -20,6 +20,7 @@ from roamc.cost.collectives import collectives, exposed_seconds
 from roamc.errors import PlanError, UnfinishedError, VerifyError
 from roamc.graph import TrainGraph, value_flow
 from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.storage_ids import number_result
 from roamc.graph.value_numbers import Numbers
 from roamc.graph.verify import check_graph, constraints
 from roamc.operators import split_collectives
@@ -160,11 +161,17 @@ def wait_dropped(graph: TrainGraph) -> TrainGraph:
 
 
 def read_before_its_wait(graph: TrainGraph) -> TrainGraph:
-    wait = node_of(graph, WAIT)
-    reader = next(iter(wait.users))
-    reader.replace_input_with(wait, wait.args[0])  # type: ignore[arg-type]
-    wait.prepend(reader)
-    return graph.replace()
+    return inserted_before_a_wait(graph, lambda start: start)
+
+
+def inserted_before_a_wait(graph: TrainGraph, operand: Callable[[Any], Any]) -> TrainGraph:
+    """Another operator in front of the first wait, named ``exp_9``, which reads ``operand`` of its start."""
+    start: Any = node_of(graph, WAIT).args[0]
+    with graph.graph.inserting_before(node_of(graph, WAIT)):
+        node = graph.graph.create_node("call_function", torch.ops.aten.exp.default, (operand(start),), name="exp_9")
+    node.meta["val"] = torch.empty_like(operand(start).meta["val"])
+    number_result(node)
+    return graph.replace(phase={**graph.phase, node.name: graph.phase[start.name]})
 
 
 def argument_written_between(graph: TrainGraph) -> TrainGraph:
@@ -176,14 +183,7 @@ def argument_written_between(graph: TrainGraph) -> TrainGraph:
 
 
 def argument_reused_between(graph: TrainGraph) -> TrainGraph:
-    argument = node_of(graph, WAIT).args[0].args[0]  # type: ignore[union-attr]
-    with graph.graph.inserting_before(node_of(graph, WAIT)):
-        node = graph.graph.call_function(torch.ops.aten.exp.default, (argument,))
-    node.meta["val"] = torch.empty_like(argument.meta["val"])
-    from roamc.graph.storage_ids import number_result
-
-    number_result(node)
-    return graph.replace(phase={**graph.phase, node.name: graph.phase[argument.name]}, reuse={node.name: 0})
+    return inserted_before_a_wait(graph, lambda start: start.args[0]).replace(reuse={"exp_9": 0})
 
 
 def started_in_another_order(graph: TrainGraph) -> TrainGraph:
@@ -201,8 +201,6 @@ def started_twice(graph: TrainGraph) -> TrainGraph:
     start: Any = wait.args[0]
     with graph.graph.inserting_after(start):
         again = graph.graph.node_copy(start)
-    from roamc.graph.storage_ids import number_result
-
     number_result(again)
     wait.args = (again,)
     return graph.replace(phase={**graph.phase, again.name: graph.phase[start.name]})
@@ -228,13 +226,13 @@ def another_reduction(graph: TrainGraph) -> TrainGraph:
 
 
 FAULTS: dict[Callable[[TrainGraph], TrainGraph], str] = {
-    wait_dropped: "all_reduce may not be finished when it returns",
-    read_before_its_wait: "needs the memory of all_reduce, which has not ended",
-    argument_written_between: "neg__default needs the memory of all_reduce, which has not ended",
-    argument_reused_between: "needs the memory of all_reduce, which has not ended",
+    wait_dropped: r"\w+ may not be finished when it returns",
+    read_before_its_wait: r"needs the memory of \w+, which has not ended",
+    argument_written_between: r"neg__default needs the memory of \w+, which has not ended",
+    argument_reused_between: r"needs the memory of \w+, which has not ended",
     started_in_another_order: r"must stay behind|needs the memory|would run before|before it has been defined",
-    started_twice: "all_reduce may not be finished when it returns",
-    waited_for_twice: "waits for all_reduce, which has ended",
+    started_twice: r"\w+ may not be finished when it returns",
+    waited_for_twice: r"waits for \w+, which has ended",
     another_group: "all_reduce",
     another_reduction: "all_reduce",
 }
