@@ -42,7 +42,7 @@ def ranks_in(group_name: Any) -> int | None:
     """
     if planned := _planned(group_name):
         return len(planned)
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     return None if group is None else int(group.size())
 
 
@@ -62,7 +62,7 @@ def sums_in_one_order(group_name: Any) -> bool:
     """
     if is_planned_for(group_name):
         return True
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     backend = "" if group is None else str(torch.distributed.get_backend(group))
     if backend != "nccl":
         return backend in ("gloo", "fake")
@@ -78,7 +78,7 @@ def rank_in(group_name: Any) -> int:
     Raises:
         RuntimeError: this process knows no such group.
     """
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     if group is None:
         raise RuntimeError(f"no group of ranks is called {group_name!r}: torch.distributed is not initialized")
     return int(group.rank())
@@ -92,7 +92,7 @@ def known_rank_in(group_name: Any) -> int | None:
     """
     if _planned(group_name):
         return 0
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     return None if group is None else int(group.rank())
 
 
@@ -103,7 +103,7 @@ def numbers_in(group_name: Any) -> list[int]:
     """
     if planned := _planned(group_name):
         return list(planned)
-    return list(torch.distributed.get_process_group_ranks(_group(group_name)))
+    return list(torch.distributed.get_process_group_ranks(group_of_ranks(group_name)))
 
 
 def exchanged(group_name: Any, text: str) -> list[str | None]:
@@ -122,7 +122,7 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
     """
     from torch.distributed import distributed_c10d
 
-    group = _group(group_name)
+    group = group_of_ranks(group_name)
     ranks, (kind, store) = int(group.size()), distributed_c10d._world.pg_map.get(group, ("", None))
     if kind == "fake" or ranks == 1:  # one process that stands for all
         return [text] * ranks
@@ -148,7 +148,26 @@ def _planned(group_name: Any) -> Sequence[int]:
     return _PLANNED.get().get(group_name, ()) if isinstance(group_name, str) else ()
 
 
-def _group(group_name: Any) -> Any:
+def all_gather(out: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
+    """Begin an all-gather of ``input`` into ``out`` among a process group's ranks, and return its work."""
+    return _either("all_gather_single", "all_gather_into_tensor")(out, input, group=group, async_op=True)
+
+
+def reduce_scatter(out: torch.Tensor, input: torch.Tensor, reduction: Any, group: Any) -> Any:
+    """Begin a reduce-scatter of ``input`` into ``out`` among a process group's ranks, and return its work.
+
+    ``reduction`` is one of ``torch.distributed.ReduceOp``.
+    """
+    return _either("reduce_scatter_single", "reduce_scatter_tensor")(out, input, reduction, group, async_op=True)
+
+
+def _either(name: str, before: str) -> Any:
+    """The function ``name`` of torch.distributed, which was called ``before`` until torch 2.13."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+
+
+def group_of_ranks(group_name: Any) -> Any:
+    """Return the process group of a collective, ``group_name`` as for :func:`ranks_in`; None where there is none."""
     if not isinstance(group_name, str):
         return group_name
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

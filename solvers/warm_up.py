@@ -5,7 +5,10 @@ What numba has compiled stays on disk. In the first process of an installation, 
 
 import random
 
+import numpy as np
+
 from roamc.solvers import layout, order, retain
+from roamc.solvers.arrays import read_only
 from roamc.solvers.compiled import always_compile
 from roamc.solvers.order.improve import improve
 from roamc.solvers.order.portfolio import Pieces
@@ -29,10 +32,19 @@ def warm_up() -> None:
         algorithm(one_stage(problem).problem, 0)
     order.solve(problem, ("program",), Pieces())
     improve(one_stage(problem).problem, program_order(problem))
+    order.overlap(_transfer(problem))
     layout.solve(_storages(random.Random(2)), node_limit=_NODES)
     for layers in (_FEW, _LAYERS):
         step = _training(layers)
         retain.solve(step, order.peak_bytes(step.order, step.sequence) * 3 // 5, work_limit=_WORK)
+
+
+def _transfer(problem: order.OrderProblem) -> order.OverlapProblem:
+    """Return `problem` with a transfer, which operator 0 starts and operator 1 waits for."""
+    first, peak = np.arange(_OPERATORS) == 0, order.peak_bytes(problem, program_order(problem))
+    wait, channel = (read_only(np.where(first, to, -1).astype(np.int32)) for to in (1, 0))
+    seconds, sent = read_only(np.ones(_OPERATORS)), read_only(first * 2.0)
+    return order.OverlapProblem(problem, seconds, wait, channel, sent, peak, peak)
 
 
 def _operators(dice: random.Random) -> order.OrderProblem:

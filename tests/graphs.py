@@ -235,9 +235,10 @@ class _Runner:
 
 
 def _needed(graph: TrainGraph) -> set[fx.Node]:
-    """All nodes but views that lead to no operator and no output."""
+    """All nodes but views that lead to no operator and no output, and wait for none."""
     needed: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        if node.op != "call_function" or not ops.is_view(node.target) or not needed.isdisjoint(node.users):
+        works = node.op != "call_function" or not ops.is_view(node.target) or ops.must_run(node.target)
+        if works or not needed.isdisjoint(node.users):
             needed.add(node)
     return needed

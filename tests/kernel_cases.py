@@ -433,7 +433,7 @@ def alone() -> str:
     return str(dist.group.WORLD.group_name)
 
 
-@cases((*NUMBERS, torch.complex64), collective.all_reduce.default)
+@cases((*NUMBERS, torch.complex64), collective.all_reduce.default, collective.start_all_reduce.default)
 def all_reduce(dtype: torch.dtype) -> list[Call]:
     return [call(x, "sum", alone()) for x in dense(dtype)]
 
@@ -443,12 +443,20 @@ def all_reduce_coalesced(dtype: torch.dtype) -> list[Call]:
     return [call([x], "sum", alone()) for x in dense(dtype)] + [call([*dense(dtype)], "max", alone())]
 
 
-@cases((*NUMBERS, torch.complex64), collective.all_gather_into_tensor.default)
+@cases(
+    (*NUMBERS, torch.complex64),
+    collective.all_gather_into_tensor.default,
+    collective.start_all_gather_into_tensor.default,
+)
 def all_gather_into_tensor(dtype: torch.dtype) -> list[Call]:
     return [call(x, 1, alone()) for x in dense(dtype)]
 
 
-@cases((*NUMBERS, torch.complex64), collective.reduce_scatter_tensor.default)
+@cases(
+    (*NUMBERS, torch.complex64),
+    collective.reduce_scatter_tensor.default,
+    collective.start_reduce_scatter_tensor.default,
+)
 def reduce_scatter_tensor(dtype: torch.dtype) -> list[Call]:
     return [call(x, "sum", 1, alone()) for x in dense(dtype)]
 

@@ -169,7 +169,8 @@ def _run(node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     if target is own_classes:
         return [_own_classes(*args, rank=rank) for rank, (args, _) in enumerate(calls)]
     if getattr(target, "namespace", "") == "roamc_collective":
-        return _communicate(target._schema.name.rpartition("::")[2], [args for args, _ in calls])
+        kind = target._schema.name.rpartition("::")[2].removeprefix("start_")
+        return _communicate(kind, [args for args, _ in calls])
     if ops.rule(target).may_draw:
         state, drawn = torch.get_rng_state(), []
         for args, kwargs in calls:

@@ -5,12 +5,14 @@ twice that (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009):
 
     seconds = (n - 1) latency + S (n - 1) / (n bandwidth)                             collective_seconds()
 
-Latency and bandwidth are those of the slowest link in the ring: inside a node, or between nodes.
+Latency and bandwidth are those of the slowest link in the ring: inside a node, or between nodes. The collectives of a
+group run one after the other, beside what stands between their start and their wait; what that does not hide of their
+seconds is exposed, see :func:`exposed_seconds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,6 +20,7 @@ from torch import fx
 from roamc.compat_groups import numbers_in, ranks_in
 from roamc.cost.profile import NETWORK, NODE, DeviceProfile, load_profile
 from roamc.graph import TrainGraph, main_device, operators, tensors_of
+from roamc.graph.memory import started_by
 from roamc.operators import ops
 from roamc.operators.costs.kinds import COLLECTIVE
 from roamc.operators.schemas import group_of
@@ -96,11 +99,38 @@ def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
     return profile.overhead + turns * link["latency"] + sent_bytes(node, ranks) / link["bandwidth"]
 
 
-def note(graph: TrainGraph, profile: str | None) -> tuple[str, ...]:
+def exposed_seconds(graph: TrainGraph, prices: Mapping[str, Seconds]) -> Seconds:
+    """Return the predicted seconds of collectives in which a step does nothing else.
+
+    Args:
+        graph: its operators run in graph order.
+        prices: name of each operator to its seconds; of a collective, to those while no other operator runs.
+    """
+    clock = exposed = 0.0
+    free: dict[str, Seconds] = {}
+    ends: dict[fx.Node, Seconds] = {}
+    for node in operators(graph.graph):
+        start = started_by(node)
+        if start is None and ops.rule(node.target).cost.kind != COLLECTIVE:
+            clock += prices[node.name]
+            continue
+        if start is None:
+            group = str(group_of(node))
+            ends[node] = free[group] = max(clock, free.get(group, 0.0)) + prices[node.name]
+        if start is not None or not ops.rule(node.target).asynchronous:
+            waited = max(0.0, ends.pop(start or node) - clock)
+            exposed, clock = exposed + waited, clock + waited
+    return exposed
+
+
+def note(
+    graph: TrainGraph, prices: Callable[[DeviceProfile], Mapping[str, Seconds]], profile: str | None
+) -> tuple[str, ...]:
     """Say what the collectives of a step send and how long they take, in at most one sentence, for its plan.
 
     Args:
         graph: the planned graph.
+        prices: gives the seconds of each operator on a profile, as for :func:`exposed_seconds`.
         profile: as for :func:`roamc.cost.load_profile`; read only where there are collectives.
     """
     nodes = list(collectives(graph))
@@ -112,11 +142,15 @@ def note(graph: TrainGraph, profile: str | None) -> tuple[str, ...]:
     seconds = [taken for _, node in found if (taken := collective_seconds(node, links)) is not None]
     if len(seconds) < len(nodes):
         return (sent,)
-    return (f"{sent}, which takes {sum(seconds) * 1e3:.3g} ms on the links of profile {links.name}, none overlapped",)
+    exposed = exposed_seconds(graph, prices(links))
+    return (
+        f"{sent}: {sum(seconds) * 1e3:.3g} ms on the links of profile {links.name}, {exposed * 1e3:.3g} ms exposed",
+    )
 
 
 def _word(node: fx.Node) -> tuple[str, int]:
-    return WORDS[node.target._schema.name.rpartition("::")[2]]  # type: ignore[union-attr]
+    name: str = node.target._schema.name.rpartition("::")[2]  # type: ignore[union-attr]
+    return WORDS[name.removeprefix("start_")]
 
 
 def _link(group: object, profile: DeviceProfile) -> Mapping[str, float] | None:

@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import fx
 
-from roamc.cost.collectives import collective_seconds
+from roamc.cost.collectives import collective_seconds, collectives, exposed_seconds
 from roamc.cost.count import elements, flops, group_traffic, own_bytes, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
@@ -99,8 +99,10 @@ def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
 
 
 def step_seconds(graph: TrainGraph, profile: DeviceProfile) -> Seconds:
-    """Predict the seconds of one step: the sum over its operators, which run one after the other."""
-    return sum(prices(graph, profile).values())
+    """Predict the seconds of one step: its operators run one after the other, started collectives beside them."""
+    found = prices(graph, profile)
+    sent = sum(found[node.name] for node in collectives(graph))
+    return sum(found.values()) - sent + exposed_seconds(graph, found)
 
 
 def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:

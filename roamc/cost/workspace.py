@@ -26,7 +26,7 @@ from torch import fx
 
 from roamc.cost.kind import kind_of
 from roamc.graph import tensors_of
-from roamc.graph.memory import Int64s, Operator
+from roamc.graph.memory import Int64s, Operator, started_by
 from roamc.operators import ops
 from roamc.operators.blocks import widest
 from roamc.operators.call import Call, call_of, fakes, tensor_at, tensors_in
@@ -105,8 +105,23 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
 
 
 def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = False) -> Int64s:
-    """Return :func:`workspace_bytes` of the node of each of n operators, int64[n]; arguments as there."""
-    return np.array([workspace_bytes(operator.node, threads, eager=eager) for operator in operators], dtype=np.int64)
+    """Return :func:`workspace_bytes` of the node of each of n operators, int64[n]; arguments as there.
+
+    What an operator takes that ends later than it starts is there at each operator until the one that waits for it.
+
+    Args:
+        operators: in the order in which they run.
+        threads: as for :func:`workspace_bytes`.
+        eager: as for :func:`workspace_bytes`.
+    """
+    nodes = [operator.node for operator in operators]
+    own = np.array([workspace_bytes(node, threads, eager=eager) for node in nodes], dtype=np.int64)
+    waits = [(start, at) for at, node in enumerate(nodes) if (start := started_by(node)) is not None]
+    index = {node: at for at, node in enumerate(nodes)} if waits else {}
+    total = own.copy()
+    for start, wait in waits:
+        total[index[start] + 1 : wait + 1] += own[index[start]]
+    return total
 
 
 def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:

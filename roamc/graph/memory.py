@@ -137,6 +137,13 @@ class MemoryModel:
         return tuple(tuple(users) for users in found)
 
     @cached_property
+    def ends(self) -> dict[int, int]:
+        """Index of each operator that ends later than it starts to the index of the operator that waits for its end."""
+        index = {operator.node: at for at, operator in enumerate(self.operators)}
+        starts = ((started_by(operator.node), at) for at, operator in enumerate(self.operators))
+        return {index[start]: at for start, at in starts if start is not None}
+
+    @cached_property
     def saved(self) -> tuple[Storage, ...]:
         """The counted storages, outputs included, that FORWARD makes and BACKWARD or UPDATE uses."""
         return tuple(

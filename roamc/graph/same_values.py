@@ -19,6 +19,7 @@ from roamc.graph.value_numbers import Key, Number
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.random import dropout_mask
+from roamc.operators.split_collectives import STARTS
 
 if TYPE_CHECKING:
     from roamc.graph.value_flow import Walk
@@ -127,6 +128,11 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
     return found, {0: walk.numbers.of("part", found, 0)}
 
 
+def _finished_later(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """A collective that is only started gives what the finished one gives: nothing reads it before the wait."""
+    return walk.called(FINISHED_FORM[call.target], call.keys, call.state, call.once), {}
+
+
 def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A group has the number of the member of its name, and the results of its members, which run one after the other.
 
@@ -149,6 +155,9 @@ ATEN: dict[object, Any] = {
 }
 """Operator that sums in another order, so that last bits differ, to the operator of ATen that it stands for."""
 
+FINISHED_FORM: dict[object, Any] = {start: finished for finished, start in STARTS.items()}
+"""Operator that starts a collective to the one that also waits for it."""
+
 Equal = Callable[["Walk", Call], tuple[Number, dict[int, Number]] | None]
 """Function of a walk and a call that returns the number of the call, and the numbers of some results by position.
 
@@ -161,6 +170,7 @@ EQUAL: dict[object, Equal] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.clone.default: _cloned,
     **dict.fromkeys(ATEN, _by_another_library),
+    **dict.fromkeys(FINISHED_FORM, _finished_later),
 }
 """Operator to the function that numbers its calls and results, for operators whose results another one makes too."""
 

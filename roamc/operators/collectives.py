@@ -11,7 +11,8 @@ An operator here does both, so that no argument or result is in use by the netwo
 
 ``FINISHED`` maps torch's starts to these operators. ``KERNELS`` maps some of these operators to functions that write
 into ``out``, tensors of the results' geometry, and return when the communication is finished; the other operators
-allocate their results. Arguments are those of the operator of the same name in ``_c10d_functional``.
+allocate their results. Arguments are those of the operator of the same name in ``_c10d_functional``. Pass overlap
+splits some of them again, into operators of :mod:`roamc.operators.split_collectives`.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ FINISHED: dict[OpOverload, OpOverload] = (
 """Operator that starts a collective to the one that also waits for it; empty in a torch without torch.distributed."""
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """``tensor`` as the network sends it: complex numbers as pairs of real ones."""
+def real_view(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as the network sends it: complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -118,7 +119,7 @@ def all_reduce(input: Tensor, reduce_op: str, group_name: Any, *, out: Tensor) -
     """
     if out.data_ptr() != input.data_ptr():
         out.copy_(input)
-    FUNCTIONAL.all_reduce_.default(_real(out), reduce_op, group_name)
+    FUNCTIONAL.all_reduce_.default(real_view(out), reduce_op, group_name)
     FUNCTIONAL.wait_tensor.default(out)
 
 
@@ -144,7 +145,9 @@ def all_gather_into_tensor(input: Tensor, group_size: int, group_name: Any, *, o
     The order is that of the ranks. The call waits for the result. ``group_name``, the process group, is as torch's
     functional collectives take it.
     """
-    FUNCTIONAL.all_gather_into_tensor_out.default(_real(input.contiguous()), group_size, group_name, out=_real(out))
+    FUNCTIONAL.all_gather_into_tensor_out.default(
+        real_view(input.contiguous()), group_size, group_name, out=real_view(out)
+    )
     FUNCTIONAL.wait_tensor.default(out)
 
 
@@ -154,8 +157,8 @@ def reduce_scatter_tensor(input: Tensor, reduce_op: str, group_size: int, group_
     The parts are ``group_size`` equal ones, by rank. ``reduce_op``, such as "sum", and ``group_name``, the process
     group, are as torch's functional collectives take them.
     """
-    dense = _real(input.contiguous())
-    FUNCTIONAL.reduce_scatter_tensor_out.default(dense, reduce_op, group_size, group_name, out=_real(out))
+    dense = real_view(input.contiguous())
+    FUNCTIONAL.reduce_scatter_tensor_out.default(dense, reduce_op, group_size, group_name, out=real_view(out))
     FUNCTIONAL.wait_tensor.default(out)
 
 

@@ -42,8 +42,9 @@ class OpRule(Facts):
             ``torch.library.custom_op`` makes without tags: it keeps its place among random operators, and runs as often
             as in the graph.
         collective: it talks to other ranks; all ranks must issue such operators in the same order.
-        asynchronous: it is a collective that may return before its results are there or its arguments are read. A graph
-            that runs has none: capture replaces it by one of :mod:`roamc.operators.collectives`, or refuses the graph.
+        asynchronous: it is a collective that may return before its results are there or its arguments are read. In a
+            graph that runs, an operator with ``finishes`` waits for it: capture takes no others, pass overlap makes
+            such pairs.
         ordered: it has an effect that is not in its results (assertions, checks, prints), and keeps its place.
         recomputable: it gives the same bits again for the same inputs.
         overwrites: positions of the arguments whose memory the result may be written to, where argument and result have

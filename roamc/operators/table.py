@@ -313,16 +313,21 @@ ROWS: dict[str, Row] = {
     ),
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
     # Work in place: our kernels copy their argument into the result first, unless it lies there.
-    f"{NAMESPACE}::all_reduce": Row(overwrites=(0,), together=Together.SUMMED),
+    **dict.fromkeys(
+        [f"{NAMESPACE}::{form}all_reduce" for form in ("", "start_")], Row(overwrites=(0,), together=Together.SUMMED)
+    ),
     f"{NAMESPACE}::broadcast": Row(overwrites=(0,), together=Together.MOVED),
     **dict.fromkeys(
         [f"{NAMESPACE}::{name}_coalesced" for name in ("all_reduce", "reduce_scatter_tensor")]
-        + [f"{NAMESPACE}::reduce_scatter_tensor"],
+        + [f"{NAMESPACE}::{form}reduce_scatter_tensor" for form in ("", "start_")],
         Row(together=Together.SUMMED),
     ),
     **dict.fromkeys(
-        [f"{NAMESPACE}::all_gather_into_tensor{form}" for form in ("", "_coalesced")], Row(together=Together.MOVED)
+        [f"{NAMESPACE}::{form}" for form in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")]
+        + [f"{NAMESPACE}::start_all_gather_into_tensor"],
+        Row(together=Together.MOVED),
     ),
+    "roamc::wait_collective": Row(finishes=0, recomputable=False),
     # Their results do not depend on strides.
     **dict.fromkeys(
         [f"aten::{name}.Tensor" for name in ("add", "sub", "mul", "div")]

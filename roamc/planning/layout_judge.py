@@ -14,7 +14,7 @@ from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name
 from roamc.graph.layout import Layout
-from roamc.graph.memory import SharedStorages
+from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.storage_ids import StorageId, placed
 from roamc.graph.verify import Life, storage_lives
 from roamc.operators import ops
@@ -167,13 +167,20 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
     total = layout.arena_bytes
     # An arena that is trimmed is taken as a whole first.
     needed, where = (layout.arena_bytes + PAGE if layout.trims else 0), nodes[0].name
+    under_way: dict[fx.Node, Bytes] = {}  # workspaces of operators that have not ended
+    starts = {start for node in nodes if (start := started_by(node)) is not None}
     for node, more in zip(nodes, change, strict=False):
         total += more
         if node.op != "call_function":
             continue
         if total > layout.peak_bytes:
             raise VerifyError(_too_low(total, node.name, layout.peak_bytes))
-        taken = total + workspace_bytes(node, graph.threads)
+        own = workspace_bytes(node, graph.threads)
+        taken = total + own + sum(under_way.values())
+        if node in starts:
+            under_way[node] = own
+        elif (ended := started_by(node)) is not None:
+            del under_way[ended]
         needed, where = max((needed, where), (taken + objects(taken), node.name), key=operator.itemgetter(0))
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))

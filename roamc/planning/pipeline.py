@@ -19,7 +19,7 @@ from roamc.graph import TrainGraph, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.options import Options
-from roamc.passes import checkpoint, fuse, layout, normalize, products, reorder, retain, reuse, shard
+from roamc.passes import checkpoint, fuse, layout, normalize, overlap, products, reorder, retain, reuse, shard
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
@@ -103,6 +103,7 @@ PIPELINE = checked(
     Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
     Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),
+    Pass.of(overlap, requires={ORDER}, invalidates={"in-place reuse"}),
     Pass.of(reuse, requires={ORDER}, provides={"in-place reuse"}, invalidates={"layout"}),
     Pass.of(layout, requires={ORDER, "in-place reuse"}, provides={"layout"}),
 )

@@ -43,7 +43,8 @@ class Plan:
         bound_bytes: lower bound of the live bytes at the worst step, for any order of the operators of the plan, reruns
             included; 0 if pass reorder was left out.
         baseline_bytes: live bytes of eager PyTorch at its worst step of the same graph.
-        step_seconds: predicted time of a step in which nothing runs again; 0 if no budget was asked for.
+        step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides;
+            0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again and of codecs, per step.
         added_bound_seconds: lower bound of the added time, for any choice of reruns and codecs within the same peak; 0
             where it is not known.

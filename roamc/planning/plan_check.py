@@ -15,7 +15,7 @@ from typing import Any
 from roamc.errors import REQUIRED, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.memory import build_memory, live_bytes
-from roamc.passes import layout, reorder, retain
+from roamc.passes import layout, overlap, reorder, retain
 from roamc.planning import pipeline
 from roamc.planning.plan import STATUSES, Plan
 from roamc.planning.planned import Planned
@@ -23,7 +23,7 @@ from roamc.planning.planned import Planned
 ROUNDING = 1e-9
 """Share by which two sums of the same seconds may differ."""
 
-WORDS = {layout.NAME: STATUSES, reorder.NAME: STATUSES, retain.NAME: (*STATUSES, "infeasible")}
+WORDS = {layout.NAME: STATUSES, overlap.NAME: STATUSES, reorder.NAME: STATUSES, retain.NAME: (*STATUSES, "infeasible")}
 """What the status of each decision may be."""
 
 TAKEN_OVER = {
@@ -77,7 +77,8 @@ def check_numbers(given: Plan, planned: Planned) -> None:
     _check_words(made)
     _check_limits(made)
     _check_reruns(made.decisions.get(retain.NAME))
-    _check_order(made.decisions.get(reorder.NAME), planned.graph)
+    _check_order(made.decisions.get(reorder.NAME), made.decisions.get(overlap.NAME), planned.graph)
+    _check_overlap(made.decisions.get(overlap.NAME), planned.graph)
     _check_layout(made.decisions[layout.NAME], planned.graph)
     _check_taken_over(given)
 
@@ -138,10 +139,11 @@ def _check_reruns(kept: Mapping[str, Any] | None) -> None:
         _refuse(retain.NAME, "added_seconds", kept["added_seconds"], math.fsum(parts))
 
 
-def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
+def _check_order(ordered: Mapping[str, Any] | None, overlapped: Mapping[str, Any] | None, graph: TrainGraph) -> None:
     """Refuse a decision of pass reorder whose peak of live bytes is not that of ``graph``, in the order it will run.
 
-    ``ordered`` has the decision's fields; nothing is checked if it is None.
+    Where pass overlap has changed the order, the peak may be lower. ``ordered`` and ``overlapped`` have the decisions'
+    fields; nothing is checked if pass reorder was left out.
 
     Raises:
         PlanError: the peak is another, or is called optimal and is not the bound.
@@ -149,11 +151,31 @@ def _check_order(ordered: Mapping[str, Any] | None, graph: TrainGraph) -> None:
     if ordered is None:
         return
     peak = int(live_bytes(build_memory(graph)).max(initial=0))
-    if ordered["peak_bytes"] != peak:
+    changed = overlapped is not None and overlapped["collectives"]
+    if ordered["peak_bytes"] < peak or (ordered["peak_bytes"] > peak and not changed):
         _refuse(reorder.NAME, "peak_bytes", ordered["peak_bytes"], peak)
     if ordered["status"] == "optimal" and ordered["bound_bytes"] != peak:
         bound = ordered["bound_bytes"]
         raise PlanError(f"{reorder.NAME}: the status is 'optimal' and the peak is not the bound of {bound}")
+
+
+def _check_overlap(overlapped: Mapping[str, Any] | None, graph: TrainGraph) -> None:
+    """Refuse a decision of pass overlap whose peak is not that of ``graph``, or whose seconds contradict each other.
+
+    ``overlapped`` has the decision's fields; nothing is checked if it is None.
+
+    Raises:
+        PlanError: names the number, and what it should be.
+    """
+    if overlapped is None:
+        return
+    peak = int(live_bytes(build_memory(graph)).max(initial=0)) if overlapped["collectives"] else 0
+    if overlapped["peak_bytes"] != peak:
+        _refuse(overlap.NAME, "peak_bytes", overlapped["peak_bytes"], peak)
+    seconds = [overlapped[name] for name in ("bound_seconds", "exposed_seconds", "link_seconds")]
+    for name, less, more in zip(("bound_seconds", "exposed_seconds"), seconds, seconds[1:], strict=False):
+        if less > more * (1 + ROUNDING):
+            raise PlanError(f"{overlap.NAME}: the plan has {name} {less}, above {more}: plan again")
 
 
 def _check_layout(placed: Mapping[str, Any], graph: TrainGraph) -> None:

@@ -19,12 +19,13 @@ from roamc.graph.memory import build_memory, input_bytes, most_alive
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
-from roamc.passes import layout, reorder, retain, reuse
+from roamc.passes import layout, overlap, reorder, retain, reuse
 from roamc.planning import layout_judge, other_orders, pipeline
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned, plan_of
+from roamc.rewriting.split import splittable
 from roamc.units import Bytes, Seconds
 
 
@@ -104,6 +105,7 @@ class PlanMaker:
         eager_needs: bytes that eager PyTorch takes at its worst step, workspaces and tensor objects included.
         allowed: the operators that may be recomputed, see :class:`Terms`.
         effort: limits of the search for a plan, and which differences it ignores.
+        splits: whether pass overlap may split collectives.
     """
 
     runner: Runner
@@ -111,6 +113,7 @@ class PlanMaker:
     eager_needs: Bytes = 0
     allowed: str = "all"
     effort: Effort = EFFORT
+    splits: bool = True
 
     @property
     def options(self) -> Options:
@@ -129,8 +132,8 @@ class PlanMaker:
 
     @property
     def in_program_order(self) -> PlanMaker:
-        """The same maker, except that operators run in program order in its plans."""
-        return self._with(dataclasses.replace(self.options, order="program"))
+        """The same maker, except that operators run in program order in its plans, and collectives are not split."""
+        return dataclasses.replace(self._with(dataclasses.replace(self.options, order="program")), splits=False)
 
     def _with(self, options: Options) -> PlanMaker:
         return dataclasses.replace(self, runner=dataclasses.replace(self.runner, options=options))
@@ -142,7 +145,8 @@ class PlanMaker:
             start: the state that :func:`prepared` returned, or a copy by :func:`fresh`; its graph may be changed in
                 place.
             kept: the decision of pass retain; None if it is to decide, or the plan of :attr:`runner`.
-            step_seconds: predicted time of the step without recomputation, for the plan; 0 without a budget.
+            step_seconds: predicted time of the step without recomputation, for the plan; 0 without a budget. That of
+                the plan of :attr:`runner` is left as it is.
 
         Returns:
             The graph behind all passes, and its plan. The plan may need more than the budget.
@@ -167,19 +171,56 @@ class PlanMaker:
 
         Args:
             ordered: the state that :meth:`order` returned; its graph may be changed in place.
-            step_seconds: as for :meth:`make`.
+            step_seconds: as for :meth:`make`; seconds of collectives that other operators hide are taken off.
         """
-        again = self.runner.plan is None and other_orders.may_look_again(self.options)
-        first = self._with(other_orders.first_look(self.options, self.effort)) if again else self
-        passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
-        end = first.runner.run(ordered, passes)
-        if again and other_orders.falls_short(end.decisions[layout.NAME]):
-            end = self._other_orders(end)
+        whole = fresh(ordered) if self.splits and self.runner.plan is None and splittable(ordered.graph) else None
+        end = self._laid_out(ordered)
+        if whole is not None and _splits(end) and self._takes_more(end):
+            plain = dataclasses.replace(self, splits=False)._laid_out(whole)
+            if self._size(end) > self._size(plain):  # by choice of the layout, maybe
+                end = self.under(Terms(plain.decisions[layout.NAME].needed_bytes, self.allowed))._layout_again(end)
+            end = min(end, plain, key=self._size)
         begun = time.perf_counter()
         layout_judge.check_layout(end.graph)
+        if self.runner.plan is None and step_seconds:
+            step_seconds -= _hidden_seconds(end)
         plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds, self.effort)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
+
+    def _laid_out(self, ordered: State) -> State:
+        """Return the state behind all passes, with another order or a longer search where the layout falls short."""
+        again = self.runner.plan is None and other_orders.may_look_again(self.options)
+        first = self._with(other_orders.first_look(self.options, self.effort)) if again else self
+        passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
+        end = first.runner.run(ordered, passes, {} if self.splits else {overlap.NAME: overlap.Decision()})
+        if not again or not other_orders.falls_short(end.decisions[layout.NAME]):
+            return end
+        if not _splits(end):
+            return self._other_orders(end)
+        return self._layout_again(end) if self.options.layout_nodes > self.effort.first_nodes else end
+
+    def _takes_more(self, end: State) -> bool:
+        """Whether a state with split collectives may take more than without, and more than the budget."""
+        ordered: reorder.Decision | None = end.decisions.get(reorder.NAME)
+        placed: layout.Decision = end.decisions[layout.NAME]
+        if self.options.limit_bytes is None and ordered is not None:
+            return self._size(end) > ordered.peak_bytes
+        return placed.needed_bytes > (self.options.limit_bytes or 0)
+
+    def _size(self, end: State) -> Bytes:
+        """The bytes by which a state is compared with one without split collectives, which may be a bit smaller.
+
+        Without a budget, tensors' own objects do not count: hidden collectives are worth one more of them.
+        """
+        placed: layout.Decision = end.decisions[layout.NAME]
+        size = placed.peak_bytes if self.options.limit_bytes is None else placed.needed_bytes
+        return size - self.effort.aligned(size) if _splits(end) else size
+
+    def _layout_again(self, end: State) -> State:
+        """Return the state with a layout for the terms of this maker, searched with all nodes of the options."""
+        last = [each for each in pipeline.PIPELINE if each.name == layout.NAME]
+        return self.runner.run(dataclasses.replace(end, graph=end.graph.replace(layout=None)), last)
 
     def _other_orders(self, end: State) -> State:
         """Return the state with the best of the orders with no higher peak, where the layout of ``end`` falls short."""
@@ -194,6 +235,18 @@ class PlanMaker:
         seconds = {**end.seconds, other_orders.NAME: time.perf_counter() - begun}
         state = State(graph, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)
         return self.runner.run(state, [each for each in pipeline.PIPELINE if each.name in anew], decisions)
+
+
+def _splits(end: State) -> bool:
+    """Whether collectives are split, so that other operators hide them."""
+    decision: overlap.Decision | None = end.decisions.get(overlap.NAME)
+    return decision is not None and bool(decision.collectives)
+
+
+def _hidden_seconds(end: State) -> Seconds:
+    """The predicted seconds of collectives that other operators hide."""
+    decision: overlap.Decision | None = end.decisions.get(overlap.NAME)
+    return decision.link_seconds - decision.exposed_seconds if decision is not None else 0.0
 
 
 def fresh(state: State) -> State:

@@ -359,7 +359,7 @@ def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
 
 def _finished(planned: Planned, options: Options, limit: Bytes | None, begun: Seconds) -> Planned:
     """Add what ranks send, and the rest of the time since ``begun`` as "other", check the budget and log the plan."""
-    sent = collectives.note(planned.graph, options.profile)
+    sent = collectives.note(planned.graph, functools.partial(cost.prices, planned.graph), options.profile)
     made = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *sent))
     planned = dataclasses.replace(planned, plan=made)
     made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]

@@ -33,6 +33,7 @@ STAGES = (
     "fuse",
     "retain",
     "reorder",
+    "overlap",
     "reuse",
     "other orders",
     "layout",

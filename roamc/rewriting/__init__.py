@@ -6,6 +6,7 @@ rerun.py           writes them; rerun_variants.py what to call where the operato
 rerun_readers.py   from reruns at places in an order to those that name their readers
 expiry.py          which operators may run again, and until when
 versions.py        a storage made a second time, for some of its readers
+split.py           collectives as a start and a wait
 names.py           names for new nodes
 repeats.py         operators that repeat another one, and go; gathers.py the same of gathers in backward
 in_place.py        results that may be written over an argument

@@ -43,7 +43,8 @@ class Reuse:
 def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> list[Reuse]:
     """Return the reuses to carry out in ``order``: for each result the first of ``reuses`` that is possible.
 
-    A reuse is possible if the result's operator is the last to use the argument's storage in ``order``.
+    A reuse is possible if the result's operator is the last to use the argument's storage in ``order``, see
+    :func:`possible`.
 
     Args:
         memory: memory model of a graph with n operators.
@@ -59,6 +60,8 @@ def due(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> l
 def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse]) -> Iterator[Reuse]:
     """Yield those of ``reuses`` whose operator is, in ``order``, the last to use the argument's storage.
 
+    The operator that waits for the end of the result's does not count: it waits for result and argument in one.
+
     Args:
         memory: memory model of a graph with n operators.
         order: the operators in the order in which they run, a permutation of 0..n-1.
@@ -67,7 +70,8 @@ def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse])
     position = {operator: step for step, operator in enumerate(order)}
     for reuse in reuses:
         maker = memory.storages[reuse.result].producer
-        if max(position[user] for user in memory.uses[reuse.reused]) == position[maker]:
+        others = (user for user in memory.uses[reuse.reused] if user != memory.ends.get(maker))
+        if max(position[user] for user in others) == position[maker]:
             yield reuse
 
 

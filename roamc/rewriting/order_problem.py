@@ -44,8 +44,10 @@ def order_problem(
     edges = [(new[before], new[after]) for before, after in memory.edges]
     buffers: list[tuple[Bytes, int, list[int], bool]] = []
     number: dict[int, int] = {}
+    reuses = list(reuses)
+    taken_over = _taken_over(memory, reuses)
     for storage in buffers_of(memory):
-        users = [new[user] for user in memory.uses[storage.index]]
+        users = [new[user] for user in taken_over.get(storage.index, memory.uses[storage.index])]
         maker = new[storage.producer] if storage.producer >= 0 else at
         number[storage.index] = len(buffers)
         buffers.append((storage.nbytes, maker, users, storage.place is Place.OUTPUT))
@@ -53,6 +55,19 @@ def order_problem(
     for possible in reuses:
         reusable[number[possible.result]].append(number[possible.reused])
     return make_problem(stage, edges, buffers, own, reusable), names
+
+
+def _taken_over(memory: MemoryModel, reuses: Iterable[Reuse]) -> dict[int, tuple[int, ...]]:
+    """Storages that an operator that ends later takes over in every order, to their users: without what waits for it.
+
+    So it is where that operator alone reads the storage. Storage and result are then one, which lives until the wait.
+    """
+    starts = {one.reused: memory.storages[one.result].producer for one in reuses}
+    return {
+        storage: (start,)
+        for storage, start in starts.items()
+        if start in memory.ends and memory.uses[storage] == (start, memory.ends[start])
+    }
 
 
 def operator_names(graph: TrainGraph, memory: MemoryModel) -> list[str]:

@@ -108,7 +108,8 @@ def _collectives(graph: TrainGraph, agreement: Agreement) -> Iterator[str]:
         if group_of(node) == agreement.group:
             sizes = "" if "all_to_all" in name_of(node.target) else [tuple(t.shape) for _, t in tensors_of(node)]
             dtypes = [str(tensor.dtype) for _, tensor in tensors_of(node)]
-            yield f"{name_of(node.target)} {graph.phase[node.name].name} {dtypes} {sizes}"
+            name = name_of(node.target).replace("start_", "")  # no matter where a rank waits
+            yield f"{name} {graph.phase[node.name].name} {dtypes} {sizes}"
 
 
 def _hash(value: Any) -> str:

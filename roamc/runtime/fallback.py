@@ -185,7 +185,7 @@ def _may_run_again(graph: TrainGraph, node: fx.Node, part: int) -> bool:
         part: which of the lines of its statement raised, from 0.
     """
     rule = ops.rule(node.target)
-    if rule.collective or rule.ordered:
+    if rule.collective or rule.ordered or rule.finishes is not None:
         return False
     if rule.mutates:  # a group may have written some blocks
         return not isinstance(node.target, Composite) and part == 0 and len(ops.mutated_arguments(node)) == 1

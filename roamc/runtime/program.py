@@ -22,7 +22,7 @@ from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
-from roamc.operators import kernels, ops
+from roamc.operators import kernels, ops, split_collectives
 from roamc.planning.planned import Planned
 from roamc.runtime import agreement, blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
@@ -126,7 +126,8 @@ class Executable:
             UnfinishedError: an operator may have done half of its work, and the function cannot be finished.
             VerifyError: torch gave a tensor another dtype or shape than was planned, and failures are raised or the
                 function cannot run once more.
-            Exception: an operator raised, and failures are raised, or it raised again when it was run once more.
+            Exception: an operator raised, and failures are raised, or it raised again when it was run once more; or a
+                collective that was under way then failed.
         """
         if [getattr(value, "dtype", None) for value in args] != self._dtypes[entry]:
             self._give_up(self._misfit(entry, args))
@@ -134,7 +135,10 @@ class Executable:
         again = list(args) if entry not in self._checked and self._may_start_again(entry) else None
         try:
             results: tuple[Any, ...] = arena.entry[entry](args)
-        except Exception as error:
+        except BaseException as error:
+            split_collectives.finish_all(error)  # they use the arena
+            if not isinstance(error, Exception):
+                raise
             return self._finished(entry, arena, error)
         if entry not in self._checked:
             moved = arena.moved_views()
@@ -161,7 +165,11 @@ class Executable:
             parts = partitioned(graph) if graph.boundary else (graph.module,)
             pairs = zip(self.program.entries, parts, strict=True)
             self._plain = {name: fallback.interpreter(part) for name, part in pairs}
-        return tuple(self._plain[entry](args))
+        try:
+            return tuple(self._plain[entry](args))
+        except BaseException as error:
+            split_collectives.finish_all(error)
+            raise
 
     def _give_up(self, error: Exception) -> None:
         """Stop using the program and tell ``on_failure``; raise ``error`` if there is none or a signal raised it."""
@@ -189,6 +197,7 @@ class Executable:
                 raise error
             results = fallback.finish(*planned, arena, error)
         except Exception as raised:
+            split_collectives.finish_all(raised)
             said = fallback.written_before(*planned, error)
             if said:
                 raised.add_note(f"roamc: the step was ended by this error in its middle; {said}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from roamc.compat_groups import planned_for
-from roamc.cost import DeviceProfile, load_profile, seconds
-from roamc.cost.collectives import collectives, note, sent_bytes, traffic
+from roamc.cost import DeviceProfile, load_profile, prices, seconds, step_seconds
+from roamc.cost.collectives import collectives, exposed_seconds, note, sent_bytes, traffic
 from roamc.cost.workspace import workspace_bytes
 from roamc.errors import ProfileError
 from roamc.graph import TrainGraph
+from roamc.rewriting.arrange import arrange
+from roamc.rewriting.split import split
 from tests.graphs import traced
 from tests.shards import COLLECTIVES
 
@@ -65,14 +68,40 @@ def test_without_group_or_links_the_time_is_that_of_an_unknown_operator() -> Non
 
 def test_a_plan_says_what_is_sent_and_how_long_that_takes() -> None:
     graph = graph_of(reduced, gathered, scattered)
-    assert note(graph, "a100") == ()
+    priced = functools.partial(prices, graph)
+    assert note(graph, priced, "a100") == ()
     with planned_for({"tp": tuple(range(8))}):
-        (said,) = note(graph, "a100")
-        (less,) = note(graph, "cpu")
-        taken = sum(seconds(node, A100) for node in collectives(graph))
-    assert said == f"{less}, which takes {1e3 * taken:.3g} ms on the links of profile a100, none overlapped"
+        (said,) = note(graph, priced, "a100")
+        (less,) = note(graph, priced, "cpu")
+        taken = 1e3 * sum(seconds(node, A100) for node in collectives(graph))
+    assert said == f"{less}: {taken:.3g} ms on the links of profile a100, {taken:.3g} ms exposed"
     assert less == "collectives: each rank sends 78.85 kB in a step"
     assert str(traffic(graph, "tp", 8)).startswith("1 all-reduce, 1 all-gather, 1 reduce-scatter, 78.85 kB")
+
+
+def test_what_runs_between_start_and_wait_hides_a_collective() -> None:
+    """Two collectives of a group queue up; one of another group, which is not split, stands in nobody's way."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        first, second = reduced(x), gathered(x)
+        return [x.sin(), x.cos(), first, second, COLLECTIVES.all_reduce(x, "sum", "dp")]
+
+    groups = {"tp": tuple(range(8)), "dp": tuple(range(4))}
+    with planned_for(groups):
+        graph = traced(function, X)
+        whole = prices(graph, A100)
+        names = ("all_reduce", "all_gather_into_tensor", "all_reduce_1")
+        sent = [whole[name] for name in names]
+        assert exposed_seconds(graph, whole) == pytest.approx(sum(sent))
+        order = ("all_reduce", "all_gather_into_tensor", "sin", "all_reduce_wait", "cos", "all_gather_into_tensor_wait")
+        graph = arrange(split(graph, names[:2]), (*order, names[2]))
+        priced = {**prices(graph, A100), "sin": sent[0] / 2, "cos": sent[1] / 4}
+        assert exposed_seconds(graph, priced) == pytest.approx(sent[0] / 2 + sent[1] * 3 / 4 + sent[2])
+        longer = {**priced, "sin": sent[0] + sent[1], "cos": 0.0}
+        assert exposed_seconds(graph, longer) == pytest.approx(sent[2])
+        assert step_seconds(graph, A100) == pytest.approx(
+            sum(whole.values()) - sum(sent) + exposed_seconds(graph, prices(graph, A100))
+        )
 
 
 def test_links_of_a_profile_are_read_and_checked() -> None:

@@ -1,7 +1,8 @@
 """Operators that end later than they start, and results in another memory: planned, judged and run, on graphs by hand.
 
-No operator of torch's or ours is one yet. Here ``start`` notes its argument and its result, and computes when
-``wait`` is called: whoever frees or writes over either of them in between changes the numbers.
+tests/passes/test_overlap.py has the collectives that are such operators. Here ``start`` notes its argument and its
+result, and computes when ``wait`` is called: whoever frees or writes over either of them in between changes the
+numbers.
 """
 
 from __future__ import annotations

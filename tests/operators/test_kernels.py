@@ -13,6 +13,7 @@ from roamc.operators import ops
 from roamc.operators.corrections import is_expanded
 from roamc.operators.kernels import KERNELS
 from roamc.operators.random import dropout_mask
+from roamc.operators.split_collectives import finish_all
 from tests.kernel_cases import CASES, Call
 
 aten = torch.ops.aten
@@ -92,11 +93,13 @@ def run_both(overload: Any, arguments: Call) -> None:
     said = f"{overload}({', '.join(map(describe, args))}, {kwargs})"
     torch.manual_seed(5)
     expected = results(overload(*args, **kwargs))
+    finish_all()  # of a collective that is only started
     state = torch.get_rng_state()
     places = [place(tensor) for tensor in expected]
     outs = tuple(out for out, _ in places)
     torch.manual_seed(5)
     KERNELS[overload].function(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
+    finish_all()
     assert torch.equal(torch.get_rng_state(), state), f"{said}: the random state differs"
     for number, ((out, block), wanted) in enumerate(zip(places, expected, strict=True)):
         assert out.shape == wanted.shape, f"{said}: result {number} was resized"
@@ -138,6 +141,7 @@ def test_noted_geometry_is_the_real_one(overload: Any, dtype: torch.dtype) -> No
             said = f"{overload}({', '.join(map(describe, args))}, {kwargs}): {describe(fake)}, really {describe(real)}"
             assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride()), said
             assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes(), said
+    finish_all()
 
 
 def as_fake(value: Any, mode: compat.FakeTensorMode) -> Any:
@@ -163,4 +167,5 @@ def test_kernel_never_writes_its_arguments() -> None:
         before = [item.clone() for item in flat]
         outs = tuple(place(item)[0] for item in results(overload(*args, **kwargs)))
         KERNELS[overload].function(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
+        finish_all()
         assert all(same_bits(a, b) for a, b in zip(flat, before, strict=True)), str(overload)

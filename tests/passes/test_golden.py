@@ -155,6 +155,18 @@ def of_reorder() -> Example:
     return traced(step, X), CPU
 
 
+def of_overlap() -> Example:
+    """A sum over ranks, and operators that do not need it; the peak lies elsewhere."""
+
+    def step(x: Tensor) -> Tensor:
+        wide = torch.cat([x, x, x, x]).sum()
+        x = x.view(8, 8)
+        summed = torch.ops.roamc_collective.all_reduce(x @ x, "sum", GROUP)
+        return x.exp().sum() * summed.sum() * wide
+
+    return traced(step, X), CPU
+
+
 def of_reuse() -> Example:
     """A chain of pointwise operators, of which one is read again."""
 
@@ -185,6 +197,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "fuse": of_fuse,
     "retain": of_retain,
     "reorder": of_reorder,
+    "overlap": of_overlap,
     "reuse": of_reuse,
     "layout": of_layout,
 }

@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import sys
+import random, sys
 from numba.core.registry import CPUDispatcher
 from roamc.solvers import layout, order, retain
-from roamc.solvers.warm_up import warm_up
+from roamc.solvers.warm_up import _operators, _transfer, warm_up
 from tests.solvers.layout.cases import hard_problem
 from tests.solvers.layout.cases import training_problem as storages
 from tests.solvers.order.cases import random_layers, training_problem as operators
@@ -25,6 +25,7 @@ warm_up()
 before = ready()
 for problem in (operators(30), operators(5, seed=1, reuse=True), random_layers(60, 30)):
     order.solve(problem, work_limit=100_000)
+order.overlap(_transfer(_operators(random.Random(3))))
 for problem in (storages(40, seed=1), hard_problem()):
     layout.solve(problem, node_limit=3000)
 for problem in (chain(1), chain(6, reuse=True)):

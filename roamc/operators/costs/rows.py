@@ -43,10 +43,19 @@ def _by_onednn(kind: str, counted: FlopFormula, read_as: Mapping[int, Ordered] =
 
 ROWS: dict[str, Cost] = {
     # Collectives.
-    "roamc_collective::all_reduce": Cost(COLLECTIVE, workspace=collectives.reduced),
+    **dict.fromkeys(
+        ("roamc_collective::all_reduce", "roamc_collective::start_all_reduce"),
+        Cost(COLLECTIVE, workspace=collectives.reduced),
+    ),
     "roamc_collective::all_reduce_coalesced": Cost(COLLECTIVE, workspace=collectives.reduced_together),
-    "roamc_collective::all_gather_into_tensor": Cost(COLLECTIVE, workspace=collectives.gathered),
-    "roamc_collective::reduce_scatter_tensor": Cost(COLLECTIVE, workspace=collectives.scattered),
+    **dict.fromkeys(
+        ("roamc_collective::all_gather_into_tensor", "roamc_collective::start_all_gather_into_tensor"),
+        Cost(COLLECTIVE, workspace=collectives.gathered),
+    ),
+    **dict.fromkeys(
+        ("roamc_collective::reduce_scatter_tensor", "roamc_collective::start_reduce_scatter_tensor"),
+        Cost(COLLECTIVE, workspace=collectives.scattered),
+    ),
     # Products.
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
     "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
