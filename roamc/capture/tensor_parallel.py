@@ -35,10 +35,10 @@ HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_
 """Names under which modules and configurations say how many heads, or key heads, attention has."""
 
 
-def _summed(x: Tensor, group: str) -> Tensor:
-    """The sum of what the ranks have, as tensor parallelism in torch traces it."""
-    summed: Tensor = FUNCTIONAL.wait_tensor.default(FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", group))
-    return summed
+def summed(x: Tensor, group: str) -> Tensor:
+    """Return the sum of what the ranks have as ``x``, as tensor parallelism in torch traces it; it has no gradient."""
+    result: Tensor = FUNCTIONAL.wait_tensor.default(FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", group))
+    return result
 
 
 class _Enter(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _summed(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,6 +80,18 @@ class _Beside(torch.autograd.Function):
         return grad.split(ctx.size, -1)[0].contiguous(), None, None
 
 
+def enter(x: Tensor, group: str) -> Tensor:
+    """Return ``x``, the same on all ranks, for a layer that each has a part of: its gradient is the sum of theirs."""
+    entered: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave(x: Tensor, group: str) -> Tensor:
+    """Return the sum of what the ranks have as ``x``; the gradient is the same on all of them."""
+    left: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    return left
+
+
 class Columns(nn.Linear):
     """A linear layer of which this rank has a part of the outputs: some rows of weight and bias.
 
@@ -91,8 +103,7 @@ class Columns(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's columns of the layer's result for ``input`` (..., in_features), the same on every rank."""
-        entered: Tensor = _Enter.apply(input, self.group)  # type: ignore[no-untyped-call]
-        return F.linear(entered, self.weight, self.bias)
+        return F.linear(enter(input, self.group), self.weight, self.bias)
 
 
 class Gathered(Columns):
@@ -121,9 +132,8 @@ class Rows(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's result, summed over the ranks, for ``input``: this rank's columns of the argument."""
-        addend = F.linear(input, self.weight)
-        summed: Tensor = _Leave.apply(addend, self.group)  # type: ignore[no-untyped-call]
-        return summed if self.bias is None else summed + self.bias
+        result = leave(F.linear(input, self.weight), self.group)
+        return result if self.bias is None else result + self.bias
 
 
 LAYERS: dict[str, type[Columns] | type[Rows]] = {
