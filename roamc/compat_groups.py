@@ -173,7 +173,8 @@ def withdraw(attempt: int, why: str) -> None:
     for group, (kind, store) in distributed_c10d._world.pg_map.items():
         if kind != "fake" and store is not None and int(group.size()) > 1:
             count = _EXCHANGES.get(group, 0) + 1
-            store.set(_withdrawn(attempt, count, int(group.rank())), why or "unknown")
+            with contextlib.suppress(RuntimeError):  # with the store, those are gone who could wait
+                store.set(_withdrawn(attempt, count, int(group.rank())), why or "unknown")
 
 
 def _withdrawn(attempt: int, count: int, position: int) -> str:

@@ -148,7 +148,11 @@ class Columns(Part):
     """A linear layer of which this rank has a part of the outputs: some rows of weight and bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result for ``input`` (..., in_features), the same on every rank: this rank's columns."""
+        """Return this rank's columns of the layer's result, or if :attr:`whole` all of them.
+
+        Args:
+            input: the same on every rank, (..., in_features).
+        """
         self.calls.count += 1
         result = F.linear(enter(input, self.group), self.weight, self.bias)
         if not self.whole:
@@ -161,7 +165,11 @@ class Rows(Part):
     """A linear layer of which this rank has a part of the inputs: some columns of the weight, and the whole bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result, summed over the ranks, for ``input``: this rank's columns of the argument."""
+        """Return the layer's result, summed over the ranks.
+
+        Args:
+            input: this rank's columns of the layer's argument, or if :attr:`whole` all of them.
+        """
         self.calls.count += 1
         own: Tensor = _Pick.apply(input, self.ranks, self.group) if self.whole else input  # type: ignore[no-untyped-call]
         result = leave(F.linear(own, self.weight), self.group)
