@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +16,9 @@ import torch
 
 _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group to how often all of its ranks have exchanged texts."""
+
+LOOK = timedelta(seconds=1)
+"""How long a rank waits for the others before it looks whether one of them has withdrawn."""
 
 _PLANNED: ContextVar[Mapping[str, Sequence[int]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
 """Name of a group of ranks that need not be there to the numbers of its ranks; this process counts as the first."""
@@ -78,10 +84,7 @@ def rank_in(group_name: Any) -> int:
     Raises:
         RuntimeError: this process knows no such group.
     """
-    group = group_of_ranks(group_name)
-    if group is None:
-        raise RuntimeError(f"no group of ranks is called {group_name!r}: torch.distributed is not initialized")
-    return int(group.rank())
+    return int(_known_group(group_name).rank())
 
 
 def known_rank_in(group_name: Any) -> int | None:
@@ -99,14 +102,26 @@ def known_rank_in(group_name: Any) -> int | None:
 def numbers_in(group_name: Any) -> list[int]:
     """Return the numbers, among all ranks of the job, of the ranks in a group; ``group_name`` as for :func:`ranks_in`.
 
-    This process must know the group.
+    Raises:
+        RuntimeError: this process knows no such group.
     """
     if planned := _planned(group_name):
         return list(planned)
-    return list(torch.distributed.get_process_group_ranks(group_of_ranks(group_name)))
+    return list(torch.distributed.get_process_group_ranks(_known_group(group_name)))
 
 
-def exchanged(group_name: Any, text: str) -> list[str | None]:
+@dataclass(frozen=True)
+class Absent:
+    """A rank that has not come to an exchange.
+
+    Attributes:
+        why: what it has said of that, see :func:`withdraw`; empty if it did not come within the timeout.
+    """
+
+    why: str = ""
+
+
+def exchanged(group_name: Any, text: str, attempt: int) -> list[str | Absent]:
     """Return what each rank of a group calls this function with, by position; every rank must call it.
 
     Texts go by the store in which the ranks of the group have found each other. Collectives of the group are left
@@ -116,9 +131,10 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
     Args:
         group_name: as for :func:`ranks_in`.
         text: what the other ranks get.
+        attempt: number of the graph that this process compiles; waiting ends if a rank withdraws from it.
 
     Returns:
-        A text for each rank; None for a rank that has not called within the timeout of the process group.
+        A text for each rank, or that it is absent: it has withdrawn, or not called within the timeout of the group.
     """
     from torch.distributed import distributed_c10d
 
@@ -127,21 +143,62 @@ def exchanged(group_name: Any, text: str) -> list[str | None]:
     if kind == "fake" or ranks == 1:  # one process that stands for all
         return [text] * ranks
     if store is None:
-        texts: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(texts, text, group)
-        return texts
+        gathered: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(gathered, text, group)
+        return gathered
     count = _EXCHANGES.get(group, 0) + 1
     keys = [f"roamc/{count}/{position}" for position in range(ranks)]
     store.set(keys[int(group.rank())], text)
-    try:
-        store.wait(keys)
-    except RuntimeError:  # the timeout
-        found = [store.get(key).decode() if store.check([key]) else None for key in keys]
-        if None in found:
+    gone = [_withdrawn(attempt, count, position) for position in range(ranks)]
+    if not _all_come(store, keys, gone):
+        texts = [_text_or_reason(store, key, why) for key, why in zip(keys, gone, strict=True)]
+        if any(isinstance(found, Absent) for found in texts):
             store.delete_key(keys[int(group.rank())])  # else who was missed reads it in its next exchange
-            return found
+            return texts
     _EXCHANGES[group] = count
     return [store.get(key).decode() for key in keys]
+
+
+def withdraw(attempt: int, why: str) -> None:
+    """Tell the other ranks of every group of this process that it comes to no further exchange for a graph.
+
+    Args:
+        attempt: as for :func:`exchanged`; ranks that compile another graph at the same time are not told.
+        why: the reason, for :class:`Absent`.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed import distributed_c10d
+
+    for group, (kind, store) in distributed_c10d._world.pg_map.items():
+        if kind != "fake" and store is not None and int(group.size()) > 1:
+            count = _EXCHANGES.get(group, 0) + 1
+            with contextlib.suppress(RuntimeError):  # with the store, those are gone who could wait
+                store.set(_withdrawn(attempt, count, int(group.rank())), why or "unknown")
+
+
+def _withdrawn(attempt: int, count: int, position: int) -> str:
+    return f"roamc/withdrawn/{attempt}/{count}/{position}"
+
+
+def _text_or_reason(store: Any, key: str, why: str) -> str | Absent:
+    if store.check([key]):
+        return str(store.get(key).decode())
+    return Absent(store.get(why).decode() if store.check([why]) else "")
+
+
+def _all_come(store: Any, keys: list[str], gone: Sequence[str]) -> bool:
+    """Wait until all of ``keys`` are there, one of ``gone`` is, or for the store's timeout; return whether all are."""
+    end = time.monotonic() + store.timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(end - time.monotonic(), 0.001))
+        try:
+            store.wait(keys, min(left, LOOK))
+        except RuntimeError:  # it has waited that long
+            if left <= LOOK or any(store.check([key]) for key in gone):
+                return False
+        else:
+            return True
 
 
 def _planned(group_name: Any) -> Sequence[int]:
@@ -164,6 +221,13 @@ def reduce_scatter(out: torch.Tensor, input: torch.Tensor, reduction: Any, group
 def _either(name: str, before: str) -> Any:
     """The function ``name`` of torch.distributed, which was called ``before`` until torch 2.13."""
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+
+
+def _known_group(group_name: Any) -> Any:
+    group = group_of_ranks(group_name)
+    if group is None:
+        raise RuntimeError(f"this process knows no group of ranks that is called {group_name!r}")
+    return group
 
 
 def group_of_ranks(group_name: Any) -> Any:

@@ -1,5 +1,10 @@
 """Every error that roamc raises on purpose. Each message says what to do next."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 REQUIRED = frozenset({"layout"})
 """Passes that no option leaves out: without them there is no program."""
 
@@ -9,6 +14,18 @@ def way_out(after: str) -> str:
     if after in REQUIRED or after == "capture":
         return "please report this model, and leave roamc out until then"
     return f"leave the pass out with options={{'disable': {after!r}}}"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the end of an error's sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or ``"."``.
+
+    Args:
+        name: the name that is not known.
+        known: those that are.
+        cutoff: how near it must be, from 0 to 1, see :func:`difflib.get_close_matches`.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 class RoamcError(Exception):

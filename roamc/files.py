@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
+import time
 from pathlib import Path
+
+FRESH = re.compile(r"\.roamc-\d+-[0-9a-f]{8}\.tmp")
+"""Names of files that are being written."""
+
+FORGOTTEN = 24 * 3600.0
+"""Seconds after which such a file is that of a process that was killed."""
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
@@ -42,3 +51,12 @@ def _replace(target: Path, text: str, errors: str) -> None:
         os.replace(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
+    _clear(target.parent)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what processes that were killed have left in ``folder``; what cannot be removed stays."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if FRESH.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > FORGOTTEN:
+                os.unlink(entry.path)

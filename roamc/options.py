@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from roamc.budget import Budget, parse_budget
 from roamc.cost import load_profile
-from roamc.errors import OptionError
+from roamc.errors import OptionError, nearest
 from roamc.solvers.layout import EFFORT
 from roamc.units import Bytes
 
@@ -109,9 +108,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 def _unknown(name: str, known: list[str]) -> str:
     if name == "options":  # as torch.compile takes them
         return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"unknown option {name!r}{hint} Valid options: {', '.join(known)}"
+    return f"unknown option {name!r}{nearest(name, known, 0.4)} Valid options: {', '.join(known)}"
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
@@ -136,8 +133,7 @@ def _check_ranges(options: Options) -> None:
     for name, kinds in (("numerics", NUMERICS), ("shard", SHARD)):
         value = getattr(options, name)
         if value not in kinds:
-            near = difflib.get_close_matches(str(value), kinds, n=1, cutoff=0.0)[0]
-            raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}; did you mean {near!r}?")
+            raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}{nearest(str(value), kinds, 0)}")
     if not isinstance(options.strict, bool):
         raise OptionError(f"strict must be True or False, not {options.strict!r}")
     if not isinstance(options.order, str):

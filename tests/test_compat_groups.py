@@ -28,11 +28,11 @@ def test_an_exchange_that_a_rank_has_missed_counts_on_no_rank(monkeypatch: pytes
 
     def both(*texts: str) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(compat_groups.exchanged, groups, texts))
+            return list(pool.map(compat_groups.exchanged, groups, texts, (1, 1)))
 
     assert both("a", "b") == [["a", "b"]] * 2
     store.set_timeout(timedelta(milliseconds=100))
-    assert compat_groups.exchanged(groups[0], "before") == ["before", None]
+    assert compat_groups.exchanged(groups[0], "before", 1) == ["before", compat_groups.Absent()]
     store.set_timeout(timedelta(seconds=30))
     assert both("c", "d") == [["c", "d"]] * 2
 
@@ -67,3 +67,23 @@ def test_sums_repeat_where_the_backend_has_one_order(
 def test_sums_of_a_planned_group_repeat() -> None:
     with compat_groups.planned_for({"tp": (0, 1)}):
         assert compat_groups.sums_in_one_order("tp")
+
+
+def test_a_rank_that_withdraws_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first, second = dist.HashStore(), Group(0), Group(1)
+    known: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(compat_groups, "LOOK", timedelta(milliseconds=10))
+    with monkeypatch.context() as alone:
+        alone.setitem(known, second, ("gloo", store))
+        compat_groups.withdraw(3, "no such operator")
+    monkeypatch.setitem(known, first, ("gloo", store))
+    store.set_timeout(timedelta(minutes=10))
+    assert compat_groups.exchanged(first, "", 3) == ["", compat_groups.Absent("no such operator")]
+    store.set_timeout(timedelta(milliseconds=30))
+    assert compat_groups.exchanged(first, "", 4) == ["", compat_groups.Absent()]
+
+
+def test_a_group_that_is_not_known_is_no_other_group() -> None:
+    with pytest.raises(RuntimeError, match="knows no group of ranks that is called 'elsewhere'"):
+        compat_groups.numbers_in("elsewhere")

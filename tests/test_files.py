@@ -44,6 +44,16 @@ def test_file_stays_as_it_was_where_writing_fails(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
+def test_what_a_killed_process_left_a_day_ago_is_removed(tmp_path: Path) -> None:
+    names = [".roamc-1-0123abcd.tmp", ".roamc-2-0123abcd.tmp", ".roamc-notes.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    for name in names[1:]:
+        os.utime(tmp_path / name, (0, 0))
+    files.write_text(tmp_path / "plan.json", "new")
+    assert sorted(os.listdir(tmp_path)) == [names[0], names[2], "plan.json"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -44,7 +44,14 @@ def followed() -> Iterator[None]:
 
 
 class _Done:
-    """What a call with ``async_op=True`` returns: its work is done."""
+    """What a call with ``async_op=True`` returns: its work is done.
+
+    Args:
+        written: the tensors that it has written.
+    """
+
+    def __init__(self, written: list[torch.Tensor]) -> None:
+        self._written = written
 
     def wait(self, timeout: Any = None) -> bool:
         """Return True: there is nothing to wait for."""
@@ -53,6 +60,20 @@ class _Done:
     def is_completed(self) -> bool:
         """Return True."""
         return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is done; its value is the list of tensors that were written."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._written)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that were written."""
+        return self._written
 
 
 def _check(name: str, *tensors: torch.Tensor) -> None:
@@ -66,9 +87,10 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
 
 def _written(results: Iterable[tuple[torch.Tensor, torch.Tensor]], async_op: bool) -> _Done | None:
     """Copy each second tensor to the first, which may have another shape."""
+    written = []
     for tensor, result in results:
-        tensor.copy_(result.view(tensor.shape))
-    return _Done() if async_op else None
+        written.append(tensor.copy_(result.view(tensor.shape)))
+    return _Done(written) if async_op else None
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Done | None:

@@ -6,14 +6,14 @@
 
 The argument of a ``colwise`` layer is the same on all ranks; its gradient is the sum of what the ranks have (f of
 Shoeybi et al., Megatron-LM, arXiv 1909.08053); the sum of a ``rowwise`` layer is g there. A plan maps patterns of
-layers' names, in which ``*`` stands for a name between two dots, to these words: the form of ``base_model_tp_plan`` in
-configurations of transformers.
+layers' names, in which ``*`` stands for a name between two dots, to words: the form of ``base_model_tp_plan`` in
+configurations of transformers, whose other words are in :data:`WORDS`, :data:`WITH_SUM` and :data:`LEFT_WHOLE`.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,23 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc.errors import OptionError
+from roamc.compat import reparametrized
+from roamc.errors import OptionError, nearest
 from roamc.operators.collectives import FUNCTIONAL
+from roamc.operators.shards import own_part
 
-LEFT_WHOLE = ("embedding_rowwise", "sequence_parallel")
+LEFT_WHOLE = ("embedding_rowwise", "embedding_colwise", "sequence_parallel")
 """Words of a plan for layers that every rank keeps whole here: embeddings and norms give the same values so."""
-
-GATHERED = ("colwise_gather_output", "colwise_rep")
-"""Words of a plan for heads. One that shares its weight, or has outputs that the ranks do not divide, is kept whole."""
 
 HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads")
 """Names under which modules and configurations say how many heads, or key heads, attention has."""
 
 
-def _summed(x: Tensor, group: str) -> Tensor:
-    """The sum of what the ranks have, as tensor parallelism in torch traces it."""
-    summed: Tensor = FUNCTIONAL.wait_tensor.default(FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", group))
-    return summed
+def summed(x: Tensor, group: str) -> Tensor:
+    """Return the sum of what the ranks have as ``x``, as tensor parallelism in torch traces it; it has no gradient."""
+    result: Tensor = FUNCTIONAL.wait_tensor.default(FUNCTIONAL.all_reduce.default(x.contiguous(), "sum", group))
+    return result
 
 
 class _Enter(torch.autograd.Function):
@@ -51,7 +50,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -59,7 +58,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _summed(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -80,57 +79,135 @@ class _Beside(torch.autograd.Function):
         return grad.split(ctx.size, -1)[0].contiguous(), None, None
 
 
-class Columns(nn.Linear):
-    """A linear layer of which this rank has a part of the outputs: some rows of weight and bias.
+def enter(x: Tensor, group: str) -> Tensor:
+    """Return ``x``, the same on all ranks, for a layer that each has a part of: its gradient is the sum of theirs."""
+    entered: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def leave(x: Tensor, group: str) -> Tensor:
+    """Return the sum of what the ranks have as ``x``; the gradient is the same on all of them."""
+    left: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    return left
+
+
+def gathered(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Return the columns of all ranks beside each other, where each has ``x``; it has no gradient."""
+    rows = FUNCTIONAL.all_gather_into_tensor.default(x.movedim(-1, 0).contiguous(), ranks, group)
+    result: Tensor = FUNCTIONAL.wait_tensor.default(rows)
+    return result.movedim(0, -1)
+
+
+def own_columns(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Return this rank's columns of ``x``, which all ranks have; it has no gradient."""
+    result: Tensor = own_part(x.movedim(-1, 0), ranks, group)
+    return result.movedim(0, -1)
+
+
+class _Pick(torch.autograd.Function):
+    """This rank's columns of what all ranks have; the gradient is put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.among = ranks, group
+        return own_columns(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, *ctx.among), None, None
+
+
+class Calls:
+    """How often a layer has been called; one object for it and its copies, which no capture puts back.
 
     Attributes:
-        group: name of the process group that splits the layer; set after construction.
+        count: the number.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Part(nn.Linear):
+    """A linear layer of which this rank has a part. The attributes are set after construction.
+
+    Attributes:
+        group: name of the process group that splits the layer.
+        ranks: how many ranks it has.
+        whole: whether columns are those of all ranks: of the result of :class:`Columns`, the argument of :class:`Rows`.
+        calls: how often ``forward`` was called.
     """
 
     group: str
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's columns of the layer's result for ``input`` (..., in_features), the same on every rank."""
-        entered: Tensor = _Enter.apply(input, self.group)  # type: ignore[no-untyped-call]
-        return F.linear(entered, self.weight, self.bias)
-
-
-class Gathered(Columns):
-    """A linear layer of which this rank has a part of the outputs, and all ranks then have all.
-
-    Attributes:
-        ranks: how many ranks share the outputs; set after construction.
-    """
-
     ranks: int
+    whole: bool
+    calls: Calls
+
+
+class Columns(Part):
+    """A linear layer of which this rank has a part of the outputs: some rows of weight and bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result for ``input`` (..., in_features), the same on every rank."""
-        whole: Tensor = _Beside.apply(super().forward(input), self.ranks, self.group)  # type: ignore[no-untyped-call]
-        return whole
+        """Return this rank's columns of the layer's result, or if :attr:`whole` all of them.
+
+        Args:
+            input: the same on every rank, (..., in_features).
+        """
+        self.calls.count += 1
+        result = F.linear(enter(input, self.group), self.weight, self.bias)
+        if not self.whole:
+            return result
+        columns: Tensor = _Beside.apply(result, self.ranks, self.group)  # type: ignore[no-untyped-call]
+        return columns
 
 
-class Rows(nn.Linear):
-    """A linear layer of which this rank has a part of the inputs: some columns of the weight, and the whole bias.
-
-    Attributes:
-        group: name of the process group that splits the layer; set after construction.
-    """
-
-    group: str
+class Rows(Part):
+    """A linear layer of which this rank has a part of the inputs: some columns of the weight, and the whole bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result, summed over the ranks, for ``input``: this rank's columns of the argument."""
-        addend = F.linear(input, self.weight)
-        summed: Tensor = _Leave.apply(addend, self.group)  # type: ignore[no-untyped-call]
-        return summed if self.bias is None else summed + self.bias
+        """Return the layer's result, summed over the ranks.
+
+        Args:
+            input: this rank's columns of the layer's argument, or if :attr:`whole` all of them.
+        """
+        self.calls.count += 1
+        own: Tensor = _Pick.apply(input, self.ranks, self.group) if self.whole else input  # type: ignore[no-untyped-call]
+        result = leave(F.linear(own, self.weight), self.group)
+        return result if self.bias is None else result + self.bias
 
 
-LAYERS: dict[str, type[Columns] | type[Rows]] = {
-    **{"colwise": Columns, "rowwise": Rows},
-    **dict.fromkeys(GATHERED, Gathered),
+WORDS: dict[str, tuple[type[Columns] | type[Rows], bool]] = {
+    "colwise": (Columns, False),
+    "rowwise": (Rows, False),
+    "packed_colwise": (Columns, False),
+    "colwise_gather_output": (Columns, True),
+    "colwise_rep": (Columns, True),
+    "rowwise_split_input": (Rows, True),
+    "rowwise_rep": (Rows, True),
 }
-"""Word of a plan to the layer that one rank has."""
+"""Word of a plan to the layer that one rank has, and whether it is :attr:`Part.whole`.
+
+Columns that are gathered may be a head's: one that shares its weight, or has outputs that the ranks do not divide, is
+kept whole.
+"""
+
+WITH_SUM = "replicated_with_grad_allreduce"
+"""Word of a plan for a layer that all ranks have whole and use on their own heads: its gradients are summed."""
+
+
+@functools.cache
+def _with_sum(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class ``kind`` with parameters whose gradients are summed over the ranks of its attribute ``group``."""
+
+    class Summed(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **named: Any) -> Any:
+            own = self.named_parameters(recurse=False)
+            entered = {name: enter(tensor, self.group) for name, tensor in own}
+            with reparametrized(self, entered):
+                return super().forward(*args, **named)
+
+    Summed.__name__ = kind.__name__
+    return Summed
 
 
 def split(
@@ -143,7 +220,7 @@ def split(
     Args:
         model: the whole model; its parameters may be on the meta device.
         optimizer: the optimizer of its parameters; what it has as its state is left out.
-        plan: pattern of layers' names to a word of :data:`LAYERS` or :data:`LEFT_WHOLE`.
+        plan: pattern of layers' names to a word of :data:`WORDS` or :data:`LEFT_WHOLE`, or :data:`WITH_SUM`.
         ranks: how many ranks the group has.
         group: the group's name, as operators are called with it.
 
@@ -162,8 +239,12 @@ def split(
     layers = dict(part.named_modules())
     for name, word in words.items():
         layer: Any = layers[name]
-        layer.__class__ = LAYERS[word]
-        layer.group, layer.ranks = group, ranks
+        layer.group = group
+        if word == WITH_SUM:
+            layer.__class__ = _with_sum(layer.__class__)
+            continue
+        layer.__class__, layer.whole = WORDS[word]
+        layer.ranks, layer.calls = ranks, Calls()
         layer.out_features, layer.in_features = layer.weight.shape
     return part, None if optimizer is None else _without_state(optimizer, memo)
 
@@ -186,14 +267,38 @@ def check_names(model: nn.Module, plan: Mapping[str, str]) -> None:
     """
     if not isinstance(plan, Mapping) or not all(isinstance(text, str) for text in (*plan, *plan.values())):
         raise OptionError(f"tp_plan must map patterns of layers' names to words, not be {plan!r}")
-    names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in model.named_modules())
-    if not any(_pattern(pattern).fullmatch(name) for pattern in plan for name, _ in model.named_modules()):
-        wanted = next(iter(plan))
-        near = difflib.get_close_matches(wanted, names, n=1)
-        raise OptionError(
-            f"no layer of {type(model).__name__} has a name like {wanted!r}, which the tensor-parallel plan splits"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+    missing = unmatched(model, plan)
+    if len(missing) == len(plan):
+        raise OptionError(missing[next(iter(plan))])
+
+
+def unmatched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return each pattern of ``plan`` that no layer of ``model`` has a name like, with a sentence that says so."""
+    names = [name for name, _ in model.named_modules()]
+    patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+    return {
+        wanted: f"no layer of {type(model).__name__} has a name like {wanted!r}, which the tensor-parallel plan "
+        f"splits{nearest(wanted, patterns)}"
+        for wanted in plan
+        if not any(map(_pattern(wanted).fullmatch, names))
+    }
+
+
+def check_called(model: nn.Module) -> None:
+    """Refuse a layer that is split and was not called, although its model was captured.
+
+    Args:
+        model: what :func:`split` returned.
+
+    Raises:
+        OptionError: names the layer: where the model reads its weight itself, nothing is summed over the ranks.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, Part) and not layer.calls.count:
+            raise OptionError(
+                f"{name} is split, but the model does not call it: what it does with the weight itself is not split "
+                "among the ranks; leave the layer out of the tp_plan, or call it"
+            )
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -208,12 +313,12 @@ def _planned(model: nn.Module, plan: Mapping[str, str], ranks: int) -> Iterator[
         word = next((word for pattern, word in patterns if pattern.fullmatch(name)), None)
         if word is None or word in LEFT_WHOLE:
             continue
-        if word not in LAYERS:
-            known = ", ".join((*LAYERS, *LEFT_WHOLE))
+        if word not in WORDS and word != WITH_SUM:
+            known = ", ".join((*WORDS, WITH_SUM, *LEFT_WHOLE))
             raise OptionError(f"the tensor-parallel plan says {word!r} of {name}; known are {known}")
-        if type(layer) is not nn.Linear:
+        if word in WORDS and type(layer) is not nn.Linear:
             raise OptionError(f"{name} cannot be split {word}: it is a {type(layer).__name__}, and not an nn.Linear")
-        if word not in GATHERED or (layer.out_features % ranks == 0 and not _shares(model, layer)):
+        if WORDS.get(word) != (Columns, True) or (layer.out_features % ranks == 0 and not _shares(model, layer)):
             yield name, word
 
 
@@ -226,7 +331,7 @@ def _shares(model: nn.Module, layer: nn.Module) -> bool:
 
 def _check(model: nn.Module, words: Mapping[str, str], ranks: int) -> None:
     """Refuse a plan that splits nothing, tied weights, and numbers that the ranks do not divide."""
-    if not words:
+    if not any(word in WORDS for word in words.values()):
         raise OptionError(
             f"nothing says how {type(model).__name__} is split among {ranks} ranks: give a tp_plan such as "
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
@@ -251,7 +356,9 @@ def _heads(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _cut(name: str, layer: Any, word: str, ranks: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter of a layer that is split, and a tensor like this rank's part of it."""
-    axis, size = (1, "inputs") if word == "rowwise" else (0, "outputs")
+    if word == WITH_SUM:
+        return
+    axis, size = (0, "outputs") if WORDS[word][0] is Columns else (1, "inputs")
     shape = list(layer.weight.shape)
     if shape[axis] % ranks:
         raise OptionError(f"tp={ranks} does not divide the {shape[axis]} {size} of {name}")

@@ -15,10 +15,10 @@ from roamc.capture.moved import device_of
 from roamc.cli import zoo
 from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile
-from roamc.errors import OptionError
+from roamc.errors import OptionError, nearest
 from roamc.frontends.arguments import check_clip
-from roamc.frontends.mesh import Mesh, check_tokens, noted, on_mesh, parse_mesh, stage_settings
-from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, nearest, parse_setting
+from roamc.frontends.mesh import Mesh, check_tokens, noted, on_mesh, parse_mesh, running_split, stage_settings
+from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
 from roamc.planning import search
@@ -156,12 +156,13 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     workload = on_mesh(workload_of(request), mesh)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
-    graph = capture(
-        workload,
-        forward_backward=request.forward_backward,
-        clip_grad_norm=request.clip_grad_norm,
-        device=device_of(request.device),
-    )
+    with running_split(workload.model, mesh, workload.tp_plan):
+        graph = capture(
+            workload,
+            forward_backward=request.forward_backward,
+            clip_grad_norm=request.clip_grad_norm,
+            device=device_of(request.device),
+        )
     if request.device == "cuda":
         graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))
     return graph, time.perf_counter() - start

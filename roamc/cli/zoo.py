@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roamc.capture.step import LossFunction
-from roamc.errors import OptionError
-from roamc.frontends.workload import Setting, Workload, nearest
+from roamc.errors import OptionError, nearest
+from roamc.frontends.workload import Setting, Workload
 
 Settings = Mapping[str, Setting]
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from roamc.cost import probes
 from roamc.cost.probes import Probe, Scale, Work
-from roamc.cost.profile import DeviceProfile, device_model
+from roamc.cost.profile import DeviceProfile, device_model, shipped_like
 from roamc.errors import ProfileError
 from roamc.units import Bytes, Seconds
 
@@ -171,7 +171,7 @@ def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> Dev
     cached = [traffic for traffic, rate in by_traffic.items() if rate >= (slow + fast) / 2]
     flops, elements = timed.rates(probes.PRODUCTS), timed.rates(probes.ELEMENTS)
     elements["convolution_weights"] = {"float32": _weight_rate(timed, flops["convolution"]["float32"])}
-    model = device_model(device.type)
+    model, shipped = device_model(device.type), shipped_like(device.type)
     today = datetime.date.today().isoformat()
     return DeviceProfile(
         name="measured",
@@ -185,6 +185,7 @@ def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> Dev
         cache_bytes=max(cached, default=0),
         flops=flops,
         elements=elements,
+        peaks={} if shipped is None else shipped.peaks,
     )
 
 

@@ -149,7 +149,7 @@ def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
         found = rates.get(kind)
     if not found or not count:
         return 0.0
-    dtype = _dtype(node)
+    dtype = dtype_of(node)
     name = str(dtype).removeprefix("torch.")
     if name in found:
         return count / found[name]
@@ -157,7 +157,7 @@ def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
     return count * slower / found["float32"] if "float32" in found else 0.0
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
+def dtype_of(node: fx.Node) -> torch.dtype:
     """Return the dtype of the first floating-point result, else of the first such argument, else float32."""
     made = [tensor for _, tensor in tensors_of(node)]
     call = call_of(node)

@@ -57,6 +57,8 @@ class DeviceProfile:
         links: how ranks on such devices send to one another; empty where that is not known. NODE and NETWORK map to the
             "latency" of a turn of a ring, in seconds, and the "bandwidth" of a rank in bytes a second, of links in a
             node and between nodes; NODE also to the "ranks" of a node.
+        peaks: dtype to the most FLOP/s of products by the data sheet, for utilisation alone; float32 may be multiplied
+            as TF32. Empty where that is not known.
     """
 
     name: str
@@ -71,6 +73,7 @@ class DeviceProfile:
     flops: Rates
     elements: Rates
     links: Rates = field(default_factory=dict)
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the profile as JSON text; equal profiles have equal text."""
@@ -93,7 +96,7 @@ class DeviceProfile:
             raise ProfileError(f"its format is {found!r}, this roamc reads {FORMAT}")
         try:
             written = {key: value for key, value in data.items() if key != "format"}
-            profile = decode.read(DeviceProfile, {"links": {}, **written}, "profile")
+            profile = decode.read(DeviceProfile, {"links": {}, "peaks": {}, **written}, "profile")
         except PlanError as error:
             raise ProfileError(str(error)) from None
         _check(profile)
@@ -126,6 +129,7 @@ def _numbers(profile: DeviceProfile) -> Iterator[tuple[str, float]]:
     """Yield every number that must be above zero, with its name for messages."""
     for name in ("overhead", "bandwidth", "cache_bandwidth"):
         yield name, getattr(profile, name)
+    yield from ((f"peaks of {dtype}", value) for dtype, value in profile.peaks.items())
     for family in ("flops", "elements", "links"):
         for kind, rates in getattr(profile, family).items():
             yield from ((f"{family} of {kind} in {dtype}", value) for dtype, value in rates.items())
@@ -182,14 +186,16 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def _shipped_for(kind: str) -> str:
-    """Return the name of the shipped profile whose ``model`` is part of this GPU's name; else the generic one."""
-    if kind == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_name().lower()
-        for name in shipped_names():
-            shipped = read_profile(SHIPPED / f"{name}.json")
-            if shipped.device == kind and shipped.model.lower() in found:
-                return name
-    return GENERIC.get(kind, GENERIC["cuda"])
+    """Return the name of the shipped profile for this machine's device of type ``kind``; else the generic one."""
+    shipped = shipped_like(kind)
+    return shipped.name if shipped is not None else GENERIC.get(kind, GENERIC["cuda"])
+
+
+def shipped_like(kind: str) -> DeviceProfile | None:
+    """Return the shipped profile whose ``model`` is part of this machine's GPU's name; None without one, or GPU."""
+    found = device_model(kind).lower() if kind == "cuda" else ""
+    profiles = (read_profile(SHIPPED / f"{name}.json") for name in shipped_names())
+    return next((each for each in profiles if each.device == kind and each.model.lower() in found), None)
 
 
 def folder() -> Path:

@@ -26,7 +26,7 @@ from roamc.capture.shared import shared_by
 from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, ranks
 from roamc.graph.memory import WROTE_OVER
 from roamc.interruptions import interruption
 from roamc.locks import Lock
@@ -306,6 +306,7 @@ class _Job:
     def fall_back(self, error: Exception, who: str) -> None:
         """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, about options, or an
         interruption."""
+        ranks.give_up(error)
         stopped = interruption(error)
         if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError):
             raise stopped or error
@@ -342,6 +343,7 @@ class _Unit:
         self.options = job.options
         self.pair: Pair | None = None
         self.program: Pair | Whole | None = None
+        self._groups: list[object] = []
         self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
 
     def forget(self) -> None:
@@ -352,13 +354,15 @@ class _Unit:
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Return the compiled function of a graph whose sizes are known; the graph's own if AOTAutograd refuses it."""
+        ranks.begin()
         backend = compat_aot.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
         try:
             with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
                 compiled: Callable[..., Any] = backend(gm, inputs)
-        except (RoamcError, compat_dynamo.DynamoError):
+        except (RoamcError, compat_dynamo.DynamoError) as error:
+            ranks.give_up(error)
             raise
         except Exception as error:  # AOTAutograd takes less than eager does
             self.job.fall_back(shared_by(error) or error, "eager PyTorch")
@@ -407,29 +411,37 @@ class _Unit:
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
         planned = self._searched(lambda: joint.stitch(forward, backward, outputs, static, self.name))
-        pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
-        parts = partitioned(planned.graph)
+        with together.on_all(self._groups, self.name):
+            pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+            parts = partitioned(planned.graph)
         self._remember(pair)
         return pair, parts
 
     def _plan_whole(self, make: Callable[[], TrainGraph]) -> Whole:
         planned = self._searched(make)
-        whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+        with together.on_all(self._groups, self.name):
+            whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
         self._remember(whole)
         return whole
 
     def _searched(self, make: Callable[[], TrainGraph]) -> Planned:
-        """Plan the graph that ``make`` makes at each call; a small piece above its share gets the lowest peak."""
+        """Plan the graph that ``make`` makes at each call; a small piece above its share gets the lowest peak.
+
+        Ranks that plan together excuse a piece together, or none does.
+        """
+        graph = make().replace(notes=self.notes)
+        groups = self._groups = together.groups_of(graph, self.options)
         try:
-            planned = together.run(make().replace(notes=self.notes), self.options)
+            planned = together.run(graph, self.options)
         except (BudgetError, OptionError) as error:  # of a few bytes, a share may be less than one
             if not self.job.piece or not is_share(self.options.memory_budget):
                 raise
             least = error.plan if isinstance(error, BudgetError) else None
-            if isinstance(least, Plan) and not self.job.excused(least):
+            refused = isinstance(least, Plan) and not self.job.excused(least)
+            if together.any_of(groups, refused, self.name):
                 raise
             planned = together.run(make().replace(notes=self.notes), replace(self.options, memory_budget="min"))
-            if not self.job.excused(planned.plan):
+            if together.any_of(groups, not self.job.excused(planned.plan), self.name):
                 raise
             note = self.job.say_excused(planned.plan)
             planned = replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, note)))

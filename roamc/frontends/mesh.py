@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from roamc.capture.tensor_parallel import check_names, split
+from roamc.capture.tensor_parallel import check_called, check_names, split, unmatched
+from roamc.compat import original
 from roamc.compat_groups import planned_for
-from roamc.errors import OptionError
-from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, nearest, parse_setting
+from roamc.errors import OptionError, RoamcError, nearest
+from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, parse_setting
 from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory
 from roamc.planning.plan import Plan
@@ -104,7 +105,7 @@ def part_of(
     """Return what one rank of ``mesh`` has of a model and of its optimizer; both stay as they are.
 
     Args:
-        model: the whole model.
+        model: the whole model; of what ``torch.compile`` returned, the model in it.
         optimizer: the optimizer of its parameters, if there is one.
         mesh: the mesh; of a pipeline's stage ``model`` has the layers already.
         tp_plan: how layers are split, see :func:`roamc.capture.tensor_parallel.split`; None or empty for the model's
@@ -115,9 +116,36 @@ def part_of(
     """
     if mesh.tp == 1:
         return model, optimizer
+    model = original(model)
     if tp_plan:
         check_names(model, tp_plan)
     return split(model, optimizer, tp_plan or getattr(model, "tp_plan", None) or {}, mesh.tp, TP)
+
+
+@contextlib.contextmanager
+def running_split(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Context manager, around the capture of ``model``: says what is wrong with how it is split.
+
+    Args:
+        model: what :func:`part_of` returned for ``mesh``.
+        mesh: the mesh.
+        tp_plan: as for :func:`part_of`.
+
+    Raises:
+        OptionError: the model does not run as it is split, or does not call a layer that is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if mesh.tp == 1 or isinstance(error, RoamcError):
+            raise
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        raise OptionError(
+            f"{type(model).__name__} does not run with its layers split among {mesh.tp} ranks as the tensor-parallel "
+            f"plan says: {said}. What reads the columns of a colwise layer must be rowwise, or need no more of them"
+            + "".join(f"; {missing.rstrip('.')}" for missing in unmatched(model, tp_plan or {}).values())
+        ) from error
+    check_called(model)
 
 
 def on_mesh(workload: Workload, mesh: Mesh) -> Workload:

@@ -20,7 +20,7 @@ from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
 from roamc.frontends.eager_calls import checked
-from roamc.frontends.mesh import Mesh, check_tokens, parse_mesh, part_of
+from roamc.frontends.mesh import Mesh, check_tokens, parse_mesh, part_of, running_split
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import search
@@ -166,7 +166,8 @@ def _plan_on(
         raise OptionError(f"pp={mesh.pp}: roamc.plan plans the module that it gets; give it the layers of one stage")
     with mesh.planned_for():
         part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
-        found = planned(part, *batch, optimizer=its_optimizer)
+        with running_split(part, mesh, tp_plan):
+            found = planned(part, *batch, optimizer=its_optimizer)
     check_tokens(found)
     return found
 

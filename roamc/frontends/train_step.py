@@ -44,6 +44,7 @@ from roamc.frontends.arguments import (
     check_optimizer,
 )
 from roamc.frontends.bound_step import BoundStep
+from roamc.graph import ranks
 from roamc.graph.fingerprint import fingerprint
 from roamc.interruptions import interruption, uninterrupted
 from roamc.locks import Lock
@@ -320,7 +321,12 @@ class TrainStep:
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
             outside, inside = self._loss_key(inside=False), self._loss_key(inside=True)
-            bound, reads = self._build(leaves, nest)
+            ranks.begin()
+            try:
+                bound, reads = self._build(leaves, nest)
+            except Exception as error:
+                ranks.give_up(error)
+                raise
             fresh = _Key((*asked[:LOSS], self._unwritten(outside, inside), *asked[LOSS + 1 :]), reads)
             if key is not None:
                 del self._steps[key]
@@ -352,11 +358,13 @@ class TrainStep:
         if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
             return BoundStep(request, captured, self._rule, known.whole, known.plan), reads
         with _refused(captured.graph.name):
+            groups = together.groups_of(captured.graph, self.options, meeting)
             planned = together.run(captured.graph, self.options, meeting)
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
             start = time.perf_counter()
-            whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
-            whole.prepare()
+            with together.on_all(groups, captured.graph.name):
+                whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
+                whole.prepare()
         bound = BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -20,7 +19,7 @@ from roamc.capture import joint
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.moved import CPU, moved, traced_for
 from roamc.capture.step import LossFunction, StepRequest, capture_step
-from roamc.errors import CaptureError, OptionError
+from roamc.errors import CaptureError, OptionError, nearest
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
 
@@ -133,12 +132,6 @@ def parse_setting(text: str) -> tuple[str, Setting]:
     if not found or not key.strip():
         raise OptionError(f"{text!r} is not a setting; write key=value")
     return key.strip().replace("-", "_"), _value(value.strip())
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error's sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or ``"."``."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 class _Loss(nn.Module):

@@ -7,11 +7,12 @@ for ever, or take the bytes of the next one: it may run again only where all ran
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import fx
 
-from roamc.compat_groups import exchanged, is_planned_for, numbers_in, sums_in_one_order
+from roamc.compat_groups import Absent, exchanged, is_planned_for, numbers_in, sums_in_one_order, withdraw
 from roamc.errors import RanksError
 from roamc.graph.train_graph import SamePlan, TrainGraph, operators
 from roamc.operators import ops
@@ -55,10 +56,42 @@ def planned_groups(graph: TrainGraph) -> list[object]:
     return [group for group in groups if is_planned_for(group)]
 
 
+class _Attempts:
+    """Numbers the graphs that this process compiles, alike on all ranks that compile the same ones.
+
+    Attributes:
+        present: number of the last one that was begun.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.present = 0
+
+    def begin(self) -> None:
+        self.present = next(self._numbers)
+
+
+_attempts = _Attempts()
+
+
+def begin() -> None:
+    """Note that this process begins to compile another graph, as the other ranks do."""
+    _attempts.begin()
+
+
+def give_up(error: Exception) -> None:
+    """Tell the other ranks that this one has failed to compile the graph that was begun last.
+
+    Ranks that wait for this one in :func:`texts_of`, or will, learn the first line of ``error`` within seconds.
+    """
+    withdraw(_attempts.present, str(error).partition("\n")[0] or type(error).__name__)
+
+
 def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SHARDS) -> list[str]:
     """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
 
-    Every rank of the group must call it; the call waits for the others until the timeout of the process group.
+    Every rank of the group must call it; the call waits for the others until the timeout of the process group, or
+    until one of them gives up.
 
     Args:
         group: the process group or its name, as collectives take it.
@@ -68,17 +101,21 @@ def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SH
         advice: what to do about a rank that is missing.
 
     Raises:
-        RanksError: a rank is missing; names it.
+        RanksError: a rank is missing; names it, and says why if it has given up.
     """
-    texts = exchanged(group, text)
+    texts = exchanged(group, text, _attempts.present)
     numbers = numbers_in(group)
-    missing = [number for number, found in zip(numbers, texts, strict=True) if found is None]
+    absent = {number: found.why for number, found in zip(numbers, texts, strict=True) if isinstance(found, Absent)}
+    missing = list(absent)
+    for number, why in absent.items():
+        if why:
+            raise RanksError(f"{name} is on several ranks, and {in_words([number])} could not {what}: {why}")
     if missing:
         raise RanksError(
             f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} ran something "
             f"else and did not {what} within the timeout of the process group: {advice}"
         )
-    return [found for found in texts if found is not None]
+    return [found for found in texts if not isinstance(found, Absent)]
 
 
 def in_words(numbers: Sequence[int]) -> str:

@@ -496,6 +496,8 @@ def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 
 def _own_part(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
+    if walk.is_captured(node):  # the model takes its part itself, such as the columns that a layer reads
+        return walk.checked(node, walk.opaque(node))
     group = walk.group(node, node.args[1], node.args[2])
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
     if value is None or value.state != R:

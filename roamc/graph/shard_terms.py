@@ -109,6 +109,8 @@ class _Shared:
         if key[0] in ("all_reduce", "classes") and key[2] == self.group:
             return False
         target = str(key[1]) if key[0] == "operator" else ""
+        if target == "roamc.own_part.default" and str(self.group) in _leaves(key):
+            return True
         if target.startswith("roamc_collective.all_gather") and str(self.group) in _leaves(key):
             return False
         return term in self.parts or any(self.differs[part.number] for part in _terms(key))

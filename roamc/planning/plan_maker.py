@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from roamc import budget, cost
+from roamc.cost import utilisation
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.memory import build_memory, input_bytes, most_alive
@@ -73,7 +74,8 @@ def prepared(
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most = int((live + cost.workspaces(memory.operators, graph.threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
-    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs)
+    products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
+    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
@@ -106,6 +108,8 @@ class PlanMaker:
         allowed: the operators that may be recomputed, see :class:`Terms`.
         effort: limits of the search for a plan, and which differences it ignores.
         splits: whether pass overlap may split collectives.
+        products: FLOPs of the captured graph, for the utilisation of a GPU; none for a CPU, whose peak rate no profile
+            has.
     """
 
     runner: Runner
@@ -114,6 +118,7 @@ class PlanMaker:
     allowed: str = "all"
     effort: Effort = EFFORT
     splits: bool = True
+    products: utilisation.Products = field(default_factory=dict)
 
     @property
     def options(self) -> Options:

@@ -17,7 +17,7 @@ import torch
 
 from roamc import cost
 from roamc.budget import LIGHT, Budget
-from roamc.cost import collectives
+from roamc.cost import collectives, utilisation
 from roamc.errors import REQUIRED, OptionError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
@@ -78,7 +78,7 @@ def run(
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
-    return _finished(dataclasses.replace(planned, plan=asked), options, limit, begun)
+    return _finished(dataclasses.replace(planned, plan=asked), maker, limit, begun)
 
 
 class PlanSearch:
@@ -146,7 +146,7 @@ class PlanSearch:
             VerifyError: a pass left an invalid graph.
             BudgetError: no plan was found that keeps the budget.
         """
-        return _finished(self.fit(self.terms, quick=quick), self.options, self.terms.limit, self._begun)
+        return _finished(self.fit(self.terms, quick=quick), self._maker, self.terms.limit, self._begun)
 
     def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
         """Return a plan within the limit at the least added time; that of the smallest budget if there is none.
@@ -357,10 +357,17 @@ def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
     return max(planned.plan.needed_bytes - maker.eager_needs, 0)
 
 
-def _finished(planned: Planned, options: Options, limit: Bytes | None, begun: Seconds) -> Planned:
-    """Add what ranks send, and the rest of the time since ``begun`` as "other", check the budget and log the plan."""
-    sent = collectives.note(planned.graph, functools.partial(cost.prices, planned.graph), options.profile)
-    made = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *sent))
+def _finished(planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Seconds) -> Planned:
+    """Add notes, and the rest of the time since ``begun`` as "other", check the budget and log the plan.
+
+    The notes say what ranks send, and the utilisation of the device.
+    """
+    notes = collectives.note(planned.graph, functools.partial(cost.prices, planned.graph), maker.options.profile)
+    if maker.products:
+        profile = cost.load_profile(main_device(planned.graph), maker.options.profile)
+        used = utilisation.utilisation(planned.graph, maker.products, profile)
+        notes += () if used is None else (str(used),)
+    made = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes))
     planned = dataclasses.replace(planned, plan=made)
     made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
     check_budget(planned, limit)

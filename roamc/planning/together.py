@@ -12,10 +12,11 @@ alone: each gets an error before anything has run. What must be the same besides
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -56,26 +57,88 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
-    by_tokens = choose.groups(graph) if options.shard != "off" else []
-    groups = [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
+    groups = groups_of(graph, options, meeting)
     if not groups:
         return search.run(graph, options)
     name = graph.name
-    attempt = _Attempt(graph, options, ON_SHARDS if by_tokens else FIRST_STEP)
+    attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
         attempt.meet(group)
     attempt.plan(groups[0])
-    told = attempt.told
+    _settle(groups, attempt.error, name, attempt.advice)
+    assert attempt.planned is not None  # else there is an error
+    return attempt.planned
+
+
+@contextlib.contextmanager
+def on_all(groups: Sequence[object], name: str) -> Iterator[None]:
+    """Context manager: what fails inside on one rank of the ``groups`` fails on all of them.
+
+    Args:
+        groups: what :func:`groups_of` returned; all of their ranks enter.
+        name: of the graph.
+
+    Raises:
+        RanksError: it has failed on another rank; names it and the reason.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # it is raised once the other ranks know
+        failed = error
+    _settle(groups, failed, name)
+
+
+def _settle(groups: Sequence[object], error: Exception | None, name: str, advice: str = ON_SHARDS) -> None:
+    """Raise the ``error`` of this rank, or that another rank has one.
+
+    Where the error of one rank may end in a fallback, so do those of all.
+    """
+    told = _told(error)
     for group in groups:
-        heard = _heard(group, texts_of(group, told, name, "plan it", attempt.advice), name)
-        told = told or heard
-    if attempt.error is not None:
-        raise attempt.error
+        heard = _heard(group, texts_of(group, told, name, "plan it", advice), name)
+        if not told or (heard and not _ends(heard)):
+            told = heard
+    if error is not None and (type(error).__name__ not in FATAL or _ends(told)):
+        raise error
     if told:
         kind, said = json.loads(told)
         raise FATAL.get(kind, RanksError)(said)
-    assert attempt.planned is not None  # else there is an error
-    return attempt.planned
+
+
+def _ends(told: str) -> bool:
+    """Whether an error of which is told ends training on the rank where it is raised."""
+    return json.loads(told)[0] in FATAL
+
+
+def _told(error: Exception | None) -> str:
+    """Kind and first line of an error; empty if there is none."""
+    return json.dumps([type(error).__name__, str(error).partition("\n")[0]]) if error is not None else ""
+
+
+def groups_of(graph: TrainGraph, options: Options, meeting: Sequence[object] = ()) -> list[object]:
+    """Return the groups whose ranks plan ``graph`` together; none where each plans for itself.
+
+    Arguments are those of :func:`run`.
+    """
+    by_tokens = choose.groups(graph) if options.shard != "off" else []
+    return [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
+
+
+def any_of(groups: Sequence[object], said: bool, name: str) -> bool:
+    """Return whether a rank of the ``groups`` passes True as ``said``; all of them call this at the same time.
+
+    Args:
+        groups: what :func:`groups_of` returned.
+        said: what this rank says.
+        name: of the graph.
+
+    Raises:
+        RanksError: a rank does not come to say it.
+    """
+    for group in groups:
+        said = "yes" in texts_of(group, "yes" if said else "no", name, "plan it")
+    return said
 
 
 class _Attempt:
@@ -90,14 +153,6 @@ class _Attempt:
         self.alike = list[object]()
         self.planned: Planned | None = None
         self.error: Exception | None = None
-
-    @property
-    def told(self) -> str:
-        """Kind and first line of the error; empty if there is none."""
-        if self.error is None:
-            return ""
-        said = str(self.error).partition("\n")[0]
-        return json.dumps([type(self.error).__name__, said])
 
     def meet(self, group: object) -> None:
         """Compare options and versions; with the budget "device" take the smallest number of free bytes of all ranks.
@@ -173,9 +228,12 @@ def _received(text: str) -> Plan:
 
 
 def _heard(group: object, texts: Sequence[str], name: str) -> str:
-    """What this rank tells on of the failures of others, kind and text of the first; empty if there is none."""
-    for number, text in zip(numbers_in(group), texts, strict=True):
-        if text:
-            kind, said = json.loads(text)
-            return json.dumps([kind, f"{in_words([number])} could not plan {name}: {said or kind}"])
+    """What this rank tells on of the failures of the group, kind and text of the first; empty if there is none.
+
+    One that may end in a fallback goes before one that ends training.
+    """
+    failures = [(number, text) for number, text in zip(numbers_in(group), texts, strict=True) if text]
+    for number, text in sorted(failures, key=lambda failure: _ends(failure[1])):
+        kind, said = json.loads(text)
+        return json.dumps([kind, f"{in_words([number])} could not plan {name}: {said or kind}"])
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -93,33 +94,44 @@ def test_ranks_that_have_other_values_are_refused_on_all_ranks(case: str, tmp_pa
 
 FAILING = """
 from tests.end_to_end.test_agreement import trained_past_a_failure
-for way in ("roamc", "train_step"):
-    print(f"[{rank}] {way}:", trained_past_a_failure(way), flush=True)
+for stage in ("capture", "plan", "emission"):
+    for way in ("roamc", "train_step"):
+        torch._dynamo.reset()
+        print(f"[{rank}] {stage}, {way}:", trained_past_a_failure(stage, way), flush=True)
 """
 
 
-def trained_past_a_failure(way: str) -> str:
-    """What a rank gets where planning fails on rank 1 alone."""
+def trained_past_a_failure(stage: str, way: str) -> str:
+    """What a rank gets where ``stage`` fails on rank 1 alone."""
     import warnings
     from unittest import mock
 
     import torch.distributed as dist
 
     import roamc
+    from roamc.capture import joint
     from roamc.errors import VerifyError
+    from roamc.frontends import train_step
     from roamc.planning import search
+    from roamc.runtime.program import Executable
 
     torch.manual_seed(0)
     model, twin, x = Tiny(), Tiny(), torch.randn(4, 7, 8)
     twin.load_state_dict(model.state_dict())
-    plan_alone = search.run
+    owner: Any
+    owner, name = {
+        "capture": (train_step, "capture_step") if way == "train_step" else (joint, "stitch"),
+        "plan": (search, "run"),
+        "emission": (Executable, "__init__"),
+    }[stage]
+    right = getattr(owner, name)
 
-    def run(*args: Any, **named: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         if dist.get_rank() == 1:
             raise VerifyError("a planted fault")
-        return plan_alone(*args, **named)
+        return right(*args, **named)
 
-    with mock.patch.object(search, "run", run), warnings.catch_warnings(record=True) as told:
+    with mock.patch.object(owner, name, failing), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if way == "train_step":
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -140,9 +152,10 @@ def trained_past_a_failure(way: str) -> str:
 @pytest.mark.thorough
 def test_ranks_fall_back_or_raise_together(tmp_path: Path) -> None:
     said = run_ranks(tmp_path, FAILING, 2)
-    for rank, reason in ((0, "rank 1 could not plan Tiny: a planted fault"), (1, "a planted fault")):
-        (compiled,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] roamc: ")]
+    for rank, stage in itertools.product((0, 1), ("capture", "plan", "emission")):
+        (compiled,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {stage}, roamc: ")]
         assert "equal: True; roamc could not plan 'Tiny' and hands it to torch's aot_eager" in compiled, said
-        assert reason in compiled, said
-        (step,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] train_step: ")]
-        assert reason in step, said
+        (step,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {stage}, train_step: ")]
+        for line in (compiled, step):
+            assert ("a planted fault" if rank else "rank 1 could not plan ") in line, said
+            assert "a planted fault" in line, said

@@ -139,6 +139,14 @@ def test_no_rank_goes_on_where_one_fails(
     assert str(found[1 - failing]) == f"rank {10 + failing} could not plan Sequential: {said}"
 
 
+def test_where_one_rank_may_fall_back_the_others_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [BudgetError("too little room"), VerifyError("a planted fault")]
+    first, second = Ranks(monkeypatch, lambda rank, plan: errors[rank]).plan([captured(), captured()])
+    assert type(first) is RanksError
+    assert str(first) == "rank 11 could not plan Sequential: a planted fault"
+    assert second is errors[1]
+
+
 def test_decisions_that_do_not_hold_on_another_rank_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = PlanError("a planted difference")
     first, second = Ranks(monkeypatch, lambda rank, plan: refused if plan is not None else None).plan(
