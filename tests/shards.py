@@ -201,10 +201,10 @@ def _communicate(kind: str, args: Sequence[Any]) -> list[Any]:
 
 
 def counted(graph: TrainGraph) -> dict[tuple[str, str], int]:
-    """How many collectives there are: (phase, operator) to a number."""
+    """How many collectives there are, split or not: (phase, operator) to a number."""
     found: dict[tuple[str, str], int] = {}
     for node in graph.graph.nodes:
         if getattr(node.target, "namespace", "") == "roamc_collective":
-            key = graph.phase[node.name].name, node.target._schema.name.rpartition("::")[2]
+            key = graph.phase[node.name].name, node.target._schema.name.rpartition("::")[2].removeprefix("start_")
             found[key] = found.get(key, 0) + 1
     return found
