@@ -263,9 +263,13 @@ def sequence(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def groups_of(held: Mapping[str, Sharding]) -> tuple[str, ...]:
-    """Return the names of all groups of ranks that have parts or copies of parameters, sorted."""
-    pairs = ((sharding.group, sharding.copies_group) for sharding in held.values())
-    return tuple(sorted({group for pair in pairs for group in pair if group}))
+    """Return the names of the groups of ranks that have parts of parameters, then of those that have copies.
+
+    Each in the order of the parameters, which is the same on all ranks; names of groups are not.
+    """
+    parts = [sharding.group for sharding in held.values()]
+    copies = [sharding.copies_group for sharding in held.values()]
+    return tuple(dict.fromkeys(group for group in (*parts, *copies) if group))
 
 
 def agreed(groups: Sequence[str], mine: Sequence[str], name: str) -> None:

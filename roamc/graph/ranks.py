@@ -56,6 +56,10 @@ def planned_groups(graph: TrainGraph) -> list[object]:
     return [group for group in groups if is_planned_for(group)]
 
 
+NOBODY = 0
+"""Number of no graph: no rank gives it up."""
+
+
 class _Attempts:
     """Numbers the graphs that this process compiles, alike on all ranks that compile the same ones.
 
@@ -87,7 +91,9 @@ def give_up(error: Exception) -> None:
     withdraw(_attempts.present, str(error).partition("\n")[0] or type(error).__name__)
 
 
-def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SHARDS) -> list[str]:
+def texts_of(
+    group: object, text: str, name: str, what: str, advice: str = ON_SHARDS, *, compiling: bool = True
+) -> list[str]:
     """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
 
     Every rank of the group must call it; the call waits for the others until the timeout of the process group, or
@@ -99,11 +105,12 @@ def texts_of(group: object, text: str, name: str, what: str, advice: str = ON_SH
         name: of the graph, for the message.
         what: what a rank that is missing has not done, in words, such as "plan it".
         advice: what to do about a rank that is missing.
+        compiling: whether the ranks compile the graph that was begun last, so that one that gives it up is missing.
 
     Raises:
         RanksError: a rank is missing; names it, and says why if it has given up.
     """
-    texts = exchanged(group, text, _attempts.present)
+    texts = exchanged(group, text, _attempts.present if compiling else NOBODY)
     numbers = numbers_in(group)
     absent = {number: found.why for number, found in zip(numbers, texts, strict=True) if isinstance(found, Absent)}
     missing = list(absent)

@@ -89,9 +89,11 @@ def _begin(work: Any, out: Tensor, *used: Tensor) -> None:
 
 def _wait(started: Tensor) -> Tensor:
     """Wait for the collective that writes ``started``; a view of it. Nothing is waited for where none is under way."""
-    work, _ = _UNDER_WAY.works.pop(started.data_ptr(), (None, ()))
+    address = started.data_ptr()
+    work, _ = _UNDER_WAY.works.get(address, (None, ()))
     if work is not None:
         work.wait()
+        del _UNDER_WAY.works[address]  # not before: an interruption leaves it to `finish_all`
     return started.view(started.shape)
 
 

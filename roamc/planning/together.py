@@ -64,7 +64,7 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
         attempt.meet(group)
-    attempt.plan(groups[0])
+    attempt.plan(groups[0], again=groups[0] not in meeting)
     _settle(groups, attempt.error, name, attempt.advice)
     assert attempt.planned is not None  # else there is an error
     return attempt.planned
@@ -191,13 +191,18 @@ class _Attempt:
             self.error = error
             return None
 
-    def plan(self, group: object) -> None:
+    def plan(self, group: object, *, again: bool) -> None:
         """Plan on the first rank of the group; elsewhere apply its decisions and check them.
 
         A rank whose graph is another than the first rank's plans for itself, and so does each if there is no plan.
+
+        Args:
+            group: one of the groups that meet.
+            again: whether collectives may run again. Not where only first steps meet: a rank that gets another batch
+                size later plans it alone, and would send other collectives than the ranks that go on with this plan.
         """
         first = rank_in(group) == 0
-        if group in self.alike:
+        if again and group in self.alike:
             self.graph = with_same_plan(self.graph, [group])
         if first:
             self._search("")

@@ -54,7 +54,7 @@ def check(graph: TrainGraph, entry: Entry, args: Sequence[Any]) -> None:
 
 
 def _of_all(graph: TrainGraph, agreement: Agreement, text: str) -> list[str]:
-    return texts_of(agreement.group, text, graph.name, "compare its batch")
+    return texts_of(agreement.group, text, graph.name, "compare its batch", compiling=False)
 
 
 def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, str]]) -> str:
@@ -103,13 +103,17 @@ def _kind(value: Any) -> str:
 
 
 def _collectives(graph: TrainGraph, agreement: Agreement) -> Iterator[str]:
-    """A line for each collective of the group, in the order in which they run."""
+    """A line for each collective of the group, in the order in which they run.
+
+    Where collectives may run again, it names the operator: of two equal layers, all ranks must gather the same one.
+    """
+    named = any(each.group == agreement.group for each in graph.same_plan)
     for node in operators(graph.graph):
         if group_of(node) == agreement.group:
             sizes = "" if "all_to_all" in name_of(node.target) else [tuple(t.shape) for _, t in tensors_of(node)]
             dtypes = [str(tensor.dtype) for _, tensor in tensors_of(node)]
             name = name_of(node.target).replace("start_", "")  # no matter where a rank waits
-            yield f"{name} {graph.phase[node.name].name} {dtypes} {sizes}"
+            yield f"{name} {node.name if named else ''} {graph.phase[node.name].name} {dtypes} {sizes}"
 
 
 def _hash(value: Any) -> str:

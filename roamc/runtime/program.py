@@ -196,7 +196,7 @@ class Executable:
             if self._on_failure is None or came_from_elsewhere(error, self._filename, kernels.__file__):
                 raise error
             results = fallback.finish(*planned, arena, error)
-        except Exception as raised:
+        except BaseException as raised:  # an interruption too: the arena is free once this returns
             split_collectives.finish_all(raised)
             said = fallback.written_before(*planned, error)
             if said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 
 import roamc
-from roamc.capture.fully_sharded import check_sequence
+from roamc.capture.fully_sharded import check_sequence, groups_of
 from roamc.errors import CaptureError
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd
 from tests.kernel_cases import alone
@@ -42,6 +43,16 @@ def changed(change: Callable[[Any], object]) -> Any:
     model = sharded()
     change(model)
     return model
+
+
+def test_groups_come_in_one_order_on_all_ranks_whatever_their_names() -> None:
+    def names(part: str, copy: str | None) -> tuple[str, ...]:
+        held = SimpleNamespace(group=part, copies_group=copy)
+        return groups_of({"first": held, "second": held})
+
+    assert names("11", "9") == ("11", "9")
+    assert names("11", "10") == ("11", "10")
+    assert names("9", None) == ("9",)
 
 
 @pytest.mark.parametrize(

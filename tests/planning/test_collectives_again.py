@@ -28,6 +28,7 @@ from roamc.rewriting.gathers import gathered_once, gathered_twice
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
 from roamc.runtime import agreement
+from roamc.runtime.agreement import _collectives
 from tests.graphs import traced
 from tests.passes.test_shard import random_step
 from tests.rewriting.cases import cleaned, named, some_reruns
@@ -107,6 +108,14 @@ def test_bits_are_those_without_a_budget_where_rows_are_gathered() -> None:
         assert found.plan.decisions["retain"]["once"]
         assert bool(again(found)) == (budget == "min")
         assert_same_on_ranks(outputs(found, "gpt"), wanted)
+
+
+def test_ranks_compare_which_collectives_run_again() -> None:
+    graph = planned("chain", "whole", "min").graph
+    (agreement,) = graph.agreements
+    names = [node.name for node in operators(graph.graph) if ops.rule(node.target).collective]
+    assert [line.split()[1] for line in _collectives(graph, agreement)] == names
+    assert {*again(planned("chain", "whole", "min"))} <= {*names}
 
 
 def test_lowest_peak_is_lower_than_where_ranks_plan_apart() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from roamc import budget
 from roamc.errors import BudgetError, PlanError, RanksError, VerifyError
-from roamc.graph import SamePlan, TrainGraph
+from roamc.graph import SamePlan, TrainGraph, ranks
 from roamc.options import parse_options
 from roamc.passes.shard import choose
 from roamc.planning import search, together
@@ -68,7 +68,11 @@ class Ranks:
         return texts
 
     def plan(
-        self, graphs: list[TrainGraph], of_second: dict[str, Any] | None = None, **options: Any
+        self,
+        graphs: list[TrainGraph],
+        of_second: dict[str, Any] | None = None,
+        meeting: tuple[str, ...] = (),
+        **options: Any,
     ) -> list[Planned | Exception]:
         """What each rank gets; the second has the options ``of_second`` besides."""
 
@@ -76,7 +80,7 @@ class Ranks:
             self.local.rank = rank
             try:
                 own = (of_second or {}) if rank else {}
-                return together.run(graphs[rank], parse_options({"shard": "sequence", **options, **own}))
+                return together.run(graphs[rank], parse_options({"shard": "sequence", **options, **own}), meeting)
             except Exception as error:
                 return error
 
@@ -178,6 +182,26 @@ def test_budget_that_only_one_device_can_ask_for_stops_all(monkeypatch: pytest.M
     first, second = ranks.plan([captured(), captured()], memory_budget="device")
     assert str(first) == "no such device"
     assert str(second) == "rank 10 could not plan Sequential: no such device"
+
+
+def test_collectives_run_again_only_where_ranks_plan_every_graph_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Ranks(monkeypatch)
+    by_tokens = group.plan([captured() for _ in range(RANKS)])
+    at_first_step = group.plan([captured() for _ in range(RANKS)], meeting=("group",), shard="off")
+    assert [[each.group for each in plan.graph.same_plan] for plan in by_tokens] == [["group"]] * RANKS
+    assert [plan.graph.same_plan for plan in at_first_step] == [()] * RANKS
+    assert at_first_step[0].plan.decisions == at_first_step[1].plan.decisions
+
+
+def test_a_graph_that_is_given_up_ends_no_wait_of_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = []
+    monkeypatch.setattr(ranks, "exchanged", lambda group, text, number: numbers.append(number) or [text])
+    monkeypatch.setattr(ranks, "numbers_in", lambda group: [0])
+    ranks.begin()
+    ranks.texts_of("group", "text", "name", "plan it")
+    ranks.texts_of("group", "text", "name", "compare its batch", compiling=False)
+    assert numbers == [ranks._attempts.present, ranks.NOBODY]
+    assert numbers[0] != numbers[1]
 
 
 def test_ranks_with_other_options_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
