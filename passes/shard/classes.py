@@ -32,11 +32,10 @@ from roamc.compat import OpOverload
 from roamc.compat_groups import known_rank_in, ranks_in
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, copied, operators
-from roamc.graph.rewrite import derived, mode_of
-from roamc.graph.storage_ids import number_result
+from roamc.graph.rewrite import mode_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
-from roamc.operators.corrections import corrected
+from roamc.operators.corrections import note_results
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import FOREIGN, own_classes, own_part
 from roamc.passes.shard.rules import RESHAPES, cuts_nothing, overflows
@@ -333,7 +332,7 @@ class _Writer:
             if user.op != "call_function":
                 continue
             before = user.meta["val"]
-            self._derive(user)
+            note_results(user, self.mode)
             after = user.meta["val"]
             moved = isinstance(after, torch.Tensor) and after.stride() != before.stride()
             everyone = moved or ops.is_view(user.target)
@@ -441,10 +440,5 @@ class _Writer:
         if "stack_trace" in self.at.meta:
             made.meta["stack_trace"] = self.at.meta["stack_trace"]
         self.phase[made.name] = self.graph.phase[self.at.name]
-        self._derive(made)
+        note_results(made, self.mode)
         return made
-
-    def _derive(self, node: fx.Node) -> None:
-        node.meta["val"] = derived(node, self.mode)
-        node.meta["val"] = corrected(node, node.meta["val"], self.mode)
-        number_result(node)

@@ -25,11 +25,10 @@ from roamc.compat import FakeTensorMode
 from roamc.compat_groups import ranks_in
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, operators, output_node, storage_name, tensors_of
-from roamc.graph.rewrite import derived, mode_of
-from roamc.graph.storage_ids import number_result
+from roamc.graph.rewrite import mode_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
-from roamc.operators.corrections import corrected
+from roamc.operators.corrections import note_results
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import own_part
 from roamc.passes.shard.choose import is_source, maker, picked_forms
@@ -499,7 +498,7 @@ class _Writer:
         moved = len(node.all_input_nodes) != len(made.all_input_nodes)
         rule = ops.rule(node.target)
         if fresh and (rule.view_of or rule.mutates or moved or any(_geometry(n) != _geometry(o) for o, n in pairs)):
-            self._derive(made)
+            note_results(made, self.mode)
         return made
 
     def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -512,7 +511,7 @@ class _Writer:
         made = self.graph.create_node("call_function", target, args, dict(kwargs), name=like.name)
         made.meta = dict(like.meta)
         self.phase[made.name] = self.old.phase[like.name]
-        self._derive(made)
+        note_results(made, self.mode)
         return made
 
     def _insert(self, target: Any, args: Any, kwargs: Mapping[str, Any], phase: Phase, name: str) -> fx.Node:
@@ -521,13 +520,8 @@ class _Writer:
         if self.like is not None and "stack_trace" in self.like.meta:
             made.meta["stack_trace"] = self.like.meta["stack_trace"]
         self.phase[made.name] = phase
-        self._derive(made)
+        note_results(made, self.mode)
         return made
-
-    def _derive(self, node: fx.Node) -> None:
-        node.meta["val"] = derived(node, self.mode)
-        node.meta["val"] = corrected(node, node.meta["val"], self.mode)
-        number_result(node)
 
 
 def _geometry(node: fx.Node) -> list[tuple[object, ...]]:

@@ -20,7 +20,7 @@ from roamc.compat import FakeTensorMode, OpOverload, suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
-from roamc.graph.storage_ids import addresses
+from roamc.graph.storage_ids import addresses, number_result
 from roamc.operators import ops, pointwise
 from roamc.operators.fakes import statistics_dtype
 from roamc.operators.table import Strides
@@ -81,6 +81,18 @@ def derived_anew(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) ->
     """
     _lay_out_arguments(node, mode, copies)
     return corrected(node, _derive(node, mode, copies), mode)
+
+
+def note_results(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Note the fake results of the real kernel of ``node`` at it, and number their storages.
+
+    Args:
+        node: a node that is new, or whose arguments have changed.
+        mode: the fake mode of its tensors.
+    """
+    node.meta["val"] = derived(node, mode)
+    node.meta["val"] = corrected(node, node.meta["val"], mode)
+    number_result(node)
 
 
 def corrected(node: fx.Node, fake: Any, mode: FakeTensorMode) -> Any:
