@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc.errors import PlanError
+from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, operators
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
@@ -271,6 +271,45 @@ def test_another_choice_of_values_is_carried_out_as_well() -> None:
     assert counted(found)["FORWARD", "all_gather_into_tensor"] == 3, "one more, for the sum that is whole"
 
 
+def one_value_changed(graph: TrainGraph, region: shard.Region, choice: random.Random) -> Iterator[shard.Region]:
+    """The region with each value left out, moved to the other form, and with some of the other values added."""
+    for at, name in enumerate(region.shards):
+        yield region._replace(shards=(*region.shards[:at], *region.shards[at + 1 :]))
+        yield region._replace(shards=(*region.shards[:at], *region.shards[at + 1 :]), sums=(*region.sums, name))
+    for at, name in enumerate(region.sums):
+        yield region._replace(sums=(*region.sums[:at], *region.sums[at + 1 :]))
+        yield region._replace(sums=(*region.sums[:at], *region.sums[at + 1 :]), shards=(*region.shards, name))
+    others = [n.name for n in operators(graph.graph) if n.name not in {*region.shards, *region.sums}]
+    for name in choice.sample(others, min(12, len(others))):
+        yield region._replace(shards=(*region.shards, name))
+        yield region._replace(sums=(*region.sums, name))
+
+
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("bert", marks=pytest.mark.thorough)])
+def test_a_decision_with_one_value_changed_is_refused_or_gives_the_same(kind: str) -> None:
+    graph, choice = captured(kind), random.Random(0)
+    decision, inputs = shard.decide(graph, SEQUENCE), inputs_of(kind, 2)
+    wanted = results_of(graph, inputs)
+    refused = accepted = 0
+    for region in one_value_changed(graph, shard.Region(*decision.regions[0]), choice):
+        try:
+            changed = shard.apply(graph, dataclasses.replace(decision, regions=(region,)))
+            check(graph, changed, "shard")
+        except (PlanError, VerifyError):
+            refused += 1
+            continue
+        accepted += 1
+        for before, after in zip(wanted, results_of(changed, inputs), strict=True):
+            assert torch.allclose(after, before, rtol=1e-4, atol=1e-6), region
+    assert min(refused, accepted) > 5
+
+
+def results_of(graph: TrainGraph, inputs: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """All tensors that the ranks return, from the same random numbers."""
+    torch.manual_seed(0)
+    return [value for results in run_ranks(graph, inputs) for value in results if value is not None]
+
+
 def test_option_takes_three_words() -> None:
     assert parse_options({"shard": "sequence"}).shard == "sequence"
     with pytest.raises(
@@ -366,6 +405,44 @@ SPLIT = {
 def test_operators_on_shards_give_what_they_gave(name: str) -> None:
     def step(x: Tensor, part: Tensor, table: Tensor) -> Tensor:
         return SPLIT[name](reduced(x, part).relu(), table).tanh()
+
+    assert_same_on_shards(step, X, W, torch.zeros(6, 8))
+
+
+WHOLE: dict[str, Any] = {
+    "places side by side": lambda v, table, own: v.view(4, 6, 2, 4).clone(memory_format=torch.channels_last),
+    "sums over sequences": lambda v, table, own: v + v.sum(0, keepdim=True),
+    "softmax over places": lambda v, table, own: v.softmax(1),
+    "a norm whose weight each rank has for itself": lambda v, table, own: F.layer_norm(v, (8,), own[0]),
+    "dropout of everything": lambda v, table, own: torch.native_dropout(v, 1.0, True)[0] + v,
+    "rows of a table that each rank has for itself": lambda v, table, own: F.embedding(v.argmax(-1), own),
+    "a product with a part that is doubled": lambda v, table, own: torch.addmm(
+        table[0], v.view(24, 8), torch.outer(table[0], table[1]), beta=2
+    ),
+    "a product with a row for each token": lambda v, table, own: torch.addmm(
+        table.repeat(4, 1), v.view(24, 8), torch.outer(table[0], table[1])
+    ),
+    "a product with a bias that each rank has for itself": lambda v, table, own: torch.addmm(
+        own[0], v.view(24, 8), torch.outer(table[0], table[1])
+    ),
+    "class weights that each rank has for itself": lambda v, table, own: F.nll_loss(
+        v.view(24, 8), table.argmax(-1).repeat(4), own[0].abs() + 1
+    ),
+    "classes of fewer tokens": lambda v, table, own: F.nll_loss(v.permute(0, 2, 1), table.argmax(-1).repeat(4, 1)),
+    "rows of other lengths": lambda v, table, own: v.view(3, 64),
+    "repeated in front": lambda v, table, own: v[None].expand(3, 4, 6, 8),
+    "every other place": lambda v, table, own: v[:, ::2],
+    "sums by another name": lambda v, table, own: v * aten.alias(v.sum((0, 1))),
+    "norms of sums": lambda v, table, own: v + F.layer_norm(v.view(24, 8).t() @ v.view(24, 8), (8,)).sum(0),
+    "a larger type of a sum": lambda v, table, own: v + (v.sum((0, 1)) + table[0].double()).float(),
+}
+"""What needs more than the rows of a rank, or other rows on each."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_operators_that_need_more_than_their_rows_give_what_they_gave(name: str) -> None:
+    def step(x: Tensor, part: Tensor, table: Tensor) -> Tensor:
+        return WHOLE[name](reduced(x, part).relu(), table, part).tanh()
 
     assert_same_on_shards(step, X, W, torch.zeros(6, 8))
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.graph.shard_judge import check
 from roamc.graph.verify import check_graph
 from roamc.options import Options
 from roamc.passes import shard
-from roamc.passes.shard import choose
+from roamc.passes.shard import choose, classes
 from tests.parallel import BOUND, worst_error
 from tests.shards import Classes, counted, normal_form, run_ranks, split
 
@@ -58,11 +59,12 @@ LOSSES: dict[str, Loss] = {
     "smoothed, weights": lambda logits, labels, weights: entropy(logits, labels, weight=weights, label_smoothing=0.1),
     "smoothed sum": lambda logits, labels, weights: entropy(logits, labels, label_smoothing=0.1, reduction="sum"),
     "twice": twice,
+    "scores by class": lambda logits, labels, weights: entropy(logits * weights * weights.sum(), labels),
     "in double precision": lambda logits, labels, weights: entropy(logits.double(), labels),
 }
 """On shards from the head to the loss."""
 
-QUICK = ("shifted", "by hand", "class weights", "smoothed")
+QUICK = ("shifted", "by hand", "class weights", "smoothed", "scores by class")
 
 GATHERED = ("twice", "smoothed, weights")
 """Those that need more than sums and maxima over the classes."""
@@ -250,3 +252,54 @@ def test_sums_over_tokens_have_room(by_class: bool) -> None:
 
 def test_a_batch_without_labels_gives_what_eager_gives() -> None:
     assert_as_on_one_rank("mean", 2, ("all",))
+
+
+READ_AS_A_WHOLE: dict[str, Loss] = {
+    "classes in front": ELSEWHERE["classes in front"],
+    "probabilities as labels": lambda logits, labels, weights: F.cross_entropy(
+        logits.view(-1, VOCABULARY), weights.outer(weights).repeat(2, 1)[: BATCH * LENGTH].softmax(-1)
+    ),
+    "the score of a label": lambda logits, labels, weights: (
+        entropy(logits, labels) - logits.gather(-1, labels.clamp(0).unsqueeze(-1)).mean()
+    ),
+    "the best class": lambda logits, labels, weights: entropy(logits, labels) + logits.amax(-1).mean(),
+    "the classes of all tokens": lambda logits, labels, weights: (
+        entropy(logits, labels) + logits.sum(0).square().mean()
+    ),
+    "all but one class": lambda logits, labels, weights: F.cross_entropy(
+        logits[..., 1:].reshape(-1, VOCABULARY - 1), (labels - 1).clamp(0).view(-1)
+    ),
+    "a bias for each class and token": lambda logits, labels, weights: entropy(
+        logits + weights.outer(weights)[:LENGTH], labels
+    ),
+    "labels of a grid": lambda logits, labels, weights: F.cross_entropy(
+        logits.view(2, -1, VOCABULARY).permute(0, 2, 1), labels.view(2, -1)
+    ),
+    "classes turned round": lambda logits, labels, weights: entropy(logits.flip(-1), labels),
+    "halves of tokens side by side": lambda logits, labels, weights: F.cross_entropy(
+        torch.cat(logits.view(-1, VOCABULARY).split(BATCH * LENGTH // 2), -1), labels.view(-1)[: BATCH * LENGTH // 2]
+    ),
+    "another width": lambda logits, labels, weights: F.cross_entropy(
+        logits.view(-1, VOCABULARY // 2), (labels % (VOCABULARY // 2)).view(-1).repeat(2)
+    ),
+}
+"""Losses that need the scores of other ranks' classes for more than a sum or a maximum over all of a token's."""
+
+
+@pytest.mark.parametrize("name", READ_AS_A_WHOLE)
+def test_scores_whose_readers_need_all_classes_are_not_split_by_class(name: str) -> None:
+    model = part(Model(READ_AS_A_WHOLE[name]), 0, 2, by_class=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classes, "ranks_in", lambda group: 2)
+        assert classes.heads(normal_form(model, tokens_and_labels("none"))) == ()
+
+
+def test_a_head_that_is_not_the_graphs_is_refused() -> None:
+    graph = captured(functools.partial(Model, LOSSES["mean"]), 2, by_class=True)
+    (head,) = classes.heads(graph)
+    assert classes.gather_of(graph, head)
+    for changed in (head._replace(gathered="nothing"), head._replace(ranks=4)):
+        with pytest.raises(PlanError, match="does not gather the scores"):
+            classes.by_class(graph, changed)
+    with pytest.raises(PlanError, match="are not those that the plan splits by class"):
+        classes.by_class(graph, head._replace(values=head.values[1:]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roamc import compat
-from roamc.errors import VerifyError
+from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.passes import layout
@@ -136,6 +136,22 @@ def test_the_judge_finds_planted_faults(route: str) -> None:
     ):
         with pytest.raises(VerifyError, match=says):
             check_layout(broken)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_numbers_of_a_layout_with_trims_are_counted_again_from_its_places() -> None:
+    planned_graph = search.run(model_graph("nanogpt-dropout", "step")[0], Options())
+    graph, said = planned_graph.graph, planned_graph.plan.decisions["layout"]
+    assert graph.layout is not None
+    again = layout.recounted(graph, graph.layout)
+    assert {name: said[name] for name in again} == again
+    bare = layout.recounted(graph, dataclasses.replace(graph.layout, trims=()))
+    assert (bare["trimmed_bytes"], bare["peak_bytes"] > again["peak_bytes"]) == (0, True)
+    for changed in ({"after": "ghost"}, {"before": "ghost"}):
+        strange = with_trim(graph, **changed).layout
+        assert strange is not None
+        with pytest.raises(PlanError, match="names 'ghost', which is no operator of this graph"):
+            layout.recounted(graph, strange)
 
 
 def test_a_budget_goes_before_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
