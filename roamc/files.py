@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all: a process that is killed half-way leaves what was there before."""
+"""Files that are written whole or not at all: a process that is killed half-way leaves what was there before.
+
+And the folder of those that keep what was measured on this machine.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,18 @@ import secrets
 import time
 from pathlib import Path
 
+import platformdirs
+
 FRESH = re.compile(r"\.roamc-\d+-[0-9a-f]{8}\.tmp")
 """Names of files that are being written."""
 
 FORGOTTEN = 24 * 3600.0
 """Seconds after which such a file is that of a process that was killed."""
+
+
+def measured_folder() -> Path:
+    """Return the folder of what is measured on this machine, which is in the user's cache folder and need not exist."""
+    return platformdirs.user_cache_path("roamc", appauthor=False) / "profiles"
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:

@@ -42,6 +42,8 @@ class Options:
         strict: raise where roamc would otherwise warn and hand the graph to the fallback.
         max_plans: how many shapes of one train step or module keep a plan at the same time.
         codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
+        tune: when a program is made for a GPU that is here, time its kernels in several shapes for some seconds, once
+            on a machine, and take the fastest; no value depends on it. False leaves kernels as they are printed.
         numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
             float32 on a CPU may be made by oneDNN where it is faster, which sums in another order.
         shard: "off": each rank of a model with tensor parallelism plans for itself, and no collective runs again.
@@ -62,6 +64,7 @@ class Options:
     strict: bool = False
     max_plans: int = 8
     codecs: tuple[str, ...] = ()
+    tune: bool = True
     numerics: str = "exact"
     shard: str = "off"
     profile: str | None = None
@@ -134,8 +137,9 @@ def _check_ranges(options: Options) -> None:
         value = getattr(options, name)
         if value not in kinds:
             raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}{nearest(str(value), kinds, 0)}")
-    if not isinstance(options.strict, bool):
-        raise OptionError(f"strict must be True or False, not {options.strict!r}")
+    for name, value in (("strict", options.strict), ("tune", options.tune)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} must be True or False, not {value!r}")
     if not isinstance(options.order, str):
         raise OptionError(f"order must be the name of an ordering algorithm or 'best', not {options.order!r}")
     if options.profile is not None and not (isinstance(options.profile, str) and options.profile):

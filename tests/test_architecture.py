@@ -68,12 +68,16 @@ GROUP_JUDGES = (
     "group_verdicts",
     "block_judge",
     "kernel_judge",
+    "launch_judge",
     "partials_judge",
     "triton_stand_in",
 )
 GROUP_EMITTERS = (
     *("roamc.operators.blocks", "roamc.operators.block_source.text_of", "roamc.operators.out_variants"),
-    *(f"roamc.operators.gpu.{name}" for name in ("frame", "lines", "printed", "kernel.kernel_text", "fused_kernel")),
+    *(
+        f"roamc.operators.gpu.{name}"
+        for name in ("frame", "lines", "printed", "kernel.kernel_text", "launch_shapes", "fused_kernel")
+    ),
 )
 
 # package or module → what it must not import

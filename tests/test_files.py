@@ -102,7 +102,7 @@ def test_link_mode_and_pipe_stay_what_they_are(tmp_path: Path) -> None:
 def test_half_a_profile_is_refused_by_name_and_a_whole_one_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles, "folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "measured_folder", lambda: tmp_path)
     profile = load_profile("cpu", "cpu")
     path = store_profile(profile)
     whole = path.read_text()

@@ -18,6 +18,7 @@ from roamc.codegen.block_judge import judge_blocks
 from roamc.codegen.group_needs import is_number, members_of, result_of, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.kernel_judge import judge_kernel
+from roamc.codegen.launch_judge import judge_launch
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, output_node, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages
@@ -118,6 +119,7 @@ def _judge(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
     text: object = group.text
     if isinstance(text, KernelText):
         judge_kernel(group.body, text, places, outs, group.writes)
+        judge_launch(_printed(group), text)
         return
     out = next(iter(outs), None)
     rows = result_of(members_of(group.body)[-1]).rows
@@ -126,6 +128,12 @@ def _judge(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
         raise GroupFault(Verdict.LONE_ROW, f"{rows} rows are in blocks of {planned}")
     for length in dict.fromkeys((planned, max(2, -(-rows // PARTS)))):
         judge_blocks(group.body, group.text, length, places, out, group.writes)
+
+
+def _printed(group: Any) -> KernelText:
+    """The kernel of a group as it is printed, whatever shape it is launched in."""
+    printed: KernelText = group.printed
+    return printed
 
 
 # -- where operands and results lie -------------------------------------------------------------------------------

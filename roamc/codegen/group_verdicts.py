@@ -29,6 +29,7 @@ class Verdict(Enum):
     BYTES = "memory of values inside is miscounted"
     LONE_ROW = "a block has one row"
     NUMBERS = "other numbers are computed"
+    ORDER = "elements are joined in another order"
 
 
 class GroupFault(Exception):

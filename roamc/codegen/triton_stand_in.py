@@ -21,6 +21,10 @@ WIDE = torch.float64
 """The dtype in which floats are computed."""
 
 
+JOINS = frozenset({"sum", "max"})
+"""Names of the functions of :class:`Language` that make one element of several lanes."""
+
+
 class Runs(Protocol):
     """A judge that runs a kernel: gives it the elements that it loads, and checks what it stores.
 

@@ -20,7 +20,8 @@ from roamc import files
 from roamc.compat import without_modes
 from roamc.compat_onednn import product_into
 from roamc.cost.measure import clock
-from roamc.cost.profile import device_model, folder
+from roamc.cost.profile import device_model
+from roamc.files import measured_folder
 from roamc.units import Seconds
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def _rounded(size: int) -> int:
 def faster_by_onednn(forms: Collection[Form]) -> frozenset[Form]:
     """Return the ``forms`` that oneDNN multiplies faster here, with torch's present number of threads.
 
-    Times come from this machine's file in :func:`roamc.cost.profile.folder`. Forms that it lacks are measured, in the
+    Times come from this machine's file in :func:`roamc.files.measured_folder`. Forms that it lacks are measured, in the
     order given, for 5 seconds (:data:`PATIENCE`) at most, and written to it. A form that stays unmeasured is not
     returned.
     """
@@ -122,7 +123,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _path() -> Path:
-    return folder() / f"products-{torch.get_num_threads()}.json"
+    return measured_folder() / f"products-{torch.get_num_threads()}.json"
 
 
 def _stored() -> dict[Form, Times]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from roamc import decode, files
 from roamc.errors import PlanError, ProfileError
+from roamc.files import measured_folder
 from roamc.units import Bytes, Seconds
 
 FORMAT = 1
@@ -198,11 +198,6 @@ def shipped_like(kind: str) -> DeviceProfile | None:
     return next((each for each in profiles if each.device == kind and each.model.lower() in found), None)
 
 
-def folder() -> Path:
-    """Return the folder of measured profiles, which is in the user's cache folder and need not exist."""
-    return platformdirs.user_cache_path("roamc", appauthor=False) / "profiles"
-
-
 def device_model(kind: str) -> str:
     """Return the model name of this machine's device of type ``kind``, "cpu" or "cuda"; "" where it is not known."""
     if kind == "cuda" and torch.cuda.is_available():
@@ -217,10 +212,10 @@ def store_profile(profile: DeviceProfile, path: Path | None = None) -> Path:
 
     Args:
         profile: the profile to write.
-        path: the file to write. Without it, the file in :func:`folder` where :func:`load_profile` finds it; a profile
-            of the same device and number of threads is overwritten.
+        path: the file to write. Without it, the file in :func:`roamc.files.measured_folder` where :func:`load_profile`
+            finds it; a profile of the same device and number of threads is overwritten.
     """
-    target = path or folder() / f"{_slug(profile.device)}-{profile.threads}.json"
+    target = path or measured_folder() / f"{_slug(profile.device)}-{profile.threads}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(target, profile.to_json())
     return target
@@ -236,5 +231,5 @@ def _nearest(kind: str) -> Path | None:
     """Return the file of this device's measured profile with the nearest number of threads; None without any."""
     start = f"{_slug(kind)}-"
     threads = torch.get_num_threads() if kind == "cpu" else 0
-    found = [path for path in sorted(folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdecimal()]
+    found = [path for path in sorted(measured_folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdecimal()]
     return min(found, key=lambda path: abs(int(path.stem[len(start) :]) - threads), default=None)

@@ -412,7 +412,7 @@ class _Unit:
     ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
         planned = self._searched(lambda: joint.stitch(forward, backward, outputs, static, self.name))
         with together.on_all(self._groups, self.name):
-            pair = Pair(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+            pair = Pair(planned, keep=self.options.keeps_arena, tune=self.options.tune, on_failure=self.job.on_failure)
             parts = partitioned(planned.graph)
         self._remember(pair)
         return pair, parts
@@ -420,7 +420,9 @@ class _Unit:
     def _plan_whole(self, make: Callable[[], TrainGraph]) -> Whole:
         planned = self._searched(make)
         with together.on_all(self._groups, self.name):
-            whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self.job.on_failure)
+            whole = Whole(
+                planned, keep=self.options.keeps_arena, tune=self.options.tune, on_failure=self.job.on_failure
+            )
         self._remember(whole)
         return whole
 

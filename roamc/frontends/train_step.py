@@ -363,7 +363,12 @@ class TrainStep:
             planned.plan.seconds["capture"] = seconds  # type: ignore[index]
             start = time.perf_counter()
             with together.on_all(groups, captured.graph.name):
-                whole = Whole(planned, keep=self.options.keeps_arena, on_failure=self._on_failure(captured.graph.name))
+                whole = Whole(
+                    planned,
+                    keep=self.options.keeps_arena,
+                    tune=self.options.tune,
+                    on_failure=self._on_failure(captured.graph.name),
+                )
                 whole.prepare()
         bound = BoundStep(request, captured, self._rule, whole, planned.plan)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]

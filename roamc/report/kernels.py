@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import fx
-
-from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.graph import TrainGraph, operators
 from roamc.operators.gpu.ahead import CAPABILITIES, Compiled, compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from roamc.operators.schemas import name_of
+from roamc.operators.gpu.kernel_keys import described
 from roamc.report.origin import origin, parameter_names
 
 
@@ -50,21 +48,10 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     for node in operators(graph.graph):
         if isinstance(node.target, FusedKernel):
             line = origin(node, graph.phase[node.name], names)
-            alike.setdefault((line, _without_names(node.target.body)), []).append(node.target)
+            alike.setdefault((line, described(node.target.body)), []).append(node.target)
     made = []
     for number, ((line, _), groups) in enumerate(alike.items()):
         say(f"compiling kernel {number + 1} of {len(alike)}")
         targets = tuple(one for name in CAPABILITIES for one in compiled(groups[0], name))
         made.append(KernelReport(line, groups[0].title, len(groups), targets))
     return tuple(made)
-
-
-def _without_names(body: fx.Graph) -> str:
-    """All of a group that its kernel depends on, names apart."""
-    number = {node: f"%{at}" for at, node in enumerate(body.nodes)}
-    lines = []
-    for node in body.nodes:
-        arguments = fx.map_arg((node.args, node.kwargs), lambda read: number[read])
-        lies = [(tensor.dtype, tensor.shape, tensor.stride()) for _, tensor in tensors_of(node)]
-        lines.append(f"{name_of(node.target) if node.op == 'call_function' else node.op} {arguments} {lies}")
-    return "\n".join(lines)

@@ -23,6 +23,7 @@ from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
 from roamc.operators import kernels, ops, split_collectives
+from roamc.operators.gpu import tuning
 from roamc.planning.planned import Planned
 from roamc.runtime import agreement, blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
@@ -45,6 +46,7 @@ class Executable:
     Args:
         planned: the graph, whose layout pass has run, and its plan.
         keep: whether an idle arena keeps its memory.
+        tune: whether kernels may be timed first, see :mod:`roamc.operators.gpu.tuning`.
         on_failure: called with the error when the program has failed and is not used any more; None lets the error out.
 
     Attributes:
@@ -58,8 +60,12 @@ class Executable:
         VerifyError: the emitted program is not the graph.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
+    def __init__(
+        self, planned: Planned, *, keep: bool = True, tune: bool = False, on_failure: OnFailure | None = None
+    ) -> None:
         self.planned = planned
+        if tune:
+            tuning.tune(tuning.groups_of(planned.graph))
         self.program: Program = emit(planned.graph)
         layout = planned.graph.layout
         if layout is None:
@@ -269,6 +275,7 @@ class Whole:
     Args:
         planned: the graph, which has no boundary, and its plan.
         keep: whether an idle arena keeps its memory.
+        tune: whether kernels may be timed first.
         on_failure: called with the error when the program has failed; all later steps run without program and arena.
             None lets the error out.
 
@@ -276,8 +283,10 @@ class Whole:
         executable: the program, its plan and its arenas.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
-        self.executable = Executable(planned, keep=keep, on_failure=on_failure)
+    def __init__(
+        self, planned: Planned, *, keep: bool = True, tune: bool = False, on_failure: OnFailure | None = None
+    ) -> None:
+        self.executable = Executable(planned, keep=keep, tune=tune, on_failure=on_failure)
 
     def prepare(self) -> None:
         """Make the first arena now, so that a failure to allocate it is raised before the first step."""
@@ -315,6 +324,7 @@ class Pair:
     Args:
         planned: the graph, which has a boundary, and its plan.
         keep: whether an idle arena keeps its memory.
+        tune: whether kernels may be timed first.
         on_failure: called with the error when the program has failed; all later steps run without program and arena.
             None lets the error out.
 
@@ -330,8 +340,10 @@ class Pair:
         written_over: positions, among the saved tensors, of those outside the arena that backward writes over.
     """
 
-    def __init__(self, planned: Planned, *, keep: bool = True, on_failure: OnFailure | None = None) -> None:
-        self.executable = Executable(planned, keep=keep, on_failure=on_failure)
+    def __init__(
+        self, planned: Planned, *, keep: bool = True, tune: bool = False, on_failure: OnFailure | None = None
+    ) -> None:
+        self.executable = Executable(planned, keep=keep, tune=tune, on_failure=on_failure)
         graph = planned.graph
         by_name = {node.name: node for node in graph.graph.nodes}
         saved = [by_name[name] for name in graph.saved]

@@ -335,7 +335,7 @@ def test_models_are_listed() -> None:
 
 
 def test_calibrate_stores_prints_and_gives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roamc.cost.profile.folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("roamc.cost.profile.measured_folder", lambda: tmp_path / "cache")
     result = run("calibrate", "--quick")
     assert "matmul" in result.stdout
     assert load_profile("cpu").name == "measured"

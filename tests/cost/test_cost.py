@@ -46,7 +46,7 @@ CPU = load_profile(profile="cpu")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own."""
-    monkeypatch.setattr("roamc.cost.profile.folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("roamc.cost.profile.measured_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -25,7 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Form]:
         return (2.0, 1.0) if form.rows >= 64 else (1.0, 2.0)
 
     monkeypatch.setattr(products, "_measured", times)
-    monkeypatch.setattr(products, "folder", lambda: tmp_path / "profiles")
+    monkeypatch.setattr(products, "measured_folder", lambda: tmp_path / "profiles")
     return asked
 
 

@@ -27,10 +27,12 @@ from roamc.codegen.group_verdicts import GroupFault, Place
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.graph import placeholders
 from roamc.operators import blocks, ops
+from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
 from roamc.operators.gpu.launch import jit_functions
+from roamc.operators.gpu.launch_shapes import launched_in, shapes_of
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.printed import is_exact
 from roamc.operators.gpu.results import first_of, made_by
@@ -242,7 +244,26 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
         difference(out, want, narrowest * (1 + len(members) / 4), members)
         for out, want in zip(outs, wanted, strict=True)
     ]
+    said.append(in_other_shapes(body, text, frame, given[: len(used)], outs))
     return "".join(f"{one}:\n{text.source}" for one in said if one), text
+
+
+def in_other_shapes(
+    body: fx.Graph, text: KernelText, frame: Matrix, given: Sequence[Tensor], outs: Sequence[Tensor]
+) -> str:
+    """Say in which shape of its launch a kernel has other bits than ``outs``, or is refused; "" for none."""
+    first, *others = shapes_of(text, frame)
+    for shape in others:
+        if shape.block == first.block:
+            continue  # the interpreter has no warps
+        launched = launched_in(text, frame, shape)
+        places = [Place(at) for at, _ in enumerate(placeholders(body))]
+        judge_kernel(body, launched, places, [Place(node) for node in blocks.results_of(body)])
+        made = [torch.full_like(out, 1) for out in outs]
+        jit_functions(launched)(given, made)
+        if not all(same(out, want).all() for out, want in zip(made, outs, strict=True)):
+            return f"it has other bits in {shape}"
+    return ""
 
 
 def difference(out: Tensor, want: Tensor, most: float, members: Sequence[fx.Node]) -> str:

@@ -14,9 +14,13 @@ from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.fused import Fused, same_geometry
+from roamc.operators.gpu import here, kept
 from roamc.operators.gpu.frame import Access, access_of, frame_of, shape_reach
+from roamc.operators.gpu.kept import Kept
 from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit, unfit_writes, written_as
+from roamc.operators.gpu.kernel_keys import key_of
 from roamc.operators.gpu.launch import launcher
+from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in, shape_of, shapes_of
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.operands import reduces
 from roamc.operators.gpu.printed import is_exact
@@ -29,7 +33,7 @@ from roamc.units import Bytes
 DEVICES = frozenset({"cuda"})
 
 COMPARED_BYTES: Bytes = 1 << 26
-"""Bytes of a group's values up to which its first result is compared with that of the operators, once in a process."""
+"""Bytes of a group's values up to which its first result is compared with that of the operators, once on a machine."""
 
 ROUNDING = 0.05
 """Part of a value, and of the largest, by which a kernel with other last bits may differ in 16-bit floats."""
@@ -134,9 +138,35 @@ class FusedKernel(Fused):
     # -- how it runs ------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def text(self) -> KernelText:  # type: ignore[override]
+    def printed(self) -> KernelText:
         """The kernel as text; printed when it is first asked for."""
         return kernel_text(f"fused_{self.name}", self.body, self.matrix, self.written)
+
+    @functools.cached_property
+    def text(self) -> KernelText:  # type: ignore[override]
+        """The kernel as it runs: as it is printed, unless :meth:`launch_in` has said otherwise."""
+        return self.printed
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A hash of operators and kernel, in hexadecimal; equal for groups that differ in names alone."""
+        return key_of(self.body, self.printed)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[LaunchShape, ...]:
+        """The shapes of a launch in which the kernel has the same bits, first the one that it is printed for."""
+        return shapes_of(self.printed, self.matrix)
+
+    def launch_in(self, shape: LaunchShape) -> None:
+        """Launch the kernel in ``shape``, one of :attr:`shapes`, from now on.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        if shape not in self.shapes:
+            raise ValueError(f"the kernel of {self.title} has no shape {shape}")
+        self.__dict__["text"] = launched_in(self.printed, self.matrix, shape)
+        self.__dict__.pop("_run", None)
 
     def block_rows(self, threads: int) -> int:
         """Return the number of rows that run at a time: all rows of the matrix, whatever ``threads``."""
@@ -168,9 +198,9 @@ class FusedKernel(Fused):
         """Write the results for the arguments ``args`` to ``out``, a tensor or a tuple with the results' geometry.
 
         An argument that lies otherwise in memory than in the body is copied first. What the first run writes is
-        compared with what the operators give, unless they would take more than :data:`COMPARED_BYTES`. Where it
-        differs, Triton is not installed, or Triton does not compile the kernel, the operators run one after the other
-        from then on, and a warning says so.
+        compared with what the operators give, once for each kernel on a machine (:mod:`roamc.operators.gpu.kept`),
+        unless they would take more than :data:`COMPARED_BYTES`. Where it differs, Triton is not installed, or Triton
+        does not compile the kernel, the operators run one after the other from then on, and a warning says so.
         """
         lie = self.laid_out(args)
         if "_begun" in self.__dict__:
@@ -184,6 +214,7 @@ class FusedKernel(Fused):
         """Run for the first time; the kernel may write over an argument, so what is compared is computed before."""
         made_inside = [made for node in self.nodes for made in results_of(node) if made is not None]
         compared = sum(made.numel() * made.itemsize for made in made_inside) <= COMPARED_BYTES
+        compared = compared and not self._was_right
         # A member that changes nothing may return its argument, which is written then.
         want = [made.clone() for made in self.run_members(args)] if compared else None
         try:
@@ -197,6 +228,24 @@ class FusedKernel(Fused):
                 self._give_up("its first result is not that of the operators")
                 for made, right in pairs:
                     made.copy_(right)
+            elif pairs:
+                self._keep_as_right()
+
+    @functools.cached_property
+    def _machine(self) -> kept.Machine | None:
+        """The GPU that the kernel runs on; None where there is none."""
+        return here.machine(first_of(self.nodes[-1]).device)
+
+    @property
+    def _was_right(self) -> bool:
+        """Whether the first result of this kernel, in this shape, was that of the operators before on this machine."""
+        return self._machine is not None and kept.of(self._machine, self.key).compared == shape_of(self.text)
+
+    def _keep_as_right(self) -> None:
+        """Keep that the first result was that of the operators."""
+        if self._machine is not None:
+            fastest = kept.of(self._machine, self.key).fastest
+            kept.keep(self._machine, {self.key: Kept(fastest, shape_of(self.text))})
 
     def _agrees(self, out: torch.Tensor, want: torch.Tensor) -> bool:
         if self.exact or not want.is_floating_point():

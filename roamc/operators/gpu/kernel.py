@@ -78,6 +78,11 @@ class KernelText:
     reads: int
     partials: PartialSums | None = None
 
+    @property
+    def joins(self) -> bool:
+        """Whether elements of several lanes become one, as in sums: the order depends on how programs are divided."""
+        return any(f"{how.function}(" in self.source for how in REDUCED.values())
+
 
 def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
     """Say why ``node`` cannot be printed in a kernel; "" if it can.

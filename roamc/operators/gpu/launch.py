@@ -15,6 +15,15 @@ from roamc.operators.gpu.partial_sums import WARPS
 MISSING = "Triton is not installed, so groups of operators run one by one on the GPU: pip install 'roamc[gpu]'"
 
 
+def triton_version() -> str | None:
+    """Return the version of Triton; None if it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
 def jit_function(text: KernelText, name: str = "") -> Any:
     """Return the kernel as a function of ``triton.jit``; not yet compiled.
 

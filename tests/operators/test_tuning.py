@@ -1,0 +1,348 @@
+"""Kernels are timed once on a machine, a first result is compared once, and what is kept is checked; without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from roamc import progress
+from roamc.codegen import group_judge
+from roamc.operators.gpu import fused_kernel, here, kept, tuning
+from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.kept import Kept
+from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.gpu.launch_shapes import LaunchShape, shape_of
+from tests.codegen.test_kernel_judge import group_of
+from tests.kernel_groups import use_kernels
+
+MACHINE = {"device": "A GPU", "capability": [9, 0], "torch": "2.13.0", "triton": "3.9.0", "roamc": "0.1.0"}
+FIRST, FASTEST = LaunchShape(1024, 4), LaunchShape(2048, 4)
+
+
+@dataclass
+class Gpu:
+    """A GPU that is not there.
+
+    Attributes:
+        machine: what it says of itself.
+        fastest: the shape in which every kernel is fastest.
+        timed: shapes that were timed, kernel by kernel.
+        launched: shapes of all launches, in order.
+        fails: shapes that do not compile.
+        wrong: whether kernels give wrong results.
+        short: whether there is no memory.
+    """
+
+    machine: dict[str, Any] = field(default_factory=lambda: dict(MACHINE))
+    fastest: LaunchShape = FASTEST
+    timed: list[list[LaunchShape]] = field(default_factory=list)
+    launched: list[LaunchShape] = field(default_factory=list)
+    fails: frozenset[LaunchShape] = frozenset()
+    wrong: bool = False
+    short: bool = False
+
+    def launcher(self, text: KernelText) -> Callable[..., None]:
+        shape = shape_of(text)
+
+        def launch(*args: Tensor, out: Tensor) -> None:
+            self.launched.append(shape)
+            if shape in self.fails:
+                raise RuntimeError("no compiler")
+            out.copy_(-(args[0] * 2 + args[1]))
+            out.view(-1)[0] += self.wrong
+
+        return launch
+
+    def seconds_of(self, runs: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+        if self.short:
+            raise torch.OutOfMemoryError("of 8 bytes")
+        begun = len(self.launched)
+        for run in runs:
+            run()
+        self.timed.append(self.launched[begun:])
+        return [1.0 if shape == self.fastest else 2.0 for shape in self.timed[-1]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(here, "machine", lambda device: made.machine)
+    monkeypatch.setattr(here, "seconds_of", made.seconds_of)
+    monkeypatch.setattr(here, "borrowed", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "launcher", made.launcher)
+    monkeypatch.setattr(fused_kernel, "launcher", made.launcher)
+    monkeypatch.setattr(tuning, "LEAST_BYTES", 1)
+    monkeypatch.setattr(kept, "measured_folder", lambda: tmp_path / "profiles")
+    kept.forget()
+    return made
+
+
+def group(rows: int = 64, factor: int = 2) -> FusedKernel:
+    """On the CPU; a kernel of its own for each factor."""
+    given = torch.ones(rows, 100), torch.ones(rows, 100)
+    return group_of(lambda x, y: (x * factor + y).neg(), *given)
+
+
+def in_next_process(groups: Sequence[FusedKernel]) -> list[LaunchShape]:
+    """Tune groups in a process that knows only what is in the file; return their shapes."""
+    kept.forget()
+    tuning.tune(groups)
+    return [shape_of(group.text) for group in groups]
+
+
+def file_of(tmp_path: Path) -> Path:
+    (path,) = (tmp_path / "profiles").glob("kernels-*.json")
+    return path
+
+
+def test_the_fastest_shape_is_taken_wherever_a_kernel_stands(gpu: Gpu) -> None:
+    first, second = group(), group()
+    tuning.tune([first, second])
+    assert gpu.timed == [list(first.shapes)]
+    assert [shape_of(one.text) for one in (first, second)] == [FASTEST, FASTEST]
+    assert first.text.programs == -(-6400 // 2048)
+
+
+def test_a_kernel_is_timed_once_on_a_machine(gpu: Gpu) -> None:
+    tuning.tune([group()])
+    assert in_next_process([group(), group()]) == [FASTEST, FASTEST]
+    assert len(gpu.timed) == 1
+
+
+@pytest.mark.parametrize("change", MACHINE)
+def test_times_of_another_machine_or_version_do_not_count(gpu: Gpu, change: str) -> None:
+    tuning.tune([group()])
+    gpu.machine[change] = "another"
+    in_next_process([group()])
+    assert len(gpu.timed) == 2
+
+
+def test_results_of_two_processes_are_both_kept(gpu: Gpu, tmp_path: Path) -> None:
+    tuning.tune([group(factor=2)])
+    text = file_of(tmp_path).read_text()
+    file_of(tmp_path).unlink()
+    kept.forget()
+    tuning.tune([group(factor=3)])
+    file_of(tmp_path).write_text(text)  # the other process ends
+    tuning.tune([group(factor=4)])
+    in_next_process([group(factor=factor) for factor in (2, 3, 4)])
+    assert len(gpu.timed) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}', "\x00", "[" * 100000])
+def test_a_file_that_is_none_is_measured_anew(
+    gpu: Gpu, tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuning.tune([group()])
+    file_of(tmp_path).write_text(text)
+    assert in_next_process([group()]) == [FASTEST]
+    assert len(gpu.timed) == 2
+    assert in_next_process([group()]) == [FASTEST]
+    assert len(gpu.timed) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, "0" * 64, "another hash"),
+        (1, [4096, 8], "another hash"),
+        (3, "", "another hash"),
+        (1, None, "another hash"),
+        (slice(0, 3), [], "left out"),
+    ],
+)
+def test_an_entry_that_was_changed_is_left_out_with_a_word(
+    gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: Any, value: Any, said: str
+) -> None:
+    tuning.tune([group()])
+    data = json.loads(file_of(tmp_path).read_text())
+    data["kernels"][0][place] = value
+    file_of(tmp_path).write_text(json.dumps(data))
+    assert in_next_process([group()]) == [FASTEST]
+    assert said in caplog.text
+    assert len(gpu.timed) == 2
+
+
+def test_a_shape_that_the_kernel_has_not_is_measured_anew_with_a_word(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.keep(gpu.machine, {group().key: Kept(LaunchShape(1000, 3))})
+    assert in_next_process([group()]) == [FASTEST]
+    assert "has no shape" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said(gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profiles").write_text("a file")
+    one = group()
+    tuning.tune([one])
+    assert shape_of(one.text) == FASTEST
+    assert "is not kept" in caplog.text
+
+
+def test_timing_ends_and_kernels_that_move_most_come_first(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 1000, 3))
+    monkeypatch.setattr(tuning, "clock", lambda: float(next(now)))
+    groups = [group(rows=64), group(rows=128), group(rows=192)]
+    said: list[str] = []
+    with progress.listening(said.append):
+        tuning.tune(groups)
+    assert said == ["timing kernel 1 of 3"]
+    assert [shape_of(one.text) for one in groups] == [FIRST, FIRST, FASTEST]
+
+
+def test_small_kernels_are_not_timed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = group()
+    monkeypatch.setattr(tuning, "LEAST_BYTES", tuning.bytes_of(one) + 1)
+    tuning.tune([one])
+    assert tuning.bytes_of(one) == 3 * 6400 * 4
+    assert not gpu.timed
+
+
+def test_kernels_with_sums_are_not_timed(gpu: Gpu) -> None:
+    tuning.tune([group_of(lambda x: x - x.sum(-1, keepdim=True), torch.ones(64, 100))])
+    assert not gpu.timed
+
+
+def test_without_a_gpu_nothing_is_timed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "machine", lambda device: None)
+    tuning.tune([group()])
+    tuning.tune([])
+    assert not gpu.launched
+
+
+def test_a_shape_that_does_not_compile_is_left_out(gpu: Gpu) -> None:
+    gpu.fails = frozenset({FASTEST})
+    one = group()
+    tuning.tune([one])
+    assert gpu.timed == [[shape for shape in one.shapes if shape != FASTEST]]
+    assert shape_of(one.text) == FIRST
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_kernel_that_cannot_be_timed_runs_as_it_is_printed(gpu: Gpu, *, short: bool) -> None:
+    gpu.short, gpu.fails = short, frozenset() if short else frozenset({FIRST})
+    one = group()
+    tuning.tune([one])
+    assert shape_of(one.text) == FIRST
+    assert kept.of(gpu.machine, one.key) == Kept()
+
+
+def test_operands_lie_as_those_of_the_group_and_are_in_none_of_its_memory(gpu: Gpu) -> None:
+    given = torch.ones(100, 64).t(), torch.ones(100).expand(64, 100)
+    one = group_of(lambda x, y: (x * 2 + y).neg(), *given)
+    made = [tuning._operand(one, at, torch.device("cpu")) for at in range(2)]
+    assert [operand.stride() for operand in made if isinstance(operand, Tensor)] == [(1, 64), (0, 1)]
+    assert not any(operand.any() for operand in made if isinstance(operand, Tensor))
+
+
+class Scaled(nn.Module):
+    """Pointwise operators whose bits are the same on every device, around a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner((x * 2 + 1) * x) * 3) - x
+
+
+@pytest.mark.parametrize("route", ["train_step", "optimize"])
+@pytest.mark.parametrize("tune", [True, False])
+def test_the_kernels_of_a_program_are_tuned_unless_the_user_says_no(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, route: str, *, tune: bool
+) -> None:
+    use_kernels(monkeypatch)
+    monkeypatch.setattr(tuning, "launcher", lambda text: lambda *args, out: gpu.launched.append(shape_of(text)))
+    judged: list[LaunchShape] = []
+    monkeypatch.setattr(group_judge, "judge_launch", lambda printed, text: judged.append(shape_of(text)))
+    gpu.fastest = LaunchShape(1024, 8)
+    model, x = Scaled(), torch.randn(256, 32)
+    twin = copy.deepcopy(model)
+    if route == "train_step":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = roamc.train_step(model, lambda m, batch: m(batch).sum(), optimizer, strict=True, tune=tune)(x)
+    else:
+        loss = roamc.optimize(model, strict=True, tune=tune)(x).sum()
+        loss.backward()
+    assert torch.equal(loss.detach(), twin(x).sum().detach())
+    assert bool(gpu.timed) == tune
+    assert set(judged) == {gpu.fastest if tune else FIRST}
+
+
+# -- the first result ---------------------------------------------------------------------------------------------
+
+
+def run(one: FusedKernel) -> tuple[Tensor, int]:
+    """Run a group for the first time; return its result, and how often its operators ran."""
+    count = 0
+    members = one.run_members
+
+    def counted(args: Sequence[Any]) -> tuple[Tensor, ...]:
+        nonlocal count
+        count += 1
+        return members(args)
+
+    one.__dict__["run_members"] = counted
+    given = torch.randn(64, 100), torch.randn(64, 100)
+    out = torch.empty(64, 100)
+    one.write(*given, out=out)
+    assert torch.equal(out, -(given[0] * 2 + given[1]))
+    return out, count
+
+
+def test_a_first_result_is_compared_once_on_a_machine(gpu: Gpu) -> None:
+    assert run(group())[1] == 1
+    assert run(group())[1] == 0
+    kept.forget()
+    assert run(group())[1] == 0
+    gpu.machine["triton"] = "4.0.0"
+    kept.forget()
+    assert run(group())[1] == 1
+
+
+def test_the_first_result_of_every_shape_is_compared(gpu: Gpu) -> None:
+    assert run(group())[1] == 1
+    tuned = group()
+    tuning.tune([tuned])
+    assert run(tuned)[1] == 1
+    assert gpu.launched[-1] == FASTEST
+    assert kept.of(gpu.machine, tuned.key) == Kept(FASTEST, FASTEST)
+
+
+def test_a_wrong_result_is_not_kept_as_right(gpu: Gpu) -> None:
+    gpu.wrong = True
+    for _ in range(2):
+        kept.forget()
+        with pytest.warns(RuntimeWarning, match="not that of the operators"):
+            run(group())
+    gpu.wrong = False
+    assert run(group())[1] == 1
+
+
+def test_a_kernel_that_was_right_and_does_not_compile_now_is_given_up(gpu: Gpu) -> None:
+    run(group())
+    gpu.fails = frozenset({FIRST})
+    with pytest.warns(RuntimeWarning, match="operators run one by one"):
+        run(group())
+
+
+def test_a_changed_entry_is_no_proof(gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(group(factor=2))
+    data = json.loads(file_of(tmp_path).read_text())
+    data["kernels"][0][0] = group(rows=32).key
+    file_of(tmp_path).write_text(json.dumps(data))
+    kept.forget()
+    with caplog.at_level(logging.WARNING):
+        assert run(group(factor=2))[1] == 1
+    assert "another hash" in caplog.text
