@@ -35,6 +35,7 @@ from roamc.operators import ops
 from roamc.operators.blocks import only_tensor
 from roamc.operators.gpu.ahead import compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
+from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
 from roamc.passes import fuse, normalize
@@ -62,7 +63,7 @@ def worker(name: str) -> dict[str, Any]:
     alike: dict[str, list[FusedKernel]] = {}
     for node in operators(graph.graph):
         if isinstance(node.target, FusedKernel):
-            alike.setdefault(_numbered(node.target), []).append(node.target)
+            alike.setdefault(nameless(node.target.text.source), []).append(node.target)
     step = _captured(name, whole=True)
     step_before = launches(step)
     return {
@@ -90,13 +91,6 @@ def _grouped(graph: TrainGraph) -> TrainGraph:
 def launches(graph: TrainGraph) -> int:
     """How many kernels and calls of operators a graph launches; views launch nothing."""
     return sum(getattr(n.target, "launches", 1) for n in operators(graph.graph) if not ops.is_view(n.target))
-
-
-def _numbered(group: FusedKernel) -> str:
-    """A kernel's text without the names that it has from its graph, so that those of all layers are one."""
-    number: dict[str, str] = {}
-    text = re.sub(r"  # .*", "", group.text.source)
-    return re.sub(r"\b(?!tl\b)[a-z_]\w*\b", lambda name: number.setdefault(name[0], f"v{len(number)}"), text)
 
 
 def _kernel(groups: list[FusedKernel]) -> dict[str, Any]:

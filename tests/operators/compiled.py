@@ -5,10 +5,12 @@ Prints one line for each kernel and target: registers, bytes of shared memory, b
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from roamc.operators import blocks
-from roamc.operators.gpu.ahead import assembled, sources_of
+from roamc.operators.gpu.ahead import Source, assembled, sources_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
+from roamc.operators.gpu.launch_shapes import launched_in, shapes_of
 from tests.operators.updates import update_of
 
 aten = torch.ops.aten
@@ -137,22 +140,65 @@ def spilled(compiled: object, target: str) -> tuple[int, int]:
     return assembled(asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
 
 
-def main() -> None:
-    """Compile every group for every target; the exit status says whether none spills."""
+def compile_for(target: GPUTarget, source: Source) -> Any:
+    return triton.compile(
+        ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
+        target=target,
+        options={"num_warps": source.warps, "enable_fp_fusion": False},
+    )
+
+
+ALONE = ("gates", "rotary", "dropped", "update")
+"""Groups whose elements are each computed alone."""
+
+
+def float_instructions(ptx: str) -> set[str]:
+    """The names of all instructions of a kernel that compute with floats: the same names, the same bits.
+
+    An instruction on two elements of 16 bits, such as ``max.NaN.bf16x2``, counts as that on one.
+    """
+    found = re.findall(r"^\s*(?:@%p\d+ )?([a-z][\w.]*)\s", ptx.replace("16x2", "16"), re.MULTILINE)
+    return {name for name in found if re.search(r"\.b?f(16|32)", name) and not name.startswith(("ld.", "st.", "mov."))}
+
+
+def in_all_shapes() -> int:
+    """Compile groups in all shapes of their launches; return how many spill, or compute otherwise than as printed."""
+    wrong = 0
+    for name, target in itertools.product(ALONE, ("sm_80", "sm_90")):
+        body, text = group(name)
+        frame = frame_of(blocks.last_member(body))
+        assert frame is not None, f"{name} has no frame"
+        computed: list[set[str]] = []
+        for shape in shapes_of(text, frame):
+            (source,) = sources_of(body, launched_in(text, frame, shape))
+            compiled = compile_for(TARGETS[target], source)
+            registers, lost = spilled(compiled, target)
+            computed.append(float_instructions(compiled.asm["ptx"]))
+            wrong += lost > 0 or computed[-1] != computed[0]
+            print(f"{name} {target} {shape}: {registers} registers, {lost} spilled, {sorted(computed[-1])}")
+        wrong += len(computed) < 2
+    return wrong
+
+
+def in_printed_shapes() -> int:
+    """Compile every group for every target; return how many spill."""
     wrong = 0
     for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "normed", "norm backward"):
         body, text = group(name)
         for source, (target, where) in itertools.product(sources_of(body, text), TARGETS.items()):
-            compiled = triton.compile(
-                ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
-                target=where,
-                options={"num_warps": source.warps, "enable_fp_fusion": False},
-            )
+            compiled = compile_for(where, source)
             registers, lost = spilled(compiled, target)
             wrong += lost > 0
             taken = f"{registers} registers, {compiled.metadata.shared} bytes shared, {lost} spilled"
             print(f"{source.name} {target}: {taken}")
-    raise SystemExit(bool(wrong))
+    return wrong
+
+
+def main() -> None:
+    """Compile groups, with ``--shapes`` in all shapes of their launches; the exit status says whether all is well."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", action="store_true", help="in all shapes of their launches")
+    raise SystemExit(bool(in_all_shapes() if parser.parse_args().shapes else in_printed_shapes()))
 
 
 if __name__ == "__main__":

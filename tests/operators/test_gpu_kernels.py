@@ -66,6 +66,11 @@ def test_kernels_compile_for_gpus_that_are_not_here_and_spill_nothing() -> None:
     run("compiled")
 
 
+@pytest.mark.thorough
+def test_kernels_spill_nothing_and_compute_alike_in_all_shapes_of_their_launches() -> None:
+    run("compiled", "--shapes")
+
+
 # -- the pass on graphs of a GPU --------------------------------------------------------------------------------------
 
 

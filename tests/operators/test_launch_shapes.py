@@ -36,13 +36,13 @@ def heads(columns: int) -> tuple[Tensor, ...]:
 
 
 ALONE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[tuple[int, int], ...]]] = {
-    "flat": (doubled, (on_gpu((40, 400)),) * 2, ((1024, 4), (1024, 8), (2048, 4), (4096, 8))),
+    "flat": (doubled, (on_gpu((40, 400)),) * 2, ((1024, 4), (1024, 8), (2048, 4))),
     "few elements": (
         lambda x, y: (x * 2 + y).neg(),
         (on_gpu((3, 30)),) * 2,
-        ((1024, 4), (1024, 8), (512, 2), (1024, 2)),
+        ((1024, 4), (1024, 8), (1024, 2)),
     ),
-    "short rows": (rotated, heads(64), ((16, 4), (16, 8), (32, 4), (64, 8))),
+    "short rows": (rotated, heads(64), ((16, 4), (16, 8), (32, 4))),
     "wide rows": (rotated, heads(8192), ((1, 16), (1, 8))),
 }
 """Name to a function whose elements are each computed alone, its operands, and blocks and warps of its launches."""

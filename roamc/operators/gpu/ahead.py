@@ -19,6 +19,7 @@ from roamc.operators import blocks
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.gpu.launch import jit_function
+from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
 from roamc.operators.gpu.partial_sums import WARPS
 from roamc.units import Bytes
 
@@ -60,8 +61,13 @@ class Compiled:
     spilled_bytes: Bytes
 
 
-def compiled(group: FusedKernel, target: str) -> tuple[Compiled, ...]:
-    """Compile the kernels of ``group`` for ``target``, a key of :data:`CAPABILITIES`; takes about a second for each.
+def compiled(group: FusedKernel, target: str, shape: LaunchShape | None = None) -> tuple[Compiled, ...]:
+    """Compile the kernels of a group; takes about a second for each.
+
+    Args:
+        group: the group.
+        target: the GPU, a key of :data:`CAPABILITIES`.
+        shape: one of the group's shapes of a launch; None for that which it is launched in.
 
     Raises:
         OptionError: Triton is not installed.
@@ -72,8 +78,9 @@ def compiled(group: FusedKernel, target: str) -> tuple[Compiled, ...]:
         from triton.compiler import ASTSource
     except ImportError:
         raise OptionError(MISSING) from None
+    text = group.text if shape is None else launched_in(group.printed, group.matrix, shape)
     made = []
-    for source in sources_of(group.body, group.text):
+    for source in sources_of(group.body, text):
         found: Any = triton.compile(
             ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
             target=GPUTarget("cuda", CAPABILITIES[target], 32),

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.kernel import PIECE, KernelText
 
-FACTORS = ((1, 1), (1, 2), (2, 1), (4, 2), (0.5, 0.5), (1, 0.5))
+FACTORS = ((1, 1), (1, 2), (2, 1), (1, 0.5))
 """Block and warps of the shapes that are tried, as multiples of those that a kernel is printed for."""
 
-TRIED = 4
+TRIED = 3
 """At most so many shapes of one kernel are tried: each is compiled, which takes longer than to time it."""
 
 MOST_WARPS = 16
