@@ -27,10 +27,9 @@ from roamc import compat
 from roamc.capture.sharing import base_of
 from roamc.compat import identity
 from roamc.compat_fsdp import Sharding, gathered_tensor, settings_of, shardings_of
-from roamc.compat_groups import numbers_in
 from roamc.errors import CaptureError
 from roamc.graph import Phase, operators
-from roamc.graph.ranks import FIRST_STEP, in_words, texts_of
+from roamc.graph.ranks import difference, first_difference
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
 
@@ -285,18 +284,12 @@ def agreed(groups: Sequence[str], mine: Sequence[str], name: str) -> None:
         RanksError: a rank does not come to compare.
     """
     for group in groups:
-        sequences = [text.split("\n") for text in texts_of(group, "\n".join(mine), name, "capture it", FIRST_STEP)]
-        for number, other in zip(numbers_in(group), sequences, strict=True):
-            if other != sequences[0]:
-                first, second = _difference(sequences[0], other)
-                raise CaptureError(
-                    "the ranks of a fully_shard model do not send the same parameters in the same order: the first "
-                    f"rank {first!r}, {in_words([number])} {second!r}; let all take the same way through the model"
-                )
-
-
-def _difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    return next((a, b) for a, b in zip((*first, "nothing"), (*second, "nothing"), strict=False) if a != b)
+        if (differs := first_difference(group, mine, name)) is not None:
+            other, first, second = differs
+            raise CaptureError(
+                "the ranks of a fully_shard model do not send the same parameters in the same order: the first rank "
+                f"{first!r}, {other} {second!r}; let all take the same way through the model"
+            )
 
 
 def check_sequence(before: Sequence[str], now: Sequence[str]) -> None:
@@ -306,7 +299,7 @@ def check_sequence(before: Sequence[str], now: Sequence[str]) -> None:
         CaptureError: names the first difference.
     """
     if before and tuple(before) != tuple(now):
-        first, second = _difference(before, now)
+        first, second = difference(before, now)
         raise CaptureError(
             f"this batch takes another way through a fully_shard model than the first one did ({second!r} in the place "
             f"of {first!r}); ranks would wait for each other: let every step use the same parameters"

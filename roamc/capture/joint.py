@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat_aot, compat_dynamo
-from roamc.capture import attributes, recurrent, user_line
+from roamc.capture import attributes, communication, recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join
 from roamc.capture.reinplace import reinplace
@@ -69,6 +69,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         compat_dynamo.unchecked_distributions(),
         compat_aot.writes_marked(WROTE_OVER),
         user_line.noted(),
+        communication.followed(),
         attributes.put_back(tuple(model.modules())),
     ):
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)

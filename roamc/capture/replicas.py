@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roamc.compat_fsdp import is_wrapped
 from roamc.errors import CaptureError
+from roamc.graph.ranks import first_difference
 from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
@@ -244,26 +245,29 @@ def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
     return w.call(aten.permute.default, whole, [dims.index(dim) for dim in range(len(dims))]) if turned else whole
 
 
-def agreed(replicas: Sequence[Replica], order: Sequence[str]) -> None:
+def groups_of(replicas: Sequence[Replica]) -> tuple[str, ...]:
+    """Return the names of the groups of ranks that have copies of a model, each once, in the order of its modules."""
+    return tuple(dict.fromkeys(replica.group for replica in replicas))
+
+
+def agreed(replicas: Sequence[Replica], order: Sequence[str], name: str) -> None:
     """Compare the order in which gradients are reduced with the other ranks; all ranks must call this together.
 
     Args:
         replicas: the DistributedDataParallel modules of the model.
         order: names of the averaged parameters, as :func:`average` returns them on this rank.
+        name: of the graph, for the message.
 
     Raises:
         CaptureError: the orders of two ranks differ; raised on every rank, names the first difference.
+        RanksError: a rank does not come to compare; says why if it has failed.
     """
-    for replica in replicas:
-        mine = [name for name in order if name in replica.parameters]
-        orders: list[Any] = [None] * replica.ranks
-        torch.distributed.all_gather_object(orders, mine, group=replica.module.process_group)
-        for rank, other in enumerate(orders):
-            if other != orders[0]:
-                first, second = next(
-                    (a, b) for a, b in zip((*orders[0], "none"), (*other, "none"), strict=False) if a != b
-                )
-                raise CaptureError(
-                    f"the ranks of the DistributedDataParallel module do not reduce the same gradients in the same "
-                    f"order: the first rank {first!r}, rank {rank} {second!r}; let all take the same way through it"
-                )
+    for group in groups_of(replicas):
+        averaged = frozenset[str]().union(*(each.parameters for each in replicas if each.group == group))
+        differs = first_difference(group, [parameter for parameter in order if parameter in averaged], name)
+        if differs is not None:
+            other, first, second = differs
+            raise CaptureError(
+                "the ranks of the DistributedDataParallel module do not reduce the same gradients in the same order: "
+                f"the first rank {first!r}, {other} {second!r}; let all take the same way through it"
+            )

@@ -13,7 +13,7 @@ from roamc.errors import BudgetError, CaptureError, OptionError
 from roamc.frontends import workload
 from roamc.graph import TrainGraph
 from roamc.options import parse_options
-from roamc.planning import search
+from roamc.planning import together
 from roamc.planning.plan import Plan
 from roamc.planning.planned import SMALLER
 
@@ -78,7 +78,7 @@ def max_batch(
         with torch.device("meta"):
             returned = make(size)
         quick = size > smallest  # the error for the smallest size says what it needs; of others none is shown
-        return search.run(_captured(returned, forward_backward), parsed, quick=quick).plan
+        return together.alone(_captured(returned, forward_backward), parsed, quick=quick).plan
 
     try:
         first = plan_of(smallest)

@@ -23,7 +23,7 @@ from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, parse_mesh, part_of, running_split
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
-from roamc.planning import search
+from roamc.planning import together
 from roamc.planning.plan import Plan
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
@@ -125,6 +125,9 @@ def plan(
     "rowwise" (of its inputs), such as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; by default the
     model's attribute ``tp_plan`` does, which models of transformers have. Axis ``dp`` changes nothing in a rank's plan.
 
+    In a process group, each rank plans what a step takes if all ranks have the same, and waits for no other; a note of
+    the plan says so.
+
     Raises:
         RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
         CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
@@ -150,7 +153,7 @@ def plan(
     parsed = parse_options(options)
     check_forward(model, batch, named, "those of roamc.plan behind the model")
     graph = joint.capture(model, batch, named, type(model).__name__)
-    return search.run(graph, parsed).plan
+    return together.alone(graph, parsed).plan
 
 
 def _plan_on(

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices
-from roamc.capture import attributes, fully_sharded, python_state
+from roamc.capture import attributes, fully_sharded, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import rule_for
-from roamc.capture.replicas import agreed, check_around, check_whole
+from roamc.capture.replicas import check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, sharing
 from roamc.capture.step import (
     CapturedStep,
@@ -49,7 +49,7 @@ from roamc.graph.fingerprint import fingerprint
 from roamc.interruptions import interruption, uninterrupted
 from roamc.locks import Lock
 from roamc.options import Options
-from roamc.planning import search, together
+from roamc.planning import together
 from roamc.planning.plan import Plan
 from roamc.runtime.program import OnFailure, Whole
 from roamc.units import Seconds
@@ -144,7 +144,7 @@ class TrainStep:
         check_whole(model)
         self._rule = rule_for(optimizer)
         self._steps: OrderedDict[_Key, BoundStep] = OrderedDict()
-        self._reduced: tuple[str, ...] = ()
+        self._reduced: tuple[str, ...] | None = None
         self._sent: tuple[str, ...] = ()
         self._watches_inside = True
         self._written: set[python_state.Place] = set()
@@ -179,7 +179,8 @@ class TrainStep:
     def plan(self, /, *batch: Any, **named: Any) -> Plan:
         """Plan the step for a batch of this shape, without running it. Tensors may be on the meta device.
 
-        Keyword arguments are the batch's, as they are for the step itself.
+        Keyword arguments are the batch's, as they are for the step itself. On several ranks, each plans what the step
+        takes if all ranks have the same, and waits for no other; a note of the plan says so.
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
@@ -189,7 +190,7 @@ class TrainStep:
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
         captured, _, seconds = _captured(self._request(leaves, nest))
-        planned = search.run(captured.graph, self.options)
+        planned = together.alone(captured.graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
 
@@ -223,7 +224,7 @@ class TrainStep:
         self.__dict__.update(state)
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
-        self._reduced = ()
+        self._reduced = None
         self._sent = ()
         self._written = set()
         self._node_hooks = NodeHooks()
@@ -266,7 +267,7 @@ class TrainStep:
             return self.loss_fn(model, *batch, **named)
 
         return StepRequest(
-            self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced
+            self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced or ()
         )
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
@@ -350,10 +351,8 @@ class TrainStep:
         check_not_meta(self.model)
         check_state(self.optimizer, dict(self.model.named_parameters()))
         check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
-        if not self._reduced:
-            agreed(captured.replicas, captured.reduced)
-            self._reduced = captured.reduced
-        meeting = self._agree_on_gathers(captured)
+        meeting = self._meeting(captured)
+        self._agree(captured, meeting)
         known = self._known(captured)
         if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
             return BoundStep(request, captured, self._rule, known.whole, known.plan), reads
@@ -375,18 +374,24 @@ class TrainStep:
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound, reads
 
-    def _agree_on_gathers(self, captured: CapturedStep) -> tuple[str, ...]:
-        """Let ranks of ``fully_shard`` compare what they send at the first capture; later ones must send the same.
+    def _meeting(self, captured: CapturedStep) -> tuple[str, ...]:
+        """Return the groups whose ranks have to take this step at the same time, and so plan it together.
 
-        Returns:
-            The groups whose ranks are here at the same time, and plan together; none at a later capture.
+        They have parts of parameters (``fully_shard``) or copies of the model (DistributedDataParallel), and this is
+        their first step. Later steps may be of another size on each rank.
         """
-        fully_sharded.check_sequence(self._sent, captured.sent)
-        if self._sent or not captured.sent:
+        if self._reduced is not None:
             return ()
-        fully_sharded.agreed(captured.groups, captured.sent, captured.graph.name)
-        self._sent = captured.sent
-        return captured.groups
+        return tuple(dict.fromkeys((*replicas.groups_of(captured.replicas), *captured.groups)))
+
+    def _agree(self, captured: CapturedStep, meeting: Sequence[str]) -> None:
+        """Let ranks compare what they send at their first step, in the groups ``meeting``; later ones send the same."""
+        fully_sharded.check_sequence(self._sent, captured.sent)
+        if meeting:
+            replicas.agreed(captured.replicas, captured.reduced, captured.graph.name)
+            fully_sharded.agreed(captured.groups, captured.sent, captured.graph.name)
+        if self._reduced is None:
+            self._reduced, self._sent = captured.reduced, captured.sent
 
     def _warn_of_gradients(self) -> None:
         if any(parameter.grad is not None for parameter in self.model.parameters()):

@@ -8,6 +8,7 @@ for ever, or take the bytes of the next one: it may run again only where all ran
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 
 from torch import fx
@@ -23,7 +24,7 @@ ON_SHARDS = "give all ranks of the group the same batch and options, or set shar
 """What to do about a rank that is missing, where a graph is split along the tokens."""
 
 FIRST_STEP = "let all ranks of the group take their first step together, with the same model and options"
-"""What to do about a rank that is missing, where parameters are split."""
+"""What to do about a rank that is missing, where ranks have parts or copies of parameters."""
 
 
 def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
@@ -123,6 +124,34 @@ def texts_of(
             f"else and did not {what} within the timeout of the process group: {advice}"
         )
     return [found for found in texts if not isinstance(found, Absent)]
+
+
+def first_difference(group: object, mine: Sequence[str], name: str) -> tuple[str, str, str] | None:
+    """Compare what the ranks of a group send at their first step; every rank must call it at the same time.
+
+    Args:
+        group: the process group or its name, as collectives take it.
+        mine: what this rank sends, a name for each collective, in their order.
+        name: of the graph, for the message.
+
+    Returns:
+        The first rank that sends something else than the first rank of the group does, in words, and what the first
+        rank and that one send at the place where they differ; None if all send the same.
+
+    Raises:
+        RanksError: a rank is missing; names it, and says why if it has given up.
+    """
+    sent = [tuple(json.loads(text)) for text in texts_of(group, json.dumps(mine), name, "capture it", FIRST_STEP)]
+    for number, other in zip(numbers_in(group), sent, strict=True):
+        if other != sent[0]:
+            first, second = difference(sent[0], other)
+            return in_words([number]), first, second
+    return None
+
+
+def difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """Return what stands in two sequences at the first place where they differ; "nothing" behind the end of one."""
+    return next((a, b) for a, b in zip((*first, "nothing"), (*second, "nothing"), strict=False) if a != b)
 
 
 def in_words(numbers: Sequence[int]) -> str:

@@ -3,8 +3,13 @@
     first rank       options, free bytes    plan, send the decisions            say how it went
     other ranks      options, free bytes    read them, apply and check them     say how it went
 
+A rank of several groups has the decisions from whichever group the first rank is in, and hands them on in the others:
+
+    ranks   0  1     group of rows 0 1: rank 0 decides, 1 takes it; that of 2 3: nothing yet
+            2  3     groups of columns 0 2 and 1 3: ranks 2 and 3 take what ranks 0 and 1 hand on
+
 With the budget ``"device"`` the smallest number of free bytes counts. A rank whose graph differs, as parts of unequal
-size do, plans for itself; then no collective of the group runs again on any rank. Where a rank fails, none goes on
+size do, plans for itself; then no collective runs again on any rank. Where a rank fails, none goes on
 alone: each gets an error before anything has run. What must be the same besides, batch and parameters,
 :mod:`roamc.runtime.agreement` compares before the first step.
 """
@@ -21,7 +26,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roamc import budget
-from roamc.compat_groups import numbers_in, rank_in, ranks_in
+from roamc.compat_groups import is_planned_for, numbers_in, rank_in, ranks_in
 from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
 from roamc.graph import Role, TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
@@ -64,10 +69,39 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
         attempt.meet(group)
-    attempt.plan(groups[0], again=groups[0] not in meeting)
+    attempt.plan(groups, again=[group for group in groups if group not in meeting])
     _settle(groups, attempt.error, name, attempt.advice)
     assert attempt.planned is not None  # else there is an error
     return attempt.planned
+
+
+def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = (), *, quick: bool = False) -> Planned:
+    """Plan a graph without waiting for another rank: as :func:`run` does where all ranks have the same.
+
+    Args:
+        graph: the captured graph; it is changed in place.
+        options: what the user set.
+        meeting: as for :func:`run`.
+        quick: as for :func:`roamc.planning.search.run`.
+
+    Returns:
+        The plan of this rank. Where :func:`run` would ask others, a note says that none was asked.
+
+    Raises:
+        RoamcError: as :func:`roamc.planning.search.run` raises.
+    """
+    groups = [group for group in groups_of(graph, options, meeting) if not is_planned_for(group)]
+    if not groups:
+        return search.run(graph, options, quick=quick)
+    again = [group for group in groups if group not in meeting]
+    planned = search.run(with_same_plan(graph, again), options, quick=quick)
+    same = ", options and free memory" if options.memory_budget == "device" else " and options"
+    numbers = sorted({number for group in groups for number in numbers_in(group)})
+    note = (
+        f"planned without asking the other ranks: a step of {in_words(numbers)} takes this plan if all of them have "
+        f"the same graph{same}"
+    )
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note)))
 
 
 @contextlib.contextmanager
@@ -125,19 +159,20 @@ def groups_of(graph: TrainGraph, options: Options, meeting: Sequence[object] = (
     return [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
 
 
-def any_of(groups: Sequence[object], said: bool, name: str) -> bool:
+def any_of(groups: Sequence[object], said: bool, name: str, advice: str = ON_SHARDS) -> bool:
     """Return whether a rank of the ``groups`` passes True as ``said``; all of them call this at the same time.
 
     Args:
         groups: what :func:`groups_of` returned.
         said: what this rank says.
         name: of the graph.
+        advice: what to do about a rank that does not come.
 
     Raises:
         RanksError: a rank does not come to say it.
     """
     for group in groups:
-        said = "yes" in texts_of(group, "yes" if said else "no", name, "plan it")
+        said = "yes" in texts_of(group, "yes" if said else "no", name, "plan it", advice)
     return said
 
 
@@ -150,7 +185,7 @@ class _Attempt:
     def __init__(self, graph: TrainGraph, options: Options, advice: str) -> None:
         self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
         self.advice, self.mark = advice, fingerprint(graph)
-        self.alike = list[object]()
+        self.alike, self.follows = True, False
         self.planned: Planned | None = None
         self.error: Exception | None = None
 
@@ -165,8 +200,9 @@ class _Attempt:
         mine = {**asked, "roamc": __version__, "torch": torch.__version__}
         said = json.dumps([mine, self._free(), self.mark])
         ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it", self.advice)))
-        if all(told[2:] == [self.mark] for told in ranks):
-            self.alike.append(group)
+        marks = [told[2] for told in ranks]
+        self.alike = self.alike and set(marks) == {self.mark}
+        self.follows = self.follows or self.mark in marks[: rank_in(group)]
         for number, (other, *_) in zip(numbers_in(group), ranks, strict=True):
             first = ranks[0][0]
             for key in mine:
@@ -191,34 +227,35 @@ class _Attempt:
             self.error = error
             return None
 
-    def plan(self, group: object, *, again: bool) -> None:
-        """Plan on the first rank of the group; elsewhere apply its decisions and check them.
+    def plan(self, groups: Sequence[object], *, again: Sequence[object]) -> None:
+        """Plan on the first rank of those with one graph; elsewhere apply its decisions and check them.
 
-        A rank whose graph is another than the first rank's plans for itself, and so does each if there is no plan.
+        A rank to which no decisions for its graph come plans for itself.
 
         Args:
-            group: one of the groups that meet.
-            again: whether collectives may run again. Not where only first steps meet: a rank that gets another batch
-                size later plans it alone, and would send other collectives than the ranks that go on with this plan.
+            groups: the groups that meet.
+            again: those of them whose collectives may run again. Not where only first steps meet: a rank that gets
+                another batch size later plans it alone, and would send other collectives than the ranks that go on with
+                this plan.
         """
-        first = rank_in(group) == 0
-        if again and group in self.alike:
-            self.graph = with_same_plan(self.graph, [group])
-        if first:
+        if again and not any_of(groups, not self.alike, self.name, self.advice):
+            self.graph = with_same_plan(self.graph, again)
+        if not self.follows:
             self._search("")
         sent = _packed(self.planned.plan) if self.planned is not None else ""
-        texts = texts_of(group, sent, self.name, "plan it", self.advice)
-        if not first:
-            self._search(texts[0])
+        for group in groups:
+            texts = texts_of(group, f"{self.mark} {sent}", self.name, "plan it", self.advice)
+            handed = dict(reversed([text.split(" ", 1) for text in texts if not text.endswith(" ")]))
+            sent = sent or handed.get(self.mark, "")
+        if self.follows:
+            self._search(sent)
 
     def _search(self, sent: str) -> None:
-        """Plan, by the decisions of the plan ``sent`` if that is one for this graph."""
+        """Plan, by the decisions of the plan ``sent`` if there is one; it is for this graph."""
         if self.error is not None:
             return
         try:
-            plan = _received(sent) if sent else None
-            applied = plan if plan is not None and plan.fingerprint == self.mark else None
-            self.planned = search.run(self.graph, self.options, applied)
+            self.planned = search.run(self.graph, self.options, _received(sent) if sent else None)
         except Exception as error:  # it is raised once the other ranks know
             self.error = error
 

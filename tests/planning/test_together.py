@@ -24,6 +24,10 @@ from tests.graphs import captured_step
 RANKS = 2
 Failing = Callable[[int, Any], Exception | None]
 """From a rank and the plan that it is handed to the error that planning raises there."""
+Groups = dict[str, tuple[tuple[int, ...], ...]]
+"""Name of a group of ranks to the ranks of each of the groups that have this place in the mesh."""
+ONE: Groups = {"group": ((0, 1),)}
+GRID: Groups = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -36,15 +40,20 @@ def captured(rows: int = 4) -> TrainGraph:
 
 
 class Ranks:
-    """A group of threads in the place of ranks; counts what each decides by itself."""
+    """Groups of threads in the place of ranks; counts what each decides by itself."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, failing: Failing = lambda rank, plan: None) -> None:
-        self.local, self.barrier = threading.local(), threading.Barrier(RANKS, timeout=30)
-        self.texts = [""] * RANKS
+    def __init__(
+        self, patch: pytest.MonkeyPatch, failing: Failing = lambda rank, plan: None, groups: Groups = ONE
+    ) -> None:
+        self.local, self.groups = threading.local(), groups
+        self.barriers = {
+            (name, ranks): threading.Barrier(len(ranks), timeout=120) for name in groups for ranks in groups[name]
+        }
+        self.texts: dict[tuple[str, int], str] = {}
         self.decided: list[int] = []
         plan_alone = search.run
 
-        def run(graph: TrainGraph, options: Any, plan: Any = None) -> Planned:
+        def run(graph: TrainGraph, options: Any, plan: Any = None, *, quick: bool = False) -> Planned:
             error = failing(self.local.rank, plan)
             if error is not None:
                 raise error
@@ -52,19 +61,24 @@ class Ranks:
                 self.decided.append(self.local.rank)
             return plan_alone(graph, options, plan)
 
-        patch.setattr(choose, "groups", lambda graph: ["group"])
-        patch.setattr(together, "ranks_in", lambda group: RANKS)
-        patch.setattr(together, "rank_in", lambda group: self.local.rank)
-        patch.setattr(together, "numbers_in", lambda group: [10, 11])
+        patch.setattr(choose, "groups", lambda graph: list(groups))
+        patch.setattr(together, "ranks_in", lambda group: len(self.ranks_of(group)))
+        patch.setattr(together, "rank_in", lambda group: self.ranks_of(group).index(self.local.rank))
+        patch.setattr(together, "numbers_in", lambda group: [10 + rank for rank in self.ranks_of(group)])
         patch.setattr(together, "texts_of", self.exchange)
         patch.setattr(search, "run", run)
         patch.setattr(budget, "_free", lambda device: (1 << 20) * (4 - self.local.rank))
 
-    def exchange(self, group: object, text: str, name: str, what: str, advice: str) -> list[str]:
-        self.texts[self.local.rank] = text
-        self.barrier.wait()
-        texts = list(self.texts)
-        self.barrier.wait()
+    def ranks_of(self, group: str) -> tuple[int, ...]:
+        """The group with this name that the rank of this thread is in."""
+        return next(ranks for ranks in self.groups[group] if self.local.rank in ranks)
+
+    def exchange(self, group: str, text: str, name: str, what: str, advice: str) -> list[str]:
+        ranks = self.ranks_of(group)
+        self.texts[group, self.local.rank] = text
+        self.barriers[group, ranks].wait()
+        texts = [self.texts[group, rank] for rank in ranks]
+        self.barriers[group, ranks].wait()
         return texts
 
     def plan(
@@ -79,13 +93,13 @@ class Ranks:
         def planned(rank: int) -> Planned | Exception:
             self.local.rank = rank
             try:
-                own = (of_second or {}) if rank else {}
+                own = (of_second or {}) if rank == 1 else {}
                 return together.run(graphs[rank], parse_options({"shard": "sequence", **options, **own}), meeting)
             except Exception as error:
                 return error
 
-        with ThreadPoolExecutor(RANKS) as pool:
-            return list(pool.map(planned, range(RANKS)))
+        with ThreadPoolExecutor(len(graphs)) as pool:
+            return list(pool.map(planned, range(len(graphs))))
 
 
 def test_first_rank_decides_and_the_others_apply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +205,69 @@ def test_collectives_run_again_only_where_ranks_plan_every_graph_together(monkey
     assert [[each.group for each in plan.graph.same_plan] for plan in by_tokens] == [["group"]] * RANKS
     assert [plan.graph.same_plan for plan in at_first_step] == [()] * RANKS
     assert at_first_step[0].plan.decisions == at_first_step[1].plan.decisions
+
+
+def test_one_rank_of_a_grid_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Ranks(monkeypatch, groups=GRID)
+    plans = grid.plan([captured() for _ in range(4)], memory_budget="min")
+    assert grid.decided == [0]
+    assert len({planned.plan.to_json() for planned in plans if isinstance(planned, Planned)}) == 1
+    for planned in plans:
+        assert isinstance(planned, Planned)
+        assert [each.group for each in planned.graph.same_plan] == ["rows", "columns"]
+
+
+def test_no_collective_of_a_grid_runs_again_where_one_rank_has_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Ranks(monkeypatch, groups=GRID)
+    plans = grid.plan([captured(5 if rank == 3 else 4) for rank in range(4)], memory_budget="min")
+    assert sorted(grid.decided) == [0, 3]
+    assert [planned.graph.same_plan for planned in plans if isinstance(planned, Planned)] == [()] * 4
+    assert len({planned.plan.to_json() for planned in plans[:3] if isinstance(planned, Planned)}) == 1
+
+
+def test_collectives_of_groups_that_plan_every_graph_run_again_beside_those_that_meet_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid = Ranks(monkeypatch, groups={**GRID, "first step": GRID["columns"]})
+    monkeypatch.setattr(choose, "groups", lambda graph: ["rows"])
+    plans = grid.plan([captured() for _ in range(4)], meeting=("first step",))
+    assert grid.decided == [0]
+    for planned in plans:
+        assert isinstance(planned, Planned)
+        assert [each.group for each in planned.graph.same_plan] == ["rows"]
+
+
+def test_least_free_memory_of_a_grid_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = Ranks(monkeypatch, groups=GRID).plan([captured() for _ in range(4)], memory_budget="device")
+    limits = [planned.plan.budget_bytes for planned in plans if isinstance(planned, Planned)]
+    assert limits == [int((1 << 20) * budget.MARGIN)] * 4
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_no_rank_of_a_grid_goes_on_where_one_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = VerifyError("a planted fault")
+    grid = Ranks(monkeypatch, lambda rank, plan: error if rank == failing else None, groups=GRID)
+    found = grid.plan([captured() for _ in range(4)])
+    assert found[failing] is error
+    for rank in {0, 1, 2, 3} - {failing}:
+        assert type(found[rank]) is RanksError
+        assert "a planted fault" in str(found[rank])
+
+
+def test_a_plan_made_without_the_others_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    options = parse_options({"shard": "sequence", "memory_budget": "min"})
+    ranks.local.rank = 1
+    own = together.alone(captured(), options)
+    first, _ = ranks.plan([captured(), captured()], memory_budget="min")
+    assert isinstance(first, Planned)
+    note = (
+        "planned without asking the other ranks: a step of ranks 10, 11 takes this plan if all of them have the same "
+        "graph and options"
+    )
+    assert own.plan.notes == (*first.plan.notes, note)
+    assert own.plan.decisions == first.plan.decisions
+    assert own.graph.same_plan == first.graph.same_plan
 
 
 def test_a_graph_that_is_given_up_ends_no_wait_of_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
