@@ -23,13 +23,14 @@ from typer.core import TyperGroup
 from roamc import files
 from roamc.budget import parse_budget
 from roamc.cli import layout_file
+from roamc.cli.calibration import measured, stored
 from roamc.cli.demo.race import race
 from roamc.cli.demo.show import show
 from roamc.cli.demo.worker import Task
+from roamc.cli.ranks import among_ranks
 from roamc.cli.request import Request, answer, picture, points
 from roamc.cli.zoo import MODELS
-from roamc.cost import store_profile
-from roamc.cost.measure import ROUNDS, calibrate
+from roamc.cost.measure import ROUNDS
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.graph.printed import printed, write_graphml
 from roamc.report import text
@@ -307,15 +308,18 @@ def measure(
 ) -> None:
     """Measure how fast this machine runs each kind of operator, for predictions of time. Takes some ten seconds.
 
-    Later runs use the result by themselves; --output FILE makes one for --option profile=FILE.
+    Later runs use the result by themselves; --output FILE makes one for --option profile=FILE. Under torchrun the links
+    between its ranks are measured as well: torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
     """
-    with _reported(debug, as_json):
+    with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
         if output is not None:
-            _check_writable(output)
-        with Stages(f"measuring {device}", ROUNDS) as stages:
-            profile = calibrate(device, quick=quick, say=stages.now)
-        path = store_profile(profile, output)
-        if as_json:
+            ranks.first(lambda: _check_writable(output))
+        with Stages(f"measuring {device}", ROUNDS) if ranks.number == 0 else contextlib.nullcontext() as stages:
+            profile = measured(ranks, quick=quick, say=None if stages is None else stages.now)
+        path = stored(ranks, profile, output)
+        if ranks.number != 0:
+            typer.echo(f"rank {ranks.number}: rank 0 has written the profile to {path}", err=as_json)
+        elif as_json:
             typer.echo(profile.to_json(), nl=False)
         else:
             text.show_rows(text.console(), ("what", "speed", "remark"), profile_rows(profile))

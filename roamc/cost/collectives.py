@@ -79,10 +79,18 @@ def collectives(graph: TrainGraph) -> Iterator[fx.Node]:
 
 def sent_bytes(node: fx.Node, ranks: int) -> Bytes:
     """Return the bytes that each of ``ranks`` ranks sends for ``node``, one of :func:`collectives`."""
-    word, times = _word(node)
-    made = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(node))
-    whole = made * ranks if word == "reduce-scatter" else made
-    return times * whole * (ranks - 1) // ranks
+    return _turns_and_bytes(node, ranks)[1]
+
+
+def ring(times: int, whole: Bytes, ranks: int) -> tuple[int, Bytes]:
+    """Return the turns of a ring of ``ranks`` ranks, and the bytes that each of them sends in these turns together.
+
+    Args:
+        times: how often the ring sends its bytes, see :data:`WORDS`.
+        whole: bytes of the tensor that all ranks have parts of; of an all-reduce, of the tensor that is reduced.
+        ranks: how many ranks the ring has.
+    """
+    return times * (ranks - 1), times * whole * (ranks - 1) // ranks
 
 
 def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
@@ -95,8 +103,8 @@ def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
     ranks, link = ranks_in(group), _link(group, profile)
     if ranks is None or link is None:
         return None
-    turns = _word(node)[1] * (ranks - 1)
-    return profile.overhead + turns * link["latency"] + sent_bytes(node, ranks) / link["bandwidth"]
+    turns, sent = _turns_and_bytes(node, ranks)
+    return profile.overhead + turns * link["latency"] + sent / link["bandwidth"]
 
 
 def exposed_seconds(graph: TrainGraph, prices: Mapping[str, Seconds]) -> Seconds:
@@ -148,15 +156,22 @@ def note(
     )
 
 
+def _turns_and_bytes(node: fx.Node, ranks: int) -> tuple[int, Bytes]:
+    """What :func:`ring` returns, for ``node``."""
+    word, times = _word(node)
+    made = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(node))
+    return ring(times, made * ranks if word == "reduce-scatter" else made, ranks)
+
+
 def _word(node: fx.Node) -> tuple[str, int]:
     name: str = node.target._schema.name.rpartition("::")[2]  # type: ignore[union-attr]
     return WORDS[name.removeprefix("start_")]
 
 
 def _link(group: object, profile: DeviceProfile) -> Mapping[str, float] | None:
-    """The slowest link between neighbours in a ring over the ranks of ``group``."""
+    """The slowest link between neighbours in a ring over the ranks of ``group``; None where it is not known."""
     if not profile.links or ranks_in(group) is None:
         return None
-    each = int(profile.links[NODE]["ranks"])
+    each = int(profile.links[NODE]["ranks"]) if NODE in profile.links else 1
     nodes = {number // each for number in numbers_in(group)}
-    return profile.links[NODE if len(nodes) == 1 else NETWORK]
+    return profile.links.get(NODE if len(nodes) == 1 else NETWORK)

@@ -59,7 +59,7 @@ def calibrate(device: str | torch.device = "cpu", *, quick: bool = False, say: S
     Raises:
         ProfileError: torch knows no device of this name, it is neither a CPU nor a CUDA device, or it is not there.
     """
-    where = _device(device)
+    where = checked_device(device)
     scale = Scale(where, *(QUICK if quick else SCALES[where.type]))
     rounds = QUICK_ROUNDS if quick else ROUNDS
     with torch.no_grad():
@@ -80,7 +80,8 @@ def calibrate(device: str | torch.device = "cpu", *, quick: bool = False, say: S
         return _profile(where, timed, sweep)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
+    """Return ``device`` as torch's; raises as :func:`calibrate`."""
     try:
         where = torch.device(device)
     except RuntimeError:
@@ -173,18 +174,22 @@ def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> Dev
     elements["convolution_weights"] = {"float32": _weight_rate(timed, flops["convolution"]["float32"])}
     model, shipped = device_model(device.type), shipped_like(device.type)
     today = datetime.date.today().isoformat()
+    like = (
+        f"; peaks, and links unless said otherwise, as in profile {shipped.name}" if shipped and shipped.links else ""
+    )
     return DeviceProfile(
         name="measured",
         device=device.type,
         model=model,
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
-        source=f"roamc calibrate, {today}, torch {torch.__version__}",
+        source=f"roamc calibrate, {today}, torch {torch.__version__}{like}",
         overhead=_digits(timed.least(("overhead", 0)) / timed.work["overhead", 0][1]),
         bandwidth=slow,
         cache_bandwidth=fast,
         cache_bytes=max(cached, default=0),
         flops=flops,
         elements=elements,
+        links={} if shipped is None else shipped.links,
         peaks={} if shipped is None else shipped.peaks,
     )
 

@@ -54,9 +54,9 @@ class DeviceProfile:
         flops: kind of product, see :data:`roamc.operators.costs.kinds.PRODUCTS`, to dtype to FLOP/s.
         elements: other kind to dtype to elements a second, for kinds that are slower than memory. May also
             have "convolution_weights", the rate at which convolutions reorder their weights.
-        links: how ranks on such devices send to one another; empty where that is not known. NODE and NETWORK map to the
+        links: how ranks on such devices send to one another; what is not known is left out. NODE and NETWORK map to the
             "latency" of a turn of a ring, in seconds, and the "bandwidth" of a rank in bytes a second, of links in a
-            node and between nodes; NODE also to the "ranks" of a node.
+            node and between nodes; NODE also to the "ranks" of a node, which has one where NODE is left out.
         peaks: dtype to the most FLOP/s of products by the data sheet, for utilisation alone; float32 may be multiplied
             as TF32. Empty where that is not known.
     """
@@ -118,9 +118,9 @@ def _check(profile: DeviceProfile) -> None:
             raise ProfileError(f"{name} must be a number from {LEAST:g} to {MOST:g}, not {str(value)[:40]}")
     if not profile.flops.get("matmul", {}).get("float32"):
         raise ProfileError("flops must have a rate for matmul in float32")
-    if profile.links and {link: set(numbers) for link, numbers in profile.links.items()} != LINKS:
-        raise ProfileError(f"links must be empty or have the numbers { ({k: sorted(v) for k, v in LINKS.items()}) }")
-    ranks = profile.links[NODE]["ranks"] if profile.links else 1
+    if any(set(numbers) != LINKS.get(link) for link, numbers in profile.links.items()):
+        raise ProfileError(f"links may have the numbers { ({k: sorted(v) for k, v in LINKS.items()}) } and no others")
+    ranks = profile.links[NODE]["ranks"] if NODE in profile.links else 1
     if ranks < 1 or ranks != int(ranks):
         raise ProfileError(f"links of node in ranks must be a whole number from 1, not {ranks}")
 

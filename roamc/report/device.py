@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roamc.cost import DeviceProfile
+from roamc.cost.profile import NODE
 from roamc.operators.costs.kinds import KINDS
 from roamc.units import format_bytes
 
@@ -30,6 +31,14 @@ def _rows(profile: DeviceProfile) -> Iterator[Row]:
                 f"{_short(next(iter(rates.values())))} {unit}/s",
                 f"{speeds}: {KINDS.get(kind, '')}".rstrip(": "),
             )
+    yield from _link_rows(profile)
+
+
+def _link_rows(profile: DeviceProfile) -> Iterator[Row]:
+    for link, numbers in profile.links.items():
+        where = f"links in a node of {numbers['ranks']:.0f}" if link == NODE else "links between nodes"
+        speed = f"{format_bytes(round(numbers['bandwidth']))}/s"
+        yield where, speed, f"sent by each rank of a ring, and {numbers['latency'] * 1e6:.3g} µs for each of its turns"
 
 
 def _short(rate: float) -> str:
