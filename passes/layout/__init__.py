@@ -42,6 +42,7 @@ __all__ = [
     "decide",
     "eager_floor",
     "lay_out",
+    "least_alignment",
     "recounted",
 ]
 
@@ -116,7 +117,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         VerifyError: the solver gave a layout that is not legal.
     """
     device = main_device(graph).type
-    alignment = _alignment(graph, options)
+    alignment = least_alignment(graph, options)
     table = _table(memory, graph, options)
     found = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
     placement, solution = found.placement, found.solution
@@ -139,8 +140,11 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
     )
 
 
-def _alignment(graph: TrainGraph, options: Options) -> Bytes:
-    """The alignment of the arena: what the user set or the device's own, and at least the largest element."""
+def least_alignment(graph: TrainGraph, options: Options) -> Bytes:
+    """Return the alignment of the arena: what the user set or the device's own, and at least the largest element.
+
+    With less than the device's own, products may have other last bits; see :data:`ALIGNMENT`.
+    """
     return max(options.alignment or ALIGNMENT[main_device(graph).type], _largest_element(graph))
 
 
@@ -165,7 +169,7 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
     """The storages as arrays; with what eager holds as a limit if there is no budget."""
     floor = graph.eager_floor if options.limit_bytes is None else None
-    alignment = _alignment(graph, options)
+    alignment = least_alignment(graph, options)
     return make_table(memory, graph, alignment, floor=floor, idle=options.keeps_arena, effort=EFFORT)
 
 

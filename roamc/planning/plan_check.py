@@ -15,7 +15,8 @@ from typing import Any
 from roamc.errors import REQUIRED, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.memory import build_memory, live_bytes
-from roamc.passes import layout, overlap, reorder, retain
+from roamc.options import Options
+from roamc.passes import layout, overlap, reorder, retain, shard
 from roamc.planning import pipeline
 from roamc.planning.plan import STATUSES, Plan
 from roamc.planning.planned import Planned
@@ -59,6 +60,33 @@ def check_origin(plan: Plan, graph: TrainGraph, mark: str) -> None:
     unknown = set(plan.decisions).difference(step.name for step in pipeline.PIPELINE)
     if unknown:
         raise PlanError(f"the plan has a decision of {', '.join(sorted(unknown))}, which is no pass: plan again")
+
+
+def check_options(planned: Planned, options: Options) -> None:
+    """Refuse a plan whose results may have other last bits than those that the user's options ask for.
+
+    Of codecs, products and groups :func:`roamc.graph.value_flow.check` refuses those that the options do not allow.
+
+    Args:
+        planned: the graph that a plan from elsewhere made, and the plan.
+        options: what the user set.
+
+    Raises:
+        PlanError: values are split along the tokens, or by class, and ``options.shard`` is not "sequence"; or the arena
+            has a smaller alignment than the options ask for.
+    """
+    split = planned.plan.decisions.get(shard.NAME, {})
+    if options.shard != "sequence" and (split.get("regions") or split.get("classes")):
+        raise PlanError(
+            f"{shard.NAME}: the plan splits values among ranks, whose sums are then made in another order: allow it "
+            "with options={'shard': 'sequence'}, or plan again"
+        )
+    alignment, least = planned.plan.decisions[layout.NAME]["alignment"], layout.least_alignment(planned.graph, options)
+    if alignment < least:
+        raise PlanError(
+            f"{layout.NAME}: the plan aligns tensors to {alignment} bytes, and matrix products have torch's own bits "
+            f"at {least}: allow it with options={{'alignment': {alignment}}}, or plan again"
+        )
 
 
 def check_numbers(given: Plan, planned: Planned) -> None:

@@ -30,7 +30,7 @@ from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
-from roamc.planning.plan_check import check_numbers, check_origin, for_threads
+from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
@@ -61,7 +61,8 @@ def run(
 
     Raises:
         OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
-        PlanError: ``plan`` was made for another graph, is incomplete, or what it says is not so.
+        PlanError: ``plan`` was made for another graph, is incomplete, what it says is not so, or ``options`` do not
+            allow the last bits that it may give.
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
@@ -75,6 +76,7 @@ def run(
     maker, start = prepared(graph, options, held, mark, deep=deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
+    check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
     asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
