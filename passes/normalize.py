@@ -154,7 +154,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     by_name = {node.name: node for node in graph.graph.nodes}
     inner = {node.name for node in graph.graph.nodes if node.op in ("call_function", "get_attr")}
     unknown = [name for name in (*decision.aliases, *decision.dead, *decision.dropouts) if name not in inner]
-    loose = [name for name in decision.aliases if name in inner and not by_name[name].all_input_nodes]
+    loose = [name for name in decision.aliases if name in inner and not ops.rule(by_name[name].target).renames]
     whole = [name for name in decision.dropouts if name in inner and not _comes_apart(by_name[name])]
     if unknown or loose or whole:
         odd = (unknown + loose + whole)[0]

@@ -171,6 +171,13 @@ def test_plan_that_names_another_dropout_is_refused() -> None:
             normalize.apply(traced(lambda x: x.sin(), X), normalize.Decision((), (), (name,)))
 
 
+def test_plan_that_takes_another_operator_for_an_alias_is_refused() -> None:
+    graph = traced(lambda x: aten.native_dropout(x, 0.3, True)[0].sin().view(16).cos(), X)
+    for name in ("getitem", "sin", "view"):
+        with pytest.raises(PlanError, match=f"the plan names '{name}', which this graph does not have as such"):
+            normalize.apply(graph, normalize.Decision((name,), (), ()))
+
+
 def test_assertion_stays() -> None:
     after = text(normalized(traced(lambda x: (torch._assert_async(x.sum() == x.sum()), x.sin())[1], X)))
     FileCheck().check("aten._assert_async").check("aten.sin").run(after)
