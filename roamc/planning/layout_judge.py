@@ -8,11 +8,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 
+import torch
 from torch import fx
 
 from roamc.cost import objects, workspace_bytes
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name
+from roamc.graph import Phase, Role, TrainGraph, main_device, output_values, placeholders, storage_name
 from roamc.graph.layout import Layout
 from roamc.graph.memory import SharedStorages, started_by
 from roamc.graph.storage_ids import StorageId, placed
@@ -51,23 +52,29 @@ def check_layout(graph: TrainGraph) -> None:
 
 
 def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> None:
-    """Check that no input or output of the graph, and nothing of another memory, lies in the arena.
+    """Check that no input or output of the graph, and nothing of another memory or device, lies in the arena.
 
-    The next step writes over the arena, so only storages that the step makes and does not return may lie there.
+    The next step writes over the arena, so only storages that the step makes and does not return may lie there. What an
+    operator allocates is copied there when it returns, so it must have ended by then.
     """
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     handed = shared.of_all(output_values(graph.graph))
+    device, starts = main_device(graph).type, {started_by(node) for node in nodes}
+    births = Counter(born for born, _, _ in lives.values())
     for name in layout.offset:
-        node = nodes[lives[name][0]]
-        if node.op != "call_function" or shared.of(_storage(node, name)) in handed:
+        born = lives[name][0]
+        node = nodes[born]
+        if node.op != "call_function" or shared.of(_made(node, name)[1]) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
-        if ops.rule(node.target).space is not Space.DEVICE:
+        if ops.rule(node.target).space is not Space.DEVICE or _made(node, name)[0].device.type != device:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and belongs into another memory")
+        if node in starts and form_of(node, births[born]).kind is FormKind.ALLOCATE:
+            raise VerifyError(f"after pass 'layout': {name} would be copied into the arena while it is being written")
 
 
-def _storage(node: fx.Node, name: str) -> StorageId:
-    """Return the id of the storage ``name``, which ``node`` makes."""
-    return next(storage for position, _, storage in placed(node) if storage_name(node, position) == name)
+def _made(node: fx.Node, name: str) -> tuple[torch.Tensor, StorageId]:
+    """Return the tensor for which ``node`` makes the storage ``name``, and the id of that storage."""
+    return next((tensor, own) for position, tensor, own in placed(node) if storage_name(node, position) == name)
 
 
 def _check_places(layout: Layout, lives: dict[str, Life]) -> None:
@@ -203,7 +210,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
             continue
         if node.op == "call_function" and ops.rule(node.target).space is not Space.DEVICE:
             continue
-        end = len(nodes) if shared.of(_storage(node, name)) in handed else dead
+        end = len(nodes) if shared.of(_made(node, name)[1]) in handed else dead
         found[name] = (born if node.op == "call_function" else backward, end)
     return found
 

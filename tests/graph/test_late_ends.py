@@ -188,6 +188,28 @@ def test_a_place_that_is_taken_while_an_operator_is_under_way_is_refused() -> No
         layout_judge.check_layout(graph.replace(layout=_with(layout, taken)))
 
 
+def test_a_result_that_would_be_copied_before_it_is_there_is_refused() -> None:
+    planned = search.run(traced(started(late.late_start_alone), X), Options())
+    graph, layout = planned.graph, planned.graph.layout
+    assert layout is not None
+    taken = dataclasses.replace(
+        _with(layout, {**layout.offset, "late_start_alone": layout.arena_bytes}),
+        arena_bytes=layout.arena_bytes + KB,
+        with_allocator=layout.with_allocator - {"late_start_alone"},
+    )
+    with pytest.raises(VerifyError, match="late_start_alone would be copied into the arena while it is being written"):
+        layout_judge.check_layout(graph.replace(layout=taken))
+
+
+def test_a_tensor_on_another_device_than_the_arena_is_refused() -> None:
+    planned = search.run(traced(lambda x: (x.sin().exp().sum(), x.to("meta").exp().sum()), X), Options())
+    graph, layout = planned.graph, planned.graph.layout
+    assert layout is not None
+    assert "exp_1" in layout.with_allocator
+    with pytest.raises(VerifyError, match="exp_1 lies in the arena and belongs into another memory"):
+        layout_judge.check_layout(graph.replace(layout=_with(layout, {**layout.offset, "exp_1": 0})))
+
+
 def _with(layout: Layout, offset: dict[str, int]) -> Layout:
     return dataclasses.replace(layout, offset=offset)
 
