@@ -37,11 +37,13 @@ from roamc.graph import (
     Port,
     SamePlan,
     TrainGraph,
+    maker_of,
     output_values,
     placeholders,
     storage_name,
     tensors_of,
 )
+from roamc.graph.keep import is_kept
 from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import ATEN, Call, equal_of
@@ -69,7 +71,8 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
         The numbers of its operators, effects and final values.
 
     Raises:
-        VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say.
+        VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say, or cannot
+            be made with these arguments.
     """
     walk = Walk(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
@@ -87,7 +90,11 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
                 early = [(made, port) for made, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
                 walk.hand_over(given)
-            odd = walk.call(node)
+            try:
+                odd = walk.call(node)
+            except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view
+                what = str(error).partition("\n")[0]
+                raise VerifyError(f"after pass {after!r}: {node.name} cannot run on what it reads: {what}") from None
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
     finals |= walk.results(returned, "step")
@@ -122,8 +129,8 @@ def check(
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value: names the reader, what it
-            would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, or
-            :func:`read` refuses it.
+            would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, what
+            :func:`roamc.keep` keeps is computed again or encoded, or :func:`read` refuses it.
     """
     for encoding in graph.encodings:
         if encoding.error and encoding.codec not in lossy:
@@ -145,6 +152,7 @@ def check(
             "its operators one by one: allow it with options={'numerics': 'fast'}, or plan again"
         )
     now = read(graph, before.numbers, after)
+    _check_kept(graph, before, now, after)
     for name, number in now.operators.items():
         if before.operators.get(name, number) != number:
             fail(now, before, after, name, before.operators[name], number)
@@ -156,6 +164,26 @@ def check(
         if what not in again and before.finals.get(what) != now.finals.get(what):
             fail(now, before, after, what, before.finals.get(what), now.finals.get(what))
     return now
+
+
+def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:
+    """Refuse a pass that has what :func:`roamc.keep` keeps computed once more, or encoded.
+
+    Raises:
+        VerifyError: names the operator that is kept, and what has become of it.
+    """
+    marked = (node for node in graph.graph.nodes if graph.phase.get(node.name) is Phase.FORWARD and is_kept(node))
+    kept = {before.operators[node.name]: node.name for node in marked if node.name in before.operators}
+    if not kept:
+        return
+    for node in graph.graph.nodes:
+        number = now.operators.get(node.name)
+        if number in kept and node.name not in before.operators and not isinstance(node.target, Composite):
+            raise VerifyError(f"after pass {after!r}: {node.name} runs {kept[number]} again, which roamc.keep keeps")
+    names = set(kept.values())
+    for encoding in graph.encodings:
+        if maker_of(encoding.storage) in names:
+            raise VerifyError(f"after pass {after!r}: {encoding.storage} is encoded, which roamc.keep keeps")
 
 
 def _output(position: int, port: Port, part: str) -> str:

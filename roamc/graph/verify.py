@@ -159,13 +159,19 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
     late = {
         n for n, port in zip(placeholders(graph.graph), graph.inputs, strict=True) if port.phase is not Phase.FORWARD
     }
+    returned = zip(output_values(graph.graph), graph.outputs, strict=True)
+    early = {node for node, port in returned if port.phase is Phase.FORWARD}
     crossed = False
     for node in operators(graph.graph):
         if node.name not in graph.phase:
             _fail(graph, after, node, f"{node.name} has no phase")
         if not graph.boundary or ops.is_view(node.target):
             continue
+        if graph.phase[node.name] is Phase.UPDATE:
+            _fail(graph, after, node, f"{node.name} belongs to UPDATE, which this graph does not have")
         forward = graph.phase[node.name] is Phase.FORWARD
+        if not forward and node in early:
+            _fail(graph, after, node, f"{node.name} is an output of FORWARD and does not belong to it")
         if forward and (crossed or any(argument in late for argument in node.all_input_nodes)):
             _fail(graph, after, node, f"{node.name} belongs to FORWARD but stands behind or reads from BACKWARD")
         crossed = crossed or not forward

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
-from roamc.graph import SamePlan, tensors_of
+from roamc.graph import Phase, SamePlan, tensors_of
+from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Operator
 from roamc.graph.ranks import runs_together
 from roamc.operators import ops
@@ -74,6 +75,11 @@ def may_run_again(node: fx.Node, same_plan: Sequence[SamePlan] = ()) -> bool:
     rule = ops.rule(target)
     repeats = rule.recomputable or rule.random or runs_together(node, same_plan)
     return repeats and not rule.mutates and node.target is not save_rng_state
+
+
+def runs_once(operator: Operator) -> bool:
+    """Return whether the user keeps the results of ``operator``, which was traced in forward in :func:`roamc.keep`."""
+    return operator.phase is Phase.FORWARD and is_kept(operator.node)
 
 
 def reads_of(memory: MemoryModel, node: fx.Node) -> set[int]:

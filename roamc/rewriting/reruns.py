@@ -23,7 +23,7 @@ from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.rewriting.names import stem_of
-from roamc.rewriting.rerun_variants import makes_again, may_run_again, reads_again, reads_of
+from roamc.rewriting.rerun_variants import makes_again, may_run_again, reads_again, reads_of, runs_once
 
 PHASES = {phase.name.lower(): phase for phase in Phase}
 """The phase of each word in :attr:`Rerun.phase`."""
@@ -117,6 +117,8 @@ class _Placing:
         """Check what a rerun says of itself and of its readers; raise PlanError as :func:`places` does."""
         if one.operator not in self.number or not may_run_again(self._node(one.operator), self.graph.same_plan):
             raise PlanError(f"this graph has no operator {one.operator!r} that could run again")
+        if runs_once(self.memory.operators[self.number[one.operator]]):
+            raise PlanError(f"{one.operator} is kept by roamc.keep, and would run again as {one.name}: plan again")
         if not re.fullmatch(re.escape(stem_of(one.operator)) + "_[1-9][0-9]{0,8}", one.name):
             raise PlanError(f"another run of {one.operator} cannot have the name {one.name!r}")
         if one.name in self._names:
@@ -124,6 +126,8 @@ class _Placing:
         self._names.add(one.name)
         if one.phase not in PHASES:
             raise PlanError(f"{one.name}: the phase must be one of {', '.join(PHASES)}, not {one.phase!r}")
+        if self.graph.boundary and PHASES[one.phase] is Phase.UPDATE:
+            raise PlanError(f"{one.name} would run in {one.phase}, which this graph does not have: plan again")
         makes = makes_again(self.memory, self.memory.operators[self.number[one.operator]])
         for storage, readers in one.renews:
             if self.storage.get(storage) not in makes:

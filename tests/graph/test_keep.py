@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,14 +14,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import roamc
-from roamc.graph import operators
+from roamc.errors import PlanError, VerifyError
+from roamc.graph import TrainGraph, copied, operators, value_flow
+from roamc.graph.fingerprint import fingerprint
+from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import checkpoint as checkpoint_pass
 from roamc.planning import search
+from roamc.planning.plan import Plan
+from roamc.rewriting import reruns
 from tests.end_to_end.helpers import assert_backward_equal, assert_steps_equal, noise, optimized, sgd, square
 from tests.graphs import graph_and_inputs, traced
 
 WIDTH = 32
+
+compress: Any = importlib.import_module("roamc.passes.retain.compress")  # whose name in its package is a function
 
 
 class Blocks(nn.Module):
@@ -70,6 +79,46 @@ def test_nothing_made_inside_keep_is_made_again(route: str) -> None:
     assert {"addmm", "gelu"} <= {operator.split("_")[0] for _, operator, *_ in dropped}
     reruns = plan_of(kept, route, "min").decisions["retain"]["reruns"]
     assert not [operator for _, operator, *_ in reruns if operator.startswith(("addmm", "gelu"))]
+
+
+def plan_that_drops(route: str) -> tuple[TrainGraph, Plan]:
+    """The graph of blocks that are kept, and the plan of the same blocks if they were not, said to be of that graph."""
+    graph, _ = graph_and_inputs(Blocks(kept), (noise(64, WIDTH),), square, route)
+    plan = plan_of(plain, route, "min")
+    return graph, dataclasses.replace(plan, fingerprint=fingerprint(graph))
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_plan_that_makes_again_what_is_kept_is_refused(route: str) -> None:
+    graph, plan = plan_that_drops(route)
+    with pytest.raises(PlanError, match=r"retain: \w+ is kept by roamc.keep, and would run again as \w+: plan again"):
+        search.run(graph, Options(), plan)
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_judge_of_values_names_what_is_kept_and_made_again(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, plan = plan_that_drops(route)
+    monkeypatch.setattr(reruns, "runs_once", lambda operator: False)
+    with pytest.raises(VerifyError, match=r"after pass 'retain': \w+ runs \w+ again, which roamc.keep keeps"):
+        search.run(graph, Options(), plan)
+
+
+def test_judge_of_values_names_what_is_kept_and_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: Tensor) -> Tensor:
+        with roamc.keep():
+            mask = x > 0
+        return (x * mask).sum() + torch.where(mask, x, 2 * x).sum()
+
+    graph = traced(model, noise(64, 64), phases="FBBBBBB")
+    node = next(node for node in operators(graph.graph) if node.name == "gt")
+    node.meta["custom"] = {"roamc": "keep"}
+    with pytest.raises(PlanError, match="no storage 'gt' that could be kept smaller"):
+        compress.compress(copied(graph), [compress.Code("gt", "bits")])
+    before = value_flow.read(graph, Numbers())
+    monkeypatch.setattr(compress, "runs_once", lambda operator: False)
+    encoded = compress.compress(graph, [compress.Code("gt", "bits")])
+    with pytest.raises(VerifyError, match=r"after pass 'retain': gt is encoded, which roamc.keep keeps"):
+        value_flow.check(encoded, before, "retain")
 
 
 def test_plan_with_keep_is_not_taken_for_one_without() -> None:

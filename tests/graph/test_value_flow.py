@@ -452,6 +452,13 @@ def test_view_of_another_part() -> None:
     refused(graph, before, "slice_1 is a view of exp, and lies elsewhere in it than its arguments say")
 
 
+def test_view_that_cannot_be_made() -> None:
+    graph = traced(lambda x: x.sum(0, keepdim=True).expand(8, 8).sin(), X)
+    before = values(graph)
+    node_of(graph, "expand").args = (node_of(graph, "sum_1"), [8, 5])
+    refused(graph, before, "expand cannot run on what it reads: The expanded size of the tensor")
+
+
 def test_another_result_is_picked() -> None:
     graph = traced(part_written, X)
     before = values(graph)

@@ -190,6 +190,24 @@ def test_boundary_is_crossed(name: str, route: str, how: str) -> None:
     refused(judge(graph), f"{node.name} belongs to FORWARD but stands behind or reads from BACKWARD", node.name)
 
 
+def test_an_output_of_forward_that_backward_makes() -> None:
+    graph = planned("random", "joint")
+    end = output_node(graph.graph)
+    late = next(
+        n for n in reversed(operators(graph.graph)) if not ops.is_view(n.target) and isinstance(n.meta["val"], Tensor)
+    )
+    first = next(at for at, port in enumerate(graph.outputs) if port.phase is Phase.FORWARD)
+    end.args = ((*end.args[0][:first], late, *end.args[0][first + 1 :]),)  # type: ignore[index]
+    refused(judge(graph), f"{late.name} is an output of FORWARD and does not belong to it", late.name)
+
+
+def test_an_update_in_a_graph_with_a_boundary() -> None:
+    graph = planned("random", "joint")
+    node = next(n for n in reversed(operators(graph.graph)) if not ops.is_view(n.target))
+    graph = graph.replace(phase={**graph.phase, node.name: Phase.UPDATE})
+    refused(judge(graph), f"{node.name} belongs to UPDATE, which this graph does not have", node.name)
+
+
 @pytest.mark.parametrize(("name", "route"), CASES)
 @pytest.mark.parametrize("change", ["shape", "dtype", "strides"])
 def test_noted_geometry_is_wrong(name: str, route: str, change: str) -> None:

@@ -194,6 +194,11 @@ def test_a_rerun_in_front_of_the_boundary_cannot_be_of_an_operator_behind_it() -
         rerun(halves(reads_twice, "FFFFBB"), [Rerun("add_1", "add", "forward", (("add", ("exp",)),))])
 
 
+def test_a_rerun_cannot_be_in_a_part_that_a_graph_with_a_boundary_does_not_have() -> None:
+    with pytest.raises(PlanError, match="sin_1 would run in update, which this graph does not have"):
+        rerun(halves(reads_twice, "FFFFBB"), [Rerun("sin_1", "sin", "update", (("sin", ("add",)),))])
+
+
 def test_a_rerun_behind_the_boundary_cannot_read_what_is_written_in_front_of_it() -> None:
     said = "mul_1 would run in backward, behind add_, which writes what it reads"
     chained = [
