@@ -25,6 +25,7 @@ from roamc.graph.storage_ids import STORAGES, StorageId, id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected
+from roamc.operators.table import Space
 
 Life = tuple[int, int, int]
 """(born, dead, bytes) of a storage: it lives in ``[born, dead)``, in positions of the graph's node list."""
@@ -314,6 +315,8 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
             if of_storage[0].op != "call_function":
                 what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
                 _fail(graph, after, node, what)
+            if any(ops.rule(maker.target).space is not Space.DEVICE for maker in (node, of_storage[0])):
+                _fail(graph, after, node, f"{node.name} is to be written over {of_storage[0].name}, in another memory")
             stale.update(of_storage)
         for storage in ids_of(node):
             known.setdefault(shared.of(storage), []).append(node)

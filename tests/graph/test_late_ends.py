@@ -224,6 +224,8 @@ def offloaded(x: Tensor) -> Tensor:
 def test_a_result_on_the_device_is_not_written_over_one_on_the_host() -> None:
     graph = traced(lambda x: late.late_to_host(x.sin()).exp(), X)
     assert not reuse.decide(graph, Options()).overwrites
+    with pytest.raises(VerifyError, match="exp is to be written over late_to_host, in another memory"):
+        check_graph(graph.replace(reuse={"exp": 0}), "reuse")
     assert_same(list(run_program(search.run(graph, Options(), deep=True), X)), [X.sin().exp()], "host")
 
 
