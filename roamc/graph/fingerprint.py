@@ -79,10 +79,10 @@ def _without_groups(node: fx.Node, groups: dict[str, str]) -> tuple[Any, Any]:
     named = group_of(node)
     if named is None:
         return node.args, node.kwargs
-    known = groups.setdefault(str(named), f"group {len(groups)}")
+    stand_in = groups.setdefault(str(named), f"group {len(groups)}")
 
     def renamed(value: Any) -> Any:
-        return known if value is named else value
+        return stand_in if value is named else value
 
     return tuple(map(renamed, node.args)), {key: renamed(value) for key, value in node.kwargs.items()}
 

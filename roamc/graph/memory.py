@@ -119,8 +119,8 @@ class MemoryModel:
     @cached_property
     def counted(self) -> tuple[Storage, ...]:
         """The storages that live bytes count: all in device memory that the step makes, outputs too, and tangents."""
-        made = (storage for storage in self.storages if storage.place is not Place.INPUT)
-        return tuple(storage for storage in made if storage.space is Space.DEVICE)
+        own = (storage for storage in self.storages if storage.place is not Place.INPUT)
+        return tuple(storage for storage in own if storage.space is Space.DEVICE)
 
     @cached_property
     def boundary(self) -> Step:
@@ -130,11 +130,11 @@ class MemoryModel:
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each of ``storages``, in order: indices of the operators that read or write it, without its producer."""
-        found: list[list[int]] = [[] for _ in self.storages]
+        by_storage: list[list[int]] = [[] for _ in self.storages]
         for index, operator in enumerate(self.operators):
             for storage in sorted({*operator.reads, *operator.writes}):
-                found[storage].append(index)
-        return tuple(tuple(users) for users in found)
+                by_storage[storage].append(index)
+        return tuple(tuple(users) for users in by_storage)
 
     @cached_property
     def ends(self) -> dict[int, int]:
@@ -186,12 +186,12 @@ def kept_memory(graph: TrainGraph) -> MemoryModel | None:
 
     None if there was no call, or if anything that :func:`build_memory` reads has changed since.
     """
-    known: _Known | None = getattr(graph.graph, _KEPT_AS, None)
-    if known is None:
+    cached: _Known | None = getattr(graph.graph, _KEPT_AS, None)
+    if cached is None:
         return None
-    now = _state(graph)
-    same = len(known.state) == len(now) and all(map(is_, known.state, now))
-    return known.memory if same else None
+    state = _state(graph)
+    same = len(cached.state) == len(state) and all(map(is_, cached.state, state))
+    return cached.memory if same else None
 
 
 _KEPT_AS = "_roamc_memory"
@@ -227,10 +227,10 @@ def lifetimes(memory: MemoryModel, order: Sequence[int] | None = None) -> tuple[
     count = len(memory.operators)
     position = np.empty(count, dtype=np.int64)
     position[np.arange(count) if order is None else np.asarray(order)] = np.arange(count)
-    made = np.array([storage.producer >= 0 for storage in memory.counted], dtype=bool)
-    born = np.full(len(made), memory.boundary, dtype=np.int64)
-    born[made] = [position[storage.producer] for storage in memory.counted if storage.producer >= 0]
-    dead = born + made
+    own = np.array([storage.producer >= 0 for storage in memory.counted], dtype=bool)
+    born = np.full(len(own), memory.boundary, dtype=np.int64)
+    born[own] = [position[storage.producer] for storage in memory.counted if storage.producer >= 0]
+    dead = born + own
     for row, storage in enumerate(memory.counted):
         if storage.place is Place.OUTPUT:
             dead[row] = count
@@ -287,8 +287,8 @@ def dropped_lifetimes(memory: MemoryModel, dead: Int64s) -> Int64s:
     """
     earlier = dead.copy()
     for row, storage in enumerate(memory.counted):
-        made = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
-        if storage.place is Place.OUTPUT and made:
+        of_forward = storage.producer >= 0 and memory.operators[storage.producer].phase is Phase.FORWARD
+        if storage.place is Place.OUTPUT and of_forward:
             last = max(memory.uses[storage.index], default=0) + 1
             earlier[row] = min(dead[row], max(memory.boundary, last))
     return earlier
@@ -550,8 +550,8 @@ def started_by(node: fx.Node) -> fx.Node | None:
     if position is None:
         return None
     start: Any = node.args[position]
-    made: fx.Node = start.args[0] if start.target is getitem else start
-    return made
+    operator: fx.Node = start.args[0] if start.target is getitem else start
+    return operator
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:

@@ -139,14 +139,14 @@ def _operator(graph: TrainGraph, memory: MemoryModel, node: fx.Node, works: bool
 
 def _codecs(graph: TrainGraph, node: fx.Node) -> list[str]:
     """A remark for every storage that ``node`` makes and of which some readers read an encoding."""
-    made = [encoding for encoding in graph.encodings if maker_of(encoding.storage) == node.name]
-    return [f"{encoding.storage} encoded by {encoding.codec}" for encoding in made]
+    encodings = [encoding for encoding in graph.encodings if maker_of(encoding.storage) == node.name]
+    return [f"{encoding.storage} encoded by {encoding.codec}" for encoding in encodings]
 
 
 def _storage(graph: TrainGraph, storage: Storage, first: int, end: int) -> str:
-    made = f"made at {storage.producer}" if storage.producer >= 0 else "handed in"
+    birth = f"made at {storage.producer}" if storage.producer >= 0 else "handed in"
     life = f"lives [{first}, {end})" if end > first else "never used"
-    parts = [f"{storage.name}: {storage.nbytes:,} B", made, life]
+    parts = [f"{storage.name}: {storage.nbytes:,} B", birth, life]
     if storage.gradient:
         parts.append("gradient")
     if storage.place is not Place.TEMPORARY:

@@ -92,10 +92,10 @@ def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | Non
     (part,) = numbers.lies(key, whole, lambda: view(whole, *call.args[2:]))
     content, elements = walk.content(lies), walk.elements(value)
     if lies.whole and lies.geometry == result.geometry:
-        found = numbers.patched(content, part, elements)
+        after = numbers.patched(content, part, elements)
     else:
-        found = numbers.patched_part(content, lies, part, elements)
-    return numbers.of("scattered", found), {0: found}
+        after = numbers.patched_part(content, lies, part, elements)
+    return numbers.of("scattered", after), {0: after}
 
 
 def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -107,11 +107,11 @@ def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     (lies,) = walk.numbers.places(source)
     key = "expanded", lies.geometry, tuple(target.shape)
     (expanded,) = walk.numbers.lies(key, value, lambda: aten.expand.default(value, list(target.shape)))
-    found = walk.numbers.of("copied", walk.content(lies), expanded.geometry)
+    content = walk.numbers.of("copied", walk.content(lies), expanded.geometry)
     (result,) = walk.numbers.places(call.node)
     if result.whole and call.node.target is call.target:  # as if it were written over all that was there
-        found = walk.numbers.patched(found, result, walk.uncopied(found))
-    return walk.number(call), {0: found}
+        content = walk.numbers.patched(content, result, walk.uncopied(content))
+    return walk.number(call), {0: content}
 
 
 def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -124,8 +124,8 @@ def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A product by oneDNN counts as ATen's of the same factors; the judge refuses it where that is not allowed."""
-    found = walk.called(ATEN[call.target], call.keys, call.state)
-    return found, {0: walk.numbers.of("part", found, 0)}
+    number = walk.called(ATEN[call.target], call.keys, call.state)
+    return number, {0: walk.numbers.of("part", number, 0)}
 
 
 def _finished_later(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -142,10 +142,10 @@ def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]
     taken = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
     if [place.geometry for place in places] != [place.geometry for place in taken]:
         return None
-    number, made = walk.run(call.target.body, [walk.given(argument) for argument in call.args], call.node.name)
-    results = len(made) - len(walk.numbers.target(call.target).rule.mutates)
-    written = {-1 - at: content for at, content in enumerate(made[results:])}
-    return number, {**dict(enumerate(made[:results])), **written}
+    number, contents = walk.run(call.target.body, [walk.given(argument) for argument in call.args], call.node.name)
+    results = len(contents) - len(walk.numbers.target(call.target).rule.mutates)
+    written = {-1 - at: content for at, content in enumerate(contents[results:])}
+    return number, {**dict(enumerate(contents[:results])), **written}
 
 
 ATEN: dict[object, Any] = {

@@ -55,9 +55,9 @@ def number(graph: fx.Graph) -> None:
 
     This is for graphs as torch has traced them. Earlier ids are replaced; nodes without tensors get an empty tuple.
     """
-    known: dict[int, StorageId] = {}
+    by_address: dict[int, StorageId] = {}
     for node in graph.nodes:
-        node.meta[STORAGES] = tuple(_id_at(tensor, known) for _, tensor in tensors_of(node))
+        node.meta[STORAGES] = tuple(_id_at(tensor, by_address) for _, tensor in tensors_of(node))
 
 
 def number_result(node: fx.Node) -> None:
@@ -68,11 +68,11 @@ def number_result(node: fx.Node) -> None:
     """
     rule = ops.rule(node.target)
     bases = [node.args[position] for position in rule.view_of if position < len(node.args)]
-    known: dict[int, StorageId] = {}
+    by_address: dict[int, StorageId] = {}
     for base in (*bases, *ops.mutated_arguments(node)):
         if isinstance(base, fx.Node):
-            known.update((identity(tensor), storage) for _, tensor, storage in placed(base))
-    node.meta[STORAGES] = tuple(_id_at(tensor, known) for _, tensor in tensors_of(node))
+            by_address.update((identity(tensor), storage) for _, tensor, storage in placed(base))
+    node.meta[STORAGES] = tuple(_id_at(tensor, by_address) for _, tensor in tensors_of(node))
 
 
 def _id_at(tensor: torch.Tensor, known: dict[int, StorageId]) -> StorageId:

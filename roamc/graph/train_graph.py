@@ -195,10 +195,10 @@ def copied(graph: TrainGraph) -> TrainGraph:
     Changes to the nodes of one do not show in the other; what a node's ``meta`` holds is shared.
     """
     fresh = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        made[node] = fresh.node_copy(node, made.__getitem__)
-        made[node].name = node.name  # which fx would not give to a new node where it is a word of Python's
+        copies[node] = fresh.node_copy(node, copies.__getitem__)
+        copies[node].name = node.name  # which fx would not give to a new node where it is a word of Python's
     return graph.replace(module=lazy_module(graph.module, fresh))
 
 
@@ -266,8 +266,8 @@ def source_line(node: fx.Node) -> str:
     what cannot be printed in a file's name, since the text goes into comments of programs.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    found = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
-    own = [frame for frame in found if "/torch/" not in frame[0]] or found
+    outside = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
+    own = [frame for frame in outside if "/torch/" not in frame[0]] or outside
     text = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

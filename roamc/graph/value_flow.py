@@ -77,7 +77,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
     walk = Walk(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
-    given = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
+    handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
     finals: dict[str, Number] = {}
     crossed = not graph.boundary
@@ -89,7 +89,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
                 crossed = True
                 early = [(made, port) for made, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
-                walk.hand_over(given)
+                walk.hand_over(handed_in)
             try:
                 odd = walk.call(node)
             except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view
@@ -98,7 +98,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
     finals |= walk.results(returned, "step")
-    for node in given:
+    for node in handed_in:
         finals |= walk.left(node, callers.get(node, node.name))
     finals["the random generator"] = walk.state
     return Flow(numbers, walk.operators, tuple(walk.effects), finals, walk.makers, walk.writers)
@@ -258,7 +258,7 @@ class Walk:
         if node.target is save_rng_state:
             self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
             return None
-        number, made = self._run(node)
+        number, results = self._run(node)
         self.operators[node.name] = self._other[node] = number
         self.makers.setdefault(number, node.name)
         if target.rule.ordered or (target.rule.collective and number not in self._sent):
@@ -268,12 +268,12 @@ class Walk:
         called: Any = node.target
         group = isinstance(called, Composite)
         for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
-            result = made.get(-1 - position) if group else made.get(position)
+            result = results.get(-1 - position) if group else results.get(position)
             for place in self.numbers.places(argument):
                 self._write(node, place, target, number, result, position)
         if node.name in self.reuse:
             self._write_over(node.args[self.reuse[node.name]], places)
-        self._make(node, fresh, made)
+        self._make(node, fresh, results)
         return None
 
     def _memory(self, place: Place) -> StorageId:
@@ -345,16 +345,16 @@ class Walk:
         if target is replay:
             saved = self.numbers.key(self._read(args[0])[1])  # type: ignore[arg-type]
             target, args, state = args[1], args[2:], saved[1] if saved[0] == "saved" else self.numbers.of("no", saved)
-        known = self.numbers.target(target)
-        rule = known.rule if known.twin is None else self.numbers.target(known.twin).rule
+        entry = self.numbers.target(target)
+        rule = entry.rule if entry.twin is None else self.numbers.target(entry.twin).rule
         keys = self.keys(target, args, kwargs)
         repeats = rule.recomputable or rule.random or runs_together(node, self.same_plan)
         once = None if repeats else node.name
-        call = Call(node, known.twin or target, args, keys, state if rule.may_draw else None, once)
-        number, made = self._equal(call) or (self.number(call), {})
+        call = Call(node, entry.twin or target, args, keys, state if rule.may_draw else None, once)
+        number, results = self._equal(call) or (self.number(call), {})
         if rule.may_draw and node.target is not replay:
             self.state = self._note("after", number, by=node.name)
-        return number, made
+        return number, results
 
     def content(self, place: Place) -> Number:
         """Return the number of all bytes that lie in the storage of ``place`` now.
@@ -446,15 +446,15 @@ class Walk:
     def _make(self, node: fx.Node, fresh: Sequence[Place], made: Mapping[int, Number]) -> None:
         number = self._other.get(node, -1)
         for place in fresh:
-            found = made.get(place.position)
-            if found is None:
-                found = self.numbers.of("part", number, place.position)
-            self.makers.setdefault(found, node.name)
-            self.numbers.born(found, place.geometry)
-            self._content[self._memory(place)] = found
+            content = made.get(place.position)
+            if content is None:
+                content = self.numbers.of("part", number, place.position)
+            self.makers.setdefault(content, node.name)
+            self.numbers.born(content, place.geometry)
+            self._content[self._memory(place)] = content
             if self.encodings:
                 for encoding in self.encodings.get(storage_name(node, place.position), ()):
-                    self._decoded[self._coded(encoding, found)] = encoding.keeps, found
+                    self._decoded[self._coded(encoding, content)] = encoding.keeps, content
 
     def _note(self, *key: Any, by: str) -> Number:
         number = self.numbers.of(*key)
@@ -539,12 +539,12 @@ class Walk:
             return ("shape", *[place.shape for place in places])
         if len(places) == 1 and not self._decoded:
             return ("read", self._content[self._memory(places[0])], places[0].geometry)
-        found: list[Number] = []
+        parts: list[Number] = []
         for place in places:
             content = self._content[self._memory(place)]
             keeps, value = self._decoded.get(content, (None, content))
-            found += (value if keeps in (Need.ELEMENTS, need) else content, place.geometry)
-        return ("read", *found)
+            parts += (value if keeps in (Need.ELEMENTS, need) else content, place.geometry)
+        return ("read", *parts)
 
     def _other_of(self, node: fx.Node) -> Number:
         """The number of a result that is no tensor, such as a number, or one that was picked."""

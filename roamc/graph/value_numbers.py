@@ -88,17 +88,17 @@ class Numbers:
             The places, with :data:`NOWHERE` for ``storage``. Empty if a result does not share
             the storage of ``base``, so that it is no view.
         """
-        known = self._views.get(key)
-        if known is None:
+        places = self._views.get(key)
+        if places is None:
             # A codec's operators were traced under a fake mode of their own, which need not be the active one.
             with fake_mode_of(base) or contextlib.nullcontext(), torch.no_grad():
-                made = make()
-            many = made if isinstance(made, list | tuple) else [made]
+                result = make()
+            many = result if isinstance(result, list | tuple) else [result]
             # Fake views of a tensor without elements may have storages of their own.
             views = not base.numel() or lie_in(base, many)
-            known = tuple(self._place(at, tensor, NOWHERE) for at, tensor in enumerate(many)) if views else ()
-            self._views[key] = known
-        return known
+            places = tuple(self._place(at, tensor, NOWHERE) for at, tensor in enumerate(many)) if views else ()
+            self._views[key] = places
+        return places
 
     def born(self, content: Number, geometry: Number) -> None:
         """Note that an operator made a tensor in a new storage.

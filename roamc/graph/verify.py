@@ -213,8 +213,8 @@ def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> Non
             if not (read.isdisjoint(writes) and written.isdisjoint(reads | writes)):
                 _fail(graph, after, node, f"{node.name} needs the memory of {start.name}, which has not ended")
         if node in starts:
-            made = shared.of_all([node]) | written
-            under_way[node] = read - made, made
+            changed = shared.of_all([node]) | written
+            under_way[node] = read - changed, changed
 
 
 def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
@@ -249,7 +249,7 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
     before it has. The fake tensors of a second run may be those of the first.
     """
     inputs: dict[int, StorageId] = {}  # address of the fake storage of an input or constant to its id
-    known: set[StorageId] = set()
+    earlier: set[StorageId] = set()
     for node in graph.graph.nodes:
         around: dict[int, set[StorageId]] = {}  # address of the fake storage of an argument to its ids
         for argument in node.all_input_nodes if node.op == "call_function" else ():
@@ -258,16 +258,16 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
         results = [(identity(tensor), tensor, storage) for _, tensor, storage in placed(node)]
         if node.op == "call_function":
             _check_sharing(graph, after, node, [address in around for address, _, _ in results])
-        made = {} if node.op == "call_function" else inputs
+        by_address = {} if node.op == "call_function" else inputs
         for address, tensor, storage in results:
             if address in around:
                 agrees = storage in around[address]
-            elif address in made:
-                agrees = storage == made[address]
+            elif address in by_address:
+                agrees = storage == by_address[address]
             else:
-                agrees = storage not in known and storage.nbytes == tensor.untyped_storage().nbytes()
-                made[address] = storage
-            known.add(storage)
+                agrees = storage not in earlier and storage.nbytes == tensor.untyped_storage().nbytes()
+                by_address[address] = storage
+            earlier.add(storage)
             if not agrees:
                 _fail(graph, after, node, f"{node.name} lies in another storage than its storage id says")
 
@@ -295,7 +295,7 @@ def _check_read(graph: TrainGraph, after: str) -> None:
 def _check_reuse(graph: TrainGraph, after: str) -> None:
     """Check in-place reuse: the operator may do that, argument and result lie alike, nothing reads the old values."""
     shared = SharedStorages(graph)
-    known: dict[StorageId, list[fx.Node]] = {}
+    values_in: dict[StorageId, list[fx.Node]] = {}
     born: set[StorageId] = set()
     stale: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -311,7 +311,7 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
                     graph, after, node, f"{node.name} is to be written over {argument}, and makes no memory of its own"
                 )
             _check_overwriting(graph, after, node, argument, shared)
-            of_storage = known[shared.of(id_of(argument))]
+            of_storage = values_in[shared.of(id_of(argument))]
             if of_storage[0].op != "call_function":
                 what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
                 _fail(graph, after, node, what)
@@ -319,7 +319,7 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
                 _fail(graph, after, node, f"{node.name} is to be written over {of_storage[0].name}, in another memory")
             stale.update(of_storage)
         for storage in ids_of(node):
-            known.setdefault(shared.of(storage), []).append(node)
+            values_in.setdefault(shared.of(storage), []).append(node)
             born.add(storage)
 
 
@@ -352,11 +352,11 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
             keywords: Any = fx.map_arg(node.kwargs, _copy)
             target: Any = node.target
             fresh = corrected(node, target(*arguments, **keywords), mode)
-        found = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
+        results = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
         for position, told in tensors_of(node):
-            now = found.get(position)
-            if not isinstance(now, torch.Tensor) or _geometry(told) != _geometry(now):
-                gives = _short(now) if isinstance(now, torch.Tensor) else repr(now)
+            result = results.get(position)
+            if not isinstance(result, torch.Tensor) or _geometry(told) != _geometry(result):
+                gives = _short(result) if isinstance(result, torch.Tensor) else repr(result)
                 _fail(graph, after, node, f"{node.name} is noted as {_short(told)}, its operator gives {gives}")
 
 

@@ -112,14 +112,14 @@ def fit(
     if not budget:
         return lowest()
     tried = ask(budget)
-    found = best(tried, budget)
-    kept = found.needed_bytes <= budget
+    chosen = best(tried, budget)
+    kept = chosen.needed_bytes <= budget
     if kept and not any(one.strained for one in tried):
-        return found
-    if quick and found.needed_bytes > budget * effort.nearly_factor:
-        return found
+        return chosen
+    if quick and chosen.needed_bytes > budget * effort.nearly_factor:
+        return chosen
     smallest = lowest()
-    return best([found, smallest], budget) if kept and smallest.needed_bytes <= budget else smallest
+    return best([chosen, smallest], budget) if kept and smallest.needed_bytes <= budget else smallest
 
 
 def search(
@@ -137,19 +137,19 @@ def search(
     Returns:
         All plans that were made, at least one; only that of ``first`` if it keeps the budget. :func:`best` chooses.
     """
-    found = list[T]()
+    plans = list[T]()
     if least <= budget:
-        found.append(first())
-        if found[0].needed_bytes <= budget:
-            return found
-    known, target = _Search(budget, effort=effort), _begin(budget, effort)
+        plans.append(first())
+        if plans[0].needed_bytes <= budget:
+            return plans
+    state, target = _Search(budget, effort=effort), _begin(budget, effort)
     for _ in range(effort.budget_rounds):
-        found.append(attempt(target))
-        wanted = known.next(target, found[-1])
+        plans.append(attempt(target))
+        wanted = state.next(target, plans[-1])
         if wanted is None:
             break
         target = wanted
-    return found
+    return plans
 
 
 def lower(found: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT) -> T:

@@ -121,7 +121,7 @@ def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
     """Return for every trim (first, end): its bytes are trimmed at these positions of the node list, end excluded."""
     nodes = [node.name for node in graph.graph.nodes]
     runs = {op.name: index for index, op in enumerate(graph.graph.nodes) if op.op == "call_function"}
-    found = []
+    spans = []
     for trim in layout.trims:
         unknown = [name for name in (trim.after, trim.before) if name and name not in runs]
         if unknown or not 0 <= trim.low < trim.high <= layout.arena_bytes:
@@ -132,8 +132,8 @@ def _trimmed(graph: TrainGraph, layout: Layout) -> list[tuple[int, int]]:
         end = runs[trim.before] if trim.before else len(nodes)
         if end < first:
             raise VerifyError(f"after pass 'layout': {trim} ends before it begins")
-        found.append((first, end))
-    return found
+        spans.append((first, end))
+    return spans
 
 
 def _check_trims(layout: Layout, lives: dict[str, Life], trimmed: list[tuple[int, int]]) -> None:
@@ -203,7 +203,7 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
     handed = shared.of_all(output_values(graph.graph))
     backward = next((i for i, node in enumerate(nodes) if _is_late(graph, node)), len(nodes))
     fed = {node: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
-    found = {}
+    outside_lives = {}
     for name, (born, dead, _) in lives.items():
         node = nodes[born]
         if name in layout.offset or (node.op != "call_function" and fed.get(node) is not Role.TANGENT):
@@ -211,8 +211,8 @@ def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) ->
         if node.op == "call_function" and ops.rule(node.target).space is not Space.DEVICE:
             continue
         end = len(nodes) if shared.of(_made(node, name)[1]) in handed else dead
-        found[name] = (born if node.op == "call_function" else backward, end)
-    return found
+        outside_lives[name] = (born if node.op == "call_function" else backward, end)
+    return outside_lives
 
 
 def _is_late(graph: TrainGraph, node: fx.Node) -> bool:

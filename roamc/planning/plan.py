@@ -191,11 +191,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: a key is there twice, so that it is not known which value counts.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
-    return found
+    return fields
 
 
 STATUSES = ("optimal", "gap", "limit")
@@ -214,8 +214,8 @@ def _from_dict(data: Any) -> Plan:
     form = data.get("format")
     if type(form) is not int or form != FORMAT:
         raise PlanError(f"plan format {form!r}; this roamc reads format {FORMAT}: plan again")
-    given = {key: item for key, item in data.items() if key != "format"}
-    plan = decode.read(Plan, {"seconds": {}, **given}, "plan")
+    fields = {key: item for key, item in data.items() if key != "format"}
+    plan = decode.read(Plan, {"seconds": {}, **fields}, "plan")
     for item in dataclasses.fields(Plan):
         value = getattr(plan, item.name)
         for number in value.values() if isinstance(value, Mapping) else (value,):

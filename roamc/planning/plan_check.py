@@ -101,13 +101,13 @@ def check_numbers(given: Plan, planned: Planned) -> None:
     Raises:
         PlanError: names the number, and what it should be.
     """
-    made = planned.plan
-    _check_words(made)
-    _check_limits(made)
-    _check_reruns(made.decisions.get(retain.NAME))
-    _check_order(made.decisions.get(reorder.NAME), made.decisions.get(overlap.NAME), planned.graph)
-    _check_overlap(made.decisions.get(overlap.NAME), planned.graph)
-    _check_layout(made.decisions[layout.NAME], planned.graph)
+    counted = planned.plan
+    _check_words(counted)
+    _check_limits(counted)
+    _check_reruns(counted.decisions.get(retain.NAME))
+    _check_order(counted.decisions.get(reorder.NAME), counted.decisions.get(overlap.NAME), planned.graph)
+    _check_overlap(counted.decisions.get(overlap.NAME), planned.graph)
+    _check_layout(counted.decisions[layout.NAME], planned.graph)
     _check_taken_over(given)
 
 

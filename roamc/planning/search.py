@@ -183,11 +183,11 @@ class PlanSearch:
         """
         if allowed not in self._minimum:
             terms = Terms(0, allowed)
-            found = [self.lowest(terms)]
-            if found[0].plan.needed_bytes > self._least(terms):
-                found.append(self._first(terms))
+            candidates = [self.lowest(terms)]
+            if candidates[0].plan.needed_bytes > self._least(terms):
+                candidates.append(self._first(terms))
             self._choice(allowed).forget()
-            attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in found]
+            attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in candidates]
             self._minimum[allowed] = budget_search.lower(plans, attempt, self._maker.effort).planned
         return self._minimum[allowed]
 
@@ -369,11 +369,11 @@ def _finished(planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Se
         profile = cost.load_profile(main_device(planned.graph), maker.options.profile)
         used = utilisation.utilisation(planned.graph, maker.products, profile)
         notes += () if used is None else (str(used),)
-    made = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes))
-    planned = dataclasses.replace(planned, plan=made)
-    made.seconds["other"] = time.perf_counter() - begun - sum(made.seconds.values())  # type: ignore[index]
+    plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes))
+    planned = dataclasses.replace(planned, plan=plan)
+    plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
     check_budget(planned, limit)
-    log.info("%s", made)
+    log.info("%s", plan)
     return planned
 
 
@@ -411,9 +411,9 @@ def _made_already(planned: Planned) -> _Attempt:
 
 
 def _check_names(options: Options) -> None:
-    known = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
+    optional = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
     for name in options.disable:
-        if name not in known:
-            left = ", ".join(known)
+        if name not in optional:
+            left = ", ".join(optional)
             raise OptionError(f"disable: cannot leave out pass {name!r}; passes that can be left out: {left}")
     check_lossy(options.codecs)

@@ -28,8 +28,8 @@ def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may
         One bool for each of ``storages``.
     """
     written = {storage for op in memory.operators for storage in op.writes}
-    made = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
-    again = made - written
+    makes = {storage for op in memory.operators for storage in _made_again(memory, op, able)}
+    again = makes - written
     return [s.place is Place.TEMPORARY and s.nbytes > 0 and s.index in again for s in storages]
 
 
@@ -62,11 +62,11 @@ def expiries(
         for storage in op.writes:
             writes.setdefault(storage, []).append(steps[op.node.name])
     handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
-    found = []
+    limits = []
     for name in names:
         read = reads_again(memory, nodes[name]) if name and writes else ()
         later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
         last = min(later, default=len(names) - 1) + 1
         forward = bool(handed.intersection(read)) and steps[name] < memory.boundary
-        found.append(min(last, memory.boundary) if forward else last)
-    return found
+        limits.append(min(last, memory.boundary) if forward else last)
+    return limits

@@ -64,11 +64,11 @@ def gathered_once(graph: TrainGraph, pairs: Iterable[Pair]) -> TrainGraph:
     Raises:
         PlanError: a pair is none in this graph.
     """
-    known = dict(gathered_twice(graph))
+    firsts = dict(gathered_twice(graph))
     nodes = {node.name: node for node in operators(graph.graph)}
     places: dict[StorageId, StorageId] = {}
     for name, earlier in pairs:
-        if known.pop(name, None) != earlier:
+        if firsts.pop(name, None) != earlier:
             raise PlanError(f"{name!r} does not gather what {earlier!r} has gathered in this graph: plan again")
         second, first = nodes[name], nodes[earlier]
         second.replace_all_uses_with(first)

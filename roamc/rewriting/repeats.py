@@ -36,19 +36,19 @@ def repeats(graph: TrainGraph, live: LiveNodes) -> dict[fx.Node, fx.Node]:
     position = {node: at for at, node in enumerate(graph.graph.nodes)}
     used = live({})
     equal = [[node for node in nodes if node in used] for nodes in _equal(graph)]
-    found = _while_they_live(equal, position, _last_reads(used, position))
+    pairs = _while_they_live(equal, position, _last_reads(used, position))
     while True:  # without the second of a pair, what it read may die earlier
-        again = _while_they_live(equal, position, _last_reads(live(found), position), found)
-        if again == found:
-            return found
-        found = again
+        again = _while_they_live(equal, position, _last_reads(live(pairs), position), pairs)
+        if again == pairs:
+            return pairs
+        pairs = again
 
 
 def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
     """Operators that have equal results, in graph order."""
     fixed, alike = fixed_storages(graph), Alike()
     numbers: dict[fx.Node, int] = {}
-    known: dict[tuple[int, ...], int] = {}
+    number_of: dict[tuple[int, ...], int] = {}
     equal: dict[tuple[int, Phase], list[fx.Node]] = {}
     for node in graph.graph.nodes:
         numbers[node] = len(numbers)
@@ -58,7 +58,7 @@ def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
             numbers[node] = numbers[node.all_input_nodes[0]]
         elif ops.is_view(node.target) or may_repeat(node):
             key = alike.call(node), *(numbers[argument] for argument in node.all_input_nodes)
-            numbers[node] = known.setdefault(key, numbers[node])
+            numbers[node] = number_of.setdefault(key, numbers[node])
             # What backward makes again of what forward has made, a user may have asked for.
             if not ops.is_view(node.target) and graph.phase[node.name] is not Phase.UPDATE:
                 equal.setdefault((numbers[node], graph.phase[node.name]), []).append(node)
@@ -104,7 +104,7 @@ def _while_they_live(
         last: storage to the position of its last reader.
         among: the nodes that may be replaced; None for all.
     """
-    found: dict[fx.Node, fx.Node] = {}
+    pairs: dict[fx.Node, fx.Node] = {}
     for nodes in equal:
         first, end = None, -1
         for node in nodes:
@@ -112,8 +112,8 @@ def _while_they_live(
             if first is None or end < position[node] or (among is not None and node not in among):
                 first, end = node, own
             else:
-                found[node], end = first, max(end, own)
-    return found
+                pairs[node], end = first, max(end, own)
+    return pairs
 
 
 def read_first(graph: TrainGraph, pairs: Iterable[tuple[str, str]]) -> None:

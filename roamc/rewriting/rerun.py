@@ -112,10 +112,10 @@ class _Writer(Versions):
         return fresh
 
     def _picked(self, pick: fx.Node, fresh: fx.Node, at: fx.Node) -> fx.Node:
-        made = self.call(operator.getitem, (fresh, pick.args[1]), {}, pick, at)
-        self.phase[made.name] = self.phase[fresh.name]
-        made.meta[STORAGES] = (id_of(fresh, pick.args[1]),)  # type: ignore[arg-type]
-        return made
+        picked = self.call(operator.getitem, (fresh, pick.args[1]), {}, pick, at)
+        self.phase[picked.name] = self.phase[fresh.name]
+        picked.meta[STORAGES] = (id_of(fresh, pick.args[1]),)  # type: ignore[arg-type]
+        return picked
 
     def _state(self, first: fx.Node) -> fx.Node:
         """Save the generator's state right in front of ``first``."""

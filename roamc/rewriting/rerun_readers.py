@@ -106,10 +106,10 @@ class _Naming:
 
     def _note(self, storage: int, place: tuple[Step, int], reader: str) -> None:
         """Note a reader of a storage at the run whose version is the newest at its place, if it is not the first."""
-        made = self.versions[storage]
-        newest = bisect_left([(self.runs[index].before, index) for index in made], place) - 1
+        runs = self.versions[storage]
+        newest = bisect_left([(self.runs[index].before, index) for index in runs], place) - 1
         if newest >= 0:
-            self.readers[made[newest]].setdefault(storage, []).append((place, reader))
+            self.readers[runs[newest]].setdefault(storage, []).append((place, reader))
 
     def _rerun(self, index: int) -> Rerun:
         run, readers = self.runs[index], self.readers[index]

@@ -105,11 +105,11 @@ class _Placing:
     @cached_property
     def writers(self) -> dict[int, list[int]]:
         """Storage to the operators that write it, in the graph's order."""
-        found: dict[int, list[int]] = {}
+        by_storage: dict[int, list[int]] = {}
         for index, op in enumerate(self.memory.operators):
             for storage in op.writes:
-                found.setdefault(storage, []).append(index)
-        return found
+                by_storage.setdefault(storage, []).append(index)
+        return by_storage
 
     # -- checks -----------------------------------------------------------------------------------
 

@@ -76,25 +76,25 @@ class Versions:
         if node.op != "call_function" or node.name in self.makers or not ops.is_view(node.target):
             return node
         base = node.args[ops.rule(node.target).view_of[0]]
-        now = self._version(base, at, versions)  # type: ignore[arg-type]
-        if now is base:
+        version = self._version(base, at, versions)  # type: ignore[arg-type]
+        if version is base:
             return node
-        if (node, now) not in self.views:
-            self.views[node, now] = self._view(node, base, now, at)  # type: ignore[arg-type]
-            self.first[self.views[node, now]] = node
-        return self.views[node, now]
+        if (node, version) not in self.views:
+            self.views[node, version] = self._view(node, base, version, at)  # type: ignore[arg-type]
+            self.first[self.views[node, version]] = node
+        return self.views[node, version]
 
     def _view(self, node: fx.Node, base: fx.Node, now: fx.Node, at: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: now if argument is base else argument)
-        made = self.call(node.target, args, kwargs, node, at)
+        view = self.call(node.target, args, kwargs, node, at)
         if node.target is operator.getitem:  # only single tensors pass from forward to backward
-            now.append(made)
-            self.phase[made.name] = self.phase[now.name]
+            now.append(view)
+            self.phase[view.name] = self.phase[now.name]
         if now.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
-            made.meta["val"] = derived(made, self.mode)
+            view.meta["val"] = derived(view, self.mode)
         (old, *_), (new, *_) = ids_of(base), ids_of(now)
-        made.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
-        return made
+        view.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
+        return view
 
     def results(self, first: fx.Node) -> list[fx.Node]:
         """Return the nodes that stand for single results of ``first``: the operator itself, or the picks of several."""
@@ -118,11 +118,11 @@ class Versions:
         """
         name = name or self.names.fresh(like.name)
         with self.graph.graph.inserting_before(at):
-            made = self.graph.graph.create_node("call_function", target, args, kwargs, name=name)
-        made.name = name  # which FX may remember of a node that is gone, and would not give again
-        made.meta = dict(like.meta)
-        self.phase[made.name] = self.phase[at.name]
-        return made
+            inserted = self.graph.graph.create_node("call_function", target, args, kwargs, name=name)
+        inserted.name = name  # which FX may remember of a node that is gone, and would not give again
+        inserted.meta = dict(like.meta)
+        self.phase[inserted.name] = self.phase[at.name]
+        return inserted
 
     def finished(self) -> TrainGraph:
         """Erase nodes without readers, and return the graph, :func:`up_to_date`. Gradients and effects stay."""
@@ -161,17 +161,17 @@ def saved_values(graph: TrainGraph) -> tuple[str, ...]:
     Tensors whose version counter AOTAutograd does not check come last among the tensors. Within each group, names that
     passed before come first, in their old sequence.
     """
-    given = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    early = {node for node, port in given if port.phase is Phase.FORWARD}
+    ports = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    early = {node for node, port in ports if port.phase is Phase.FORWARD}
     early |= {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD}
     readers = [node for node in operators(graph.graph) if node not in early]
     returned = zip(output_values(graph.graph), graph.outputs, strict=True)
     read = [argument for reader in readers for argument in reader.all_input_nodes]
     read += [node for node, port in returned if node is not None and port.phase is not Phase.FORWARD]
     crossing = dict.fromkeys(node.name for node in read if node in early)
-    known = set(graph.saved)
+    before = set(graph.saved)
     names = [name for name in graph.saved if name in crossing]
-    names += [name for name in crossing if name not in known]
+    names += [name for name in crossing if name not in before]
     meta = {node.name: node.meta for node in graph.graph.nodes}
     return tuple(sorted(names, key=lambda name: _rank(meta[name])))
 
