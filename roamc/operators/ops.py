@@ -42,7 +42,7 @@ class OpRule(Facts):
             ``torch.library.custom_op`` makes without tags: it keeps its place among random operators, and runs as often
             as in the graph.
         collective: it talks to other ranks; all ranks must issue such operators in the same order.
-        asynchronous: it is a collective that may return before its results are there or its arguments are read. In a
+        asynchronous: it may return before its results are there or its arguments are read, as collectives may. In a
             graph that runs, an operator with ``finishes`` waits for it: capture takes no others, pass overlap makes
             such pairs.
         ordered: it has an effect that is not in its results (assertions, checks, prints), and keeps its place.
@@ -90,8 +90,8 @@ KNOWN_NAMESPACES = frozenset(
 In other namespaces, such as those of ``torch.library.custom_op``, this is unknown.
 """
 
-SYNCHRONOUS = frozenset({"_dtensor::shard_dim_alltoall", *(start._schema.name for start in FINISHED.values())})
-"""The operators of :data:`COLLECTIVE_NAMESPACES` whose results are there when they return."""
+SYNCHRONOUS = frozenset(finished._schema.name for finished in FINISHED.values())
+"""The collectives of roamc whose results are there when they return; of torch's, the table says so."""
 
 
 def rule(target: Target) -> OpRule:
@@ -151,7 +151,7 @@ def _from_schema(target: OpOverload) -> OpRule:
         random=random,
         unknown=unknown,
         collective=collective,
-        asynchronous=collective and schema.name not in SYNCHRONOUS,
+        asynchronous=collective and schema.name not in SYNCHRONOUS if row.asynchronous is None else row.asynchronous,
         ordered=not (schema.returns or mutates),  # there is no other reason to call it
         recomputable=exact if row.recomputable is None else (exact and row.recomputable),
         overwrites=() if mutates or view_of else _pointwise(target) if row.overwrites is None else row.overwrites,

@@ -194,12 +194,13 @@ class Facts:
 class Row(Facts):
     """One row: facts, and corrections to fields of :class:`roamc.operators.ops.OpRule` that schema and tags give.
 
-    ``view_of``, ``random``, ``recomputable``, ``overwrites``, ``strides`` and ``rowwise`` replace the derived field;
-    None leaves it.
+    ``view_of``, ``random``, ``asynchronous``, ``recomputable``, ``overwrites``, ``strides`` and ``rowwise`` replace the
+    derived field; None leaves it.
     """
 
     view_of: tuple[int, ...] | None = None
     random: bool | None = None
+    asynchronous: bool | None = None
     recomputable: bool | None = None
     overwrites: tuple[int, ...] | None = None
     strides: Strides | None = None
@@ -328,6 +329,7 @@ ROWS: dict[str, Row] = {
         Row(together=Together.MOVED),
     ),
     "roamc::wait_collective": Row(finishes=0, recomputable=False),
+    "_dtensor::shard_dim_alltoall": Row(asynchronous=False),
     # Their results do not depend on strides.
     **dict.fromkeys(
         [f"aten::{name}.Tensor" for name in ("add", "sub", "mul", "div")]

@@ -73,7 +73,7 @@ LIBRARY.impl("late_wait", lambda y: y.view(y.shape), "Meta")
 def rows(arenas_of_any_size: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The rows of these operators."""
     for name in ("late_start", "late_start_alone"):
-        monkeypatch.setitem(ROWS, f"roamc::{name}", Row(recomputable=False))
+        monkeypatch.setitem(ROWS, f"roamc::{name}", Row(asynchronous=True, recomputable=False))
     monkeypatch.setitem(ROWS, "roamc::late_wait", Row(finishes=0, recomputable=False))
     monkeypatch.setitem(ROWS, "roamc::late_to_host", Row(space=Space.HOST))
     ops.RULES.clear()
@@ -165,6 +165,12 @@ def test_a_start_that_nobody_waits_for_in_time_is_refused() -> None:
     wait.prepend(mul)
     with pytest.raises(VerifyError, match="mul needs the memory of late_start, which has not ended"):
         check_graph(graph, "reorder")
+
+
+def test_a_start_that_nobody_waits_for_is_refused() -> None:
+    graph = traced(lambda x: late.late_start(x.sin()).exp(), X)
+    with pytest.raises(VerifyError, match="late_start may not be finished when it returns"):
+        check_graph(graph, "capture")
 
 
 def test_memory_that_is_under_way_is_not_reused() -> None:
