@@ -1,8 +1,9 @@
 """Plans from elsewhere: what they say of themselves is counted again where that can be, else compared with the rest.
 
-What a plan does is checked where it is applied. Its numbers are what budgets are compared with and users are shown.
-Nothing here can tell that no order is below a plan's ``bound_bytes`` and no choice of reruns below ``bound_seconds``,
-which takes a search, nor that seconds are those of a profile.
+What a plan does is checked where it is applied; here, whether the user's options allow its last bits. Its numbers are
+what budgets are compared with and users are shown. Nothing here can tell that no order is below a plan's
+``bound_bytes`` and no choice of reruns below ``bound_seconds``, which takes a search, nor that seconds are those of a
+profile.
 """
 
 from __future__ import annotations

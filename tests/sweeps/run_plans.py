@@ -24,7 +24,7 @@ def main() -> int:
         valid = valid_plan(seed % COUNT)
         data, what = mutate(valid.data, Random(seed))
         try:
-            said = outcome(valid, data)
+            said = outcome(valid, data, believed=seed // COUNT % 2 == 1)
         except Exception as error:
             said = "FAULT"
             print(f"FAULT seed {seed}, {what}: {type(error).__name__}: {error}", flush=True)

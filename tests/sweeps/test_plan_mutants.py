@@ -17,11 +17,11 @@ PLANS = (0, 1, 10, 17)
 
 
 @settings(max_examples=80, derandomize=True, deadline=None)
-@given(st.sampled_from(PLANS), st.integers(0, 10**6))
-def test_changed_plan_is_refused_or_gives_the_same_bits(number: int, seed: int) -> None:
+@given(st.sampled_from(PLANS), st.integers(0, 10**6), st.booleans())
+def test_changed_plan_is_refused_or_gives_the_same_bits(number: int, seed: int, believed: bool) -> None:
     valid = valid_plan(number)
     data, _ = mutate(valid.data, Random(seed))
-    outcome(valid, data)  # raises on other bits and on errors that are not ours
+    outcome(valid, data, believed=believed)  # raises on other bits and on errors that are not ours
 
 
 def test_both_ends_are_met() -> None:
