@@ -31,7 +31,7 @@ from roamc.operators import ops
 from roamc.operators.schemas import name_of
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
-from roamc.rewriting.rerun_variants import runs_once
+from roamc.rewriting.rerun_variants import must_stay
 from roamc.rewriting.versions import Versions
 
 MARK = "code"
@@ -90,7 +90,7 @@ def values(memory: MemoryModel) -> Iterator[Value]:
     reads = _reads(memory)
     for storage in memory.saved:
         node = whole.get(storage.index)
-        pinned = runs_once(memory.operators[storage.producer])
+        pinned = must_stay(memory.operators[storage.producer])
         if node is None or pinned or storage.place is not Place.TEMPORARY or storage.index in written:
             continue
         early = tuple(read for phase, read in reads[storage.index] if phase is Phase.FORWARD)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage
-from roamc.rewriting.rerun_variants import makes_again, may_run_again, reads_again, runs_once
+from roamc.rewriting.rerun_variants import makes_again, may_run_again, must_stay, reads_again
 
 Able = Callable[[fx.Node], bool]
 """From the node of an operator to whether it may run again."""
@@ -35,7 +35,7 @@ def droppable(memory: MemoryModel, storages: Sequence[Storage], able: Able = may
 
 def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]:
     """The storages that another run of ``operator`` would make; none if it must not run again."""
-    may = operator.births and not runs_once(operator) and able(operator.node)
+    may = operator.births and not must_stay(operator) and able(operator.node)
     return makes_again(memory, operator) if may else set()
 
 

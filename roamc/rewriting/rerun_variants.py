@@ -77,8 +77,8 @@ def may_run_again(node: fx.Node, same_plan: Sequence[SamePlan] = ()) -> bool:
     return repeats and not rule.mutates and node.target is not save_rng_state
 
 
-def runs_once(operator: Operator) -> bool:
-    """Return whether the user keeps the results of ``operator``, which was traced in forward in :func:`roamc.keep`."""
+def must_stay(operator: Operator) -> bool:
+    """Return whether no rerun and no codec may free what ``operator`` makes, in forward inside :func:`roamc.keep`."""
     return operator.phase is Phase.FORWARD and is_kept(operator.node)
 
 

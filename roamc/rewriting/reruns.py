@@ -23,7 +23,7 @@ from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory
 from roamc.rewriting.names import stem_of
-from roamc.rewriting.rerun_variants import makes_again, may_run_again, reads_again, reads_of, runs_once
+from roamc.rewriting.rerun_variants import makes_again, may_run_again, must_stay, reads_again, reads_of
 
 PHASES = {phase.name.lower(): phase for phase in Phase}
 """The phase of each word in :attr:`Rerun.phase`."""
@@ -117,7 +117,7 @@ class _Placing:
         """Check what a rerun says of itself and of its readers; raise PlanError as :func:`places` does."""
         if one.operator not in self.number or not may_run_again(self._node(one.operator), self.graph.same_plan):
             raise PlanError(f"this graph has no operator {one.operator!r} that could run again")
-        if runs_once(self.memory.operators[self.number[one.operator]]):
+        if must_stay(self.memory.operators[self.number[one.operator]]):
             raise PlanError(f"{one.operator} is kept by roamc.keep, and would run again as {one.name}: plan again")
         if not re.fullmatch(re.escape(stem_of(one.operator)) + "_[1-9][0-9]{0,8}", one.name):
             raise PlanError(f"another run of {one.operator} cannot have the name {one.name!r}")

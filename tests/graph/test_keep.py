@@ -98,7 +98,7 @@ def test_plan_that_makes_again_what_is_kept_is_refused(route: str) -> None:
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_judge_of_values_names_what_is_kept_and_made_again(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, plan = plan_that_drops(route)
-    monkeypatch.setattr(reruns, "runs_once", lambda operator: False)
+    monkeypatch.setattr(reruns, "must_stay", lambda operator: False)
     with pytest.raises(VerifyError, match=r"after pass 'retain': \w+ runs \w+ again, which roamc.keep keeps"):
         search.run(graph, Options(), plan)
 
@@ -115,7 +115,7 @@ def test_judge_of_values_names_what_is_kept_and_encoded(monkeypatch: pytest.Monk
     with pytest.raises(PlanError, match="no storage 'gt' that could be kept smaller"):
         compress.compress(copied(graph), [compress.Code("gt", "bits")])
     before = value_flow.read(graph, Numbers())
-    monkeypatch.setattr(compress, "runs_once", lambda operator: False)
+    monkeypatch.setattr(compress, "must_stay", lambda operator: False)
     encoded = compress.compress(graph, [compress.Code("gt", "bits")])
     with pytest.raises(VerifyError, match=r"after pass 'retain': gt is encoded, which roamc.keep keeps"):
         value_flow.check(encoded, before, "retain")
