@@ -15,6 +15,7 @@ from roamc.errors import VerifyError
 from roamc.operators.gpu import kernel
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import nameless
+from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
 from tests.codegen.test_kernel_judge import group_of, on_gpu
 
@@ -115,6 +116,20 @@ def test_groups_have_one_key_if_names_alone_differ() -> None:
     assert made("flat").key != group_of(lambda x, y: (x * 2 + y).abs(), *given).key
 
 
-def test_functions_of_triton_are_no_names() -> None:
+def test_kernels_that_differ_in_names_alone_are_one_function_to_compile() -> None:
+    def renamed(one: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        twice = one * 2
+        return twice, twice.sum([0])
+
+    first = group_of(JOINED["sums over rows"][0], on_gpu((700, 64)))
+    second, third = (group_of(renamed, on_gpu((rows, 64)), on_gpu((64,))) for rows in (700, 800))
+    functions = [jit_function(group.text) for group in (first, second, third)]
+    ends = [jit_function(group.text, group.text.partials.function) for group in (first, second, third)]
+    assert functions[0] is functions[1] is not functions[2]
+    assert ends[0] is ends[1] is not functions[0]
+
+
+def test_functions_of_triton_and_constants_are_no_names() -> None:
     assert nameless("a = tl.exp(b)  # m.py:1\n") == nameless("c = tl.exp(d)\n") == "v0 = tl.exp(v1)\n"
     assert nameless("a = tl.exp(b)") != nameless("a = tl.log(b)")
+    assert nameless("a = ROWS") != nameless("a = BLOCK")

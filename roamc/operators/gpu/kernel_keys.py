@@ -32,11 +32,14 @@ def described(body: fx.Graph) -> str:
 
 
 def nameless(source: str) -> str:
-    """Return the source of a kernel without comments, and with numbers for the names that it chooses itself."""
+    """Return the source of a kernel without comments, and with numbers for the names that it chooses itself.
+
+    Names in capitals are those of compile-time constants, which a launch names: they stay.
+    """
     numbers: dict[str, str] = {}
 
     def number(name: re.Match[str]) -> str:
-        return name[0] if name[0] in KEPT else numbers.setdefault(name[0], f"v{len(numbers)}")
+        return name[0] if name[0] in KEPT or name[0].isupper() else numbers.setdefault(name[0], f"v{len(numbers)}")
 
     return NAME.sub(number, re.sub(r"  # .*", "", source))
 

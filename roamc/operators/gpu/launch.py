@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.partial_sums import WARPS
 
 MISSING = "Triton is not installed, so groups of operators run one by one on the GPU: pip install 'roamc[gpu]'"
@@ -27,6 +30,8 @@ def triton_version() -> str | None:
 def jit_function(text: KernelText, name: str = "") -> Any:
     """Return the kernel as a function of ``triton.jit``; not yet compiled.
 
+    Kernels that differ in names alone, such as those of a model's layers, are one function: it is compiled once.
+
     Args:
         text: the kernel.
         name: of its second function, which ends sums over rows; "" for the kernel itself.
@@ -34,14 +39,35 @@ def jit_function(text: KernelText, name: str = "") -> Any:
     Raises:
         ImportError: Triton is not installed.
     """
+    kernel, end = _jitted(_Alike(nameless(text.source), text))
+    return end if name else kernel
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """A kernel, equal to those that differ in names alone.
+
+    Attributes:
+        nameless: its source without names.
+        text: the kernel.
+    """
+
+    nameless: str
+    text: KernelText = field(compare=False)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _jitted(alike: _Alike) -> tuple[Any, Any]:
+    """Return a kernel, and the one that ends its sums over rows or None, as functions of ``triton.jit``."""
     import triton
 
+    text = alike.text
     file = f"<{text.function}>"
     # Triton reads the source of a function from its file; this is how Python keeps text without one.
     linecache.cache[file] = (len(text.source), None, text.source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"triton": triton, "tl": triton.language}
     exec(compile(text.source, file, "exec"), names)
-    return names[name or text.function]
+    return names[text.function], None if text.partials is None else names[text.partials.function]
 
 
 def jit_functions(text: KernelText) -> Callable[..., None]:
