@@ -104,6 +104,16 @@ def test_the_judge_names_a_launch_with_programs_of_another_shape() -> None:
         check_group(group, 1)
 
 
+def test_the_judge_names_a_source_that_is_right_in_its_printed_shape_alone() -> None:
+    group = made("flat")
+    fixed = replace(group.printed, source=group.printed.source.replace("* BLOCK", "* 1024"))
+    group.__dict__["text"] = fixed
+    check_group(group, 1)
+    group.__dict__["text"] = launched_in(fixed, group.matrix, group.shapes[2])
+    with pytest.raises(VerifyError, match="other elements are read"):
+        check_group(group, 1)
+
+
 def test_groups_have_one_key_if_names_alone_differ() -> None:
     def renamed(one: Tensor, other: Tensor) -> Tensor:
         twice = one * 2

@@ -80,8 +80,7 @@ def keep(machine: Machine, fresh: Mapping[str, Kept]) -> None:
         return
     path = _path(machine)
     with _lock.now:
-        others = _read(path, machine) if path.exists() else {}  # other processes have written to it
-        known = _held[path] = {**others, **_held.get(path, {}), **fresh}
+        known = _held[path] = {**_held.get(path, {}), **_read(path, machine), **fresh}  # others may have written, too
         rows = [_row(machine, key, one) for key, one in sorted(known.items())]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
