@@ -461,9 +461,14 @@ def reduce_scatter_tensor(dtype: torch.dtype) -> list[Call]:
     return [call(x, "sum", 1, alone()) for x in dense(dtype)]
 
 
-@cases((*NUMBERS, torch.complex64), collective.broadcast.default)
+@cases((*NUMBERS, torch.complex64), collective.broadcast.default, collective.start_broadcast.default)
 def broadcast(dtype: torch.dtype) -> list[Call]:
     return [call(x, 0, alone()) for x in dense(dtype)]
+
+
+@cases((*NUMBERS, torch.complex64), collective.start_all_to_all_single.default)
+def all_to_all_single(dtype: torch.dtype) -> list[Call]:
+    return [call(x, [len(x)], [len(x)], alone()) for x in dense(dtype)]
 
 
 @cases((*NUMBERS, torch.complex64), own_part)

@@ -33,6 +33,8 @@ WORDS = {
     "reduce_scatter_tensor_coalesced": ("reduce-scatter", 1),
     "all_gather_into_tensor": ("all-gather", 1),
     "all_gather_into_tensor_coalesced": ("all-gather", 1),
+    "broadcast": ("broadcast", 1),
+    "all_to_all_single": ("all-to-all", 1),
 }
 """Name of a collective of kind COLLECTIVE to its word in reports, and how often a ring sends its bytes."""
 

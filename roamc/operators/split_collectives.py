@@ -8,12 +8,15 @@ Until the wait the network may read ``x`` and write ``y``. ``STARTS`` maps opera
 :mod:`roamc.operators.collectives` to those that only start them, ``KERNELS`` these to functions that write into
 ``out``. torch's own waits look for work by storage, and all of an arena is one: they would wait for whatever is under
 way in it. So work is kept here, by the address of its result, for each thread: what a thread starts, it waits for.
+
+Coalesced collectives, of several tensors in one call, are not split: their results would have one start and several
+waits, and each of a few bytes would hold all arguments and results until the last of these.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +80,30 @@ def start_reduce_scatter_tensor(
     _begin(reduce_scatter(real_view(out), dense, reduction, group), out, dense)
 
 
+def start_broadcast(input: Tensor, src: int, group_name: Any, *, out: Tensor) -> None:
+    """Begin to write the ``input`` of the rank at position ``src`` of the group to ``out``, which may be ``input``.
+
+    ``group_name``, the process group, is as torch's functional collectives take it.
+    """
+    if out.data_ptr() != input.data_ptr():
+        out.copy_(input)
+    group = group_of_ranks(group_name)
+    _begin(dist.broadcast(real_view(out), group=group, group_src=src, async_op=True), out, input)
+
+
+def start_all_to_all_single(
+    input: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int], group_name: Any, *, out: Tensor
+) -> None:
+    """Begin to send parts of ``input`` along dimension 0 to all ranks, and to write what they send to ``out``.
+
+    The parts have ``input_split_sizes`` rows, by receiving rank, and ``output_split_sizes``, by sending rank.
+    ``group_name``, the process group, is as torch's functional collectives take it.
+    """
+    dense, group = real_view(input.contiguous()), group_of_ranks(group_name)
+    sizes = list(output_split_sizes), list(input_split_sizes)
+    _begin(dist.all_to_all_single(real_view(out), dense, *sizes, group=group, async_op=True), out, dense)
+
+
 def _begin(work: Any, out: Tensor, *used: Tensor) -> None:
     """Note the work that writes ``out``; results without elements share an address, and their work ends at once."""
     if work is None:
@@ -138,7 +165,13 @@ def _started(finished: OpOverload, writer: Callable[..., None]) -> OpOverload:
 
 _WRITERS = {
     writer.__name__.removeprefix("start_"): writer
-    for writer in (start_all_reduce, start_all_gather_into_tensor, start_reduce_scatter_tensor)
+    for writer in (
+        start_all_reduce,
+        start_all_gather_into_tensor,
+        start_reduce_scatter_tensor,
+        start_broadcast,
+        start_all_to_all_single,
+    )
 }
 STARTS: dict[OpOverload, OpOverload] = {
     finished: _started(finished, _WRITERS[name])

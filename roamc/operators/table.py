@@ -317,7 +317,9 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         [f"{NAMESPACE}::{form}all_reduce" for form in ("", "start_")], Row(overwrites=(0,), together=Together.SUMMED)
     ),
-    f"{NAMESPACE}::broadcast": Row(overwrites=(0,), together=Together.MOVED),
+    **dict.fromkeys(
+        [f"{NAMESPACE}::{form}broadcast" for form in ("", "start_")], Row(overwrites=(0,), together=Together.MOVED)
+    ),
     **dict.fromkeys(
         [f"{NAMESPACE}::{name}_coalesced" for name in ("all_reduce", "reduce_scatter_tensor")]
         + [f"{NAMESPACE}::{form}reduce_scatter_tensor" for form in ("", "start_")],

@@ -41,9 +41,13 @@ def compare_started(rank: int) -> None:
     for finished, start in STARTS.items():
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
             x = (torch.randn(6, 8) * 5).to(dtype)
-            rest: tuple[Any, ...] = {"a": ("sum", "0"), "g": (2, "0"), "r": ("sum", 2, "0")}[
-                "g" if "gather" in str(start) else "r" if "scatter" in str(start) else "a"
-            ]
+            rest: tuple[Any, ...] = {
+                "all_reduce": ("sum", "0"),
+                "all_gather_into_tensor": (2, "0"),
+                "reduce_scatter_tensor": ("sum", 2, "0"),
+                "broadcast": (1, "0"),
+                "all_to_all_single": ([4, 2], [4, 2], "0") if rank else ([2, 4], [2, 4], "0"),
+            }[finished._schema.name.rpartition("::")[2]]
             wanted = finished(x, *rest)
             arena = torch.empty(3, *wanted.shape, dtype=dtype)
             KERNELS[start](x, *rest, out=arena[1])  # of one storage, out of which two are under way

@@ -287,7 +287,7 @@ def test_a_decision_that_does_not_fit_is_refused() -> None:
 
 def test_only_what_can_be_started_apart_is_split() -> None:
     graph = graph_of(lambda x, w: (summed(x.t()), COLLECTIVES.broadcast(x, 0, alone()), summed(x)))
-    assert splittable(graph) == ["all_reduce_1"]  # the first would be copied until its wait
+    assert splittable(graph) == ["broadcast", "all_reduce_1"]  # the first would be copied until its wait
 
 
 # -- faults while it runs ---------------------------------------------------------------------

@@ -216,7 +216,9 @@ KIND_ALONE: dict[str, str] = {
     "attention_backward": "_flash_attention_backward _efficient_attention_backward flex_attention_backward",
     "convolution": "_convolution cudnn_convolution convolution_overrideable mkldnn_convolution _slow_conv2d_forward "
     "miopen_convolution",
-    COLLECTIVE: "roamc_collective::all_gather_into_tensor_coalesced roamc_collective::reduce_scatter_tensor_coalesced",
+    COLLECTIVE: "roamc_collective::all_gather_into_tensor_coalesced roamc_collective::reduce_scatter_tensor_coalesced "
+    "roamc_collective::broadcast roamc_collective::start_broadcast roamc_collective::all_to_all_single "
+    "roamc_collective::start_all_to_all_single",
     "pointwise": "arange linspace scalar_tensor zeros ones full eye hardtanh_backward hardswish_backward "
     "hardsigmoid_backward leaky_relu_backward threshold_backward rrelu_with_noise_backward prelu _prelu_kernel "
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
