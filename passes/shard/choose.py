@@ -27,7 +27,7 @@ from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
 from roamc.passes.shard.rules import PRODUCTS, Addend, Form, Local, Part, Rows, Turned, local, turned
-from roamc.passes.shard.varying import varying
+from roamc.passes.shard.varying import is_of_products, varying
 
 aten = torch.ops.aten
 
@@ -82,12 +82,16 @@ def regions(graph: TrainGraph) -> list[Found]:
 
 
 def is_source(node: fx.Node) -> bool:
-    """Whether ``node`` sums a floating-point tensor of two dimensions or more over the ranks of its group."""
+    """Whether ``node`` sums activations over the ranks of its group: rows of floating-point numbers, one for a token.
+
+    A tensor of two dimensions that is made of no product, as what a loss adds up for each token, has none.
+    """
     if ALL_REDUCE is None or node.target is not ALL_REDUCE or node.args[1] != "sum":
         return False
     value = node.meta["val"]
     sized = all(isinstance(size, int) for size in value.shape)
-    return bool(value.is_floating_point() and value.dim() >= 2 and value.is_contiguous() and sized and value.numel())
+    rows = value.dim() > 2 or (value.dim() == 2 and is_of_products(node.args[0]))
+    return bool(value.is_floating_point() and rows and value.is_contiguous() and sized and value.numel())
 
 
 def groups(graph: TrainGraph) -> list[object]:

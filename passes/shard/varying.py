@@ -73,6 +73,11 @@ def _summed_parameters(graph: TrainGraph, group: object) -> set[fx.Node]:
     return found
 
 
+def is_of_products(value: object) -> bool:
+    """Whether ``value`` is a product or a look-up, or made of one element by element."""
+    return isinstance(value, fx.Node) and bool(_factors([value]))
+
+
 def _factors(summed: Iterable[fx.Node]) -> set[fx.Node]:
     """What views and casts lead from to the factors of the products that ``summed`` is a sum or a view of."""
     found: set[fx.Node] = set()

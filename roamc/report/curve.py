@@ -81,7 +81,7 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
         spots=tuple(_spot(plan, bound) for plan in plans),
         now=_spot(now, bound),
         bounds=tuple(sorted(bound.items(), reverse=True)),
-        step_seconds=trials.alone,
+        step_seconds=trials.first.plan.step_seconds,
     )
 
 

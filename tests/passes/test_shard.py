@@ -515,3 +515,14 @@ def test_random_graphs_on_shards_give_what_they_gave(seed: int) -> None:
     inputs = [[shared[0], torch.randn(8, 8) / 3, *shared[2:]] for _ in range(2)]
     for (wanted,), (given,) in zip(run_ranks(graph, inputs), run_ranks(found, inputs), strict=True):
         assert torch.allclose(given, wanted, rtol=1e-4, atol=1e-4), seed
+
+
+def test_what_a_loss_adds_up_for_each_token_is_no_activation() -> None:
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        rows = COLLECTIVES.all_reduce(x[0] @ w, "sum", GROUP)
+        whole = COLLECTIVES.all_reduce(x @ w, "sum", GROUP)
+        return rows, whole, COLLECTIVES.all_reduce(x.exp().sum(-1), "sum", GROUP)
+
+    graph = traced(step, torch.zeros(4, 6, 8), torch.zeros(8, 8))
+    sums = [node for node in operators(graph.graph) if node.target is COLLECTIVES.all_reduce.default]
+    assert [choose.is_source(node) for node in sums] == [True, True, False]

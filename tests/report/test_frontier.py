@@ -71,6 +71,7 @@ def test_curve_is_made_of_plans(traced: tuple[PlanSearch, Curve]) -> None:
     assert {(spot.needed_bytes, spot.added_seconds) for spot in (*curve.spots, curve.now)} <= plans
     assert curve.spots[-1].needed_bytes == min(plan.needed_bytes for plan in trials.plans)
     assert curve.spots[0].added_seconds == 0
+    assert curve.step_seconds == trials.first.plan.step_seconds, "without seconds that other operators hide"
 
 
 def test_curve_falls_and_never_lies_below_its_bound(traced: tuple[PlanSearch, Curve]) -> None:
