@@ -69,12 +69,13 @@ class Decision:
         allocator_bytes: most bytes of results left with the allocator at one operator.
         peak_bytes: most bytes at one operator: of the arena without trimmed ranges, and of what lies outside it.
         needed_bytes: the same with the operators' estimated workspace and the estimated size of tensor objects; with
-            trims at least what the arena takes before parts of it are trimmed.
+            trims at least what the arena takes before parts of it are trimmed. ``waiting_bytes`` are in it.
         trims: (low, high, after, before): bytes [low, high) of the arena are given back behind operator ``after`` and
             used again by operator ``before``; ``""`` stands for the start or the end of the step.
         trimmed_bytes: bytes of the arena that are trimmed and then used again in one run.
         status: ``"optimal"`` if the arena has the size of its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: name of the algorithm that found the offsets.
+        waiting_bytes: bytes that the other micro-batches in flight have saved, in a pipeline; else 0.
     """
 
     arena_bytes: Bytes
@@ -91,6 +92,7 @@ class Decision:
     trimmed_bytes: Bytes
     status: str
     algorithm: str
+    waiting_bytes: Bytes
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -137,6 +139,7 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         trimmed_bytes=found.trimming.trimmed_bytes,
         status=str(solution.status.value),
         algorithm=solution.algorithm,
+        waiting_bytes=table.waiting,
     )
 
 

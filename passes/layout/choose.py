@@ -50,7 +50,7 @@ class Laid:
         trimming: ranges of the arena that are trimmed.
         peak_bytes: most bytes at one operator, of the arena without trimmed ranges and of tensors outside of it.
         needed_bytes: that peak with the estimated bytes of workspace and tensor objects; with trims at least the bytes
-            that the step holds before parts of the arena are trimmed.
+            that the step holds before parts of the arena are trimmed; and what other micro-batches have saved.
         cost: the peak plus the prices of trims and of bytes that pass through the allocator, in bytes of peak.
     """
 
@@ -82,7 +82,8 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
     cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
     # Placements in `within` keep the budget without trims; the others may keep it with trims.
-    within = [placement for placement in plain if limit is not None and placement.peak_bytes <= limit][: effort.layouts]
+    room = None if limit is None else limit - table.waiting
+    within = [placement for placement in plain if room is not None and placement.peak_bytes <= room][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
     found: list[tuple[Rank, Laid]] = []
@@ -130,7 +131,7 @@ def _laid_out(
             inside = ~table.foreign & ~placement.with_allocator
             needed = max(needed, trims.taken(table, inside, arena, outside, keeps=options.keeps_arena))
         price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
-        yield Laid(placement, solution, trimming, peak(tensors), needed, price)
+        yield Laid(placement, solution, trimming, peak(tensors), needed + table.waiting, price)
 
 
 def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:

@@ -59,6 +59,7 @@ class Table:
         elsewhere: temporaries that cannot lie in the arena: on another device, or still being written when their
             operator, which has no ``out=`` form, has returned.
         workspace: int64[n], estimated bytes that each operator takes for itself.
+        waiting: bytes that other micro-batches in flight have saved.
         eager: what eager holds at every moment; None if that is no limit.
         effort: how many placements to try, and the prices by which they are compared.
     """
@@ -75,6 +76,7 @@ class Table:
     allocated: Bools
     elsewhere: Bools
     workspace: Int64s
+    waiting: Bytes
     eager: Moments | None
     effort: Effort
 
@@ -142,6 +144,7 @@ def make_table(
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device or s.index in late for s in memory.counted) & temporary,
         workspace=workspace,
+        waiting=(graph.in_flight - 1) * memory.saved_bytes,
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,
         effort=effort,
     )

@@ -41,6 +41,7 @@ def recounted(graph: TrainGraph, layout: Layout) -> dict[str, Bytes]:
         "trimmed_bytes": sum(trim.nbytes for trim in layout.trims if trim.before),
         "peak_bytes": peak(tensors),
         "needed_bytes": _needed(table, outside, tensors, layout, ~table.foreign & ~apart),
+        "waiting_bytes": table.waiting,
     }
 
 
@@ -58,9 +59,9 @@ def _trimmed(trims: Sequence[Trim], memory: MemoryModel) -> Int64s:
 
 
 def _needed(table: Table, outside: Int64s, tensors: Int64s, layout: Layout, inside: Bools) -> Bytes:
-    """What ``tensors``, bytes at every step, need with what operators take for themselves, and objects."""
+    """What ``tensors``, bytes at every step, need with what operators take for themselves, objects and what waits."""
     needed = peak(tensors + table.workspace)
     needed += objects(needed, most_alive(table.born, table.dead, table.steps))
-    if not layout.trims:
-        return needed
-    return max(needed, taken(table, inside, layout.arena_bytes, outside, keeps=False))
+    if layout.trims:
+        needed = max(needed, taken(table, inside, layout.arena_bytes, outside, keeps=False))
+    return needed + table.waiting

@@ -84,6 +84,8 @@ def question(
         droppable=droppable(memory, storages, able),
         expires=expiries(memory, nodes, names, sequence, boundary=graph.boundary),
         idle=_idle(memory, names),
+        waiting=graph.in_flight - 1,
+        boundary=names.index(HANDOVER) if graph.in_flight > 1 else -1,
     )
     return Question(graph, memory, made, tuple(names), storages, allowed)
 

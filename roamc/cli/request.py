@@ -17,7 +17,16 @@ from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile
 from roamc.errors import OptionError, nearest
 from roamc.frontends.arguments import check_clip
-from roamc.frontends.mesh import Mesh, check_tokens, noted, on_mesh, parse_mesh, running_split, stage_settings
+from roamc.frontends.mesh import (
+    Mesh,
+    check_tokens,
+    noted,
+    notes_on,
+    on_mesh,
+    parse_mesh,
+    running_split,
+    stage_settings,
+)
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph
 from roamc.options import Options, parse_options
@@ -163,6 +172,8 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
             clip_grad_norm=request.clip_grad_norm,
             device=device_of(request.device),
         )
+    notes = notes_on(workload.model, mesh, _tp_plan(request))
+    graph = graph.replace(in_flight=mesh.pp, notes=(*graph.notes, *notes))
     if request.device == "cuda":
         graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))
     return graph, time.perf_counter() - start

@@ -19,7 +19,7 @@ from roamc.compat import original
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, parse_setting
-from roamc.graph import TrainGraph
+from roamc.graph import Role, TrainGraph
 from roamc.graph.memory import build_memory
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
@@ -148,6 +148,17 @@ def running_split(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | Non
     check_called(model)
 
 
+def notes_on(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return a sentence for each pattern of a user's ``tp_plan`` that no layer of ``model`` has a name like.
+
+    Args:
+        model: what :func:`part_of` returned for ``mesh``.
+        mesh: the mesh; one without ``tp`` splits no layer.
+        tp_plan: the user's; None for none.
+    """
+    return tuple(unmatched(model, tp_plan or {}).values()) if mesh.tp > 1 else ()
+
+
 def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
     """Return one rank's part of ``workload``; raises as :func:`part_of`."""
     make = workload.optimizer or OPTIMIZERS["adamw"]
@@ -191,9 +202,11 @@ def noted(planned: Planned, mesh: Mesh, layers: Setting | None = None) -> Planne
 
 def _stage_note(graph: TrainGraph, plan: Plan, mesh: Mesh, layers: int) -> str:
     """What the first stage of a pipeline holds, whose micro-batches are all in flight before a backward (1F1B)."""
-    saved = sum(storage.nbytes for storage in build_memory(graph).saved)
-    whole = plan.needed_bytes + (mesh.pp - 1) * saved
+    saved = build_memory(graph).saved_bytes
+    held, gradients = sum(plan.fixed_bytes.values()), plan.fixed_bytes.get(Role.PARAMETER.value, 0)
     return (
         f"the first of {mesh.pp} stages, {layers // mesh.pp} of {layers} layers, has {mesh.pp} micro-batches in "
-        f"flight, of which each saves {format_bytes(saved)}: it needs {format_bytes(whole)}; roamc runs no pipeline"
+        f"flight, of which each saves {format_bytes(saved)}: it needs {format_bytes(plan.needed_bytes)}, which a "
+        f"budget limits, and {format_bytes(plan.needed_bytes + held + gradients)} with what is fixed and the sums of "
+        f"{format_bytes(gradients)} of gradients; roamc runs no pipeline"
     )

@@ -20,7 +20,7 @@ from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
 from roamc.frontends.eager_calls import checked
-from roamc.frontends.mesh import Mesh, check_tokens, parse_mesh, part_of, running_split
+from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import together
@@ -172,7 +172,7 @@ def _plan_on(
         with running_split(part, mesh, tp_plan):
             found = planned(part, *batch, optimizer=its_optimizer)
     check_tokens(found)
-    return found
+    return dataclasses.replace(found, notes=(*found.notes, *notes_on(part, mesh, tp_plan)))
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -37,6 +37,8 @@ def fingerprint(graph: TrainGraph) -> str:
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
     digest.update("|".join(_shared(graph.graph)).encode())
+    if graph.in_flight > 1:
+        digest.update(f"{graph.in_flight} in flight".encode())
     return digest.hexdigest()
 
 

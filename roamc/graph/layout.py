@@ -42,7 +42,8 @@ class Layout:
         with_allocator: names of storages that stay with torch's allocator: results of operators without an ``out=``
             form that are not worth a copy.
         peak_bytes: most bytes at one step, of the arena without what is trimmed and of all that lies outside it.
-        needed_bytes: most bytes at one step, with each operator's workspace and the tensor objects added.
+        needed_bytes: most bytes at one step, with each operator's workspace, the tensor objects and what other
+            micro-batches in flight have saved.
         trims: the ranges of the arena that are trimmed for a while.
     """
 

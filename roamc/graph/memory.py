@@ -146,13 +146,14 @@ class MemoryModel:
     @cached_property
     def saved(self) -> tuple[Storage, ...]:
         """The counted storages, outputs included, that FORWARD makes and BACKWARD or UPDATE uses."""
-        return tuple(
-            storage
-            for storage in self.counted
-            if storage.producer >= 0
-            and self.operators[storage.producer].phase is Phase.FORWARD
-            and any(self.operators[user].phase is not Phase.FORWARD for user in self.uses[storage.index])
-        )
+        forward = {index for index, operator in enumerate(self.operators) if operator.phase is Phase.FORWARD}
+        made = (storage for storage in self.counted if storage.producer in forward)
+        return tuple(storage for storage in made if not forward.issuperset(self.uses[storage.index]))
+
+    @cached_property
+    def saved_bytes(self) -> Bytes:
+        """The bytes of :attr:`saved`: of each micro-batch that waits for its backward."""
+        return sum(storage.nbytes for storage in self.saved)
 
     def storage_of(self, node: fx.Node, position: int = 0) -> Storage:
         """Return the storage of result ``position`` of ``node``, as :func:`roamc.graph.tensors_of` numbers results.

@@ -158,6 +158,8 @@ class TrainGraph:
             :mod:`roamc.runtime.agreement` compares it before the first step.
         same_plan: the groups all of whose ranks run the plan that is made for this graph; collectives of others must
             run as often as in the graph.
+        in_flight: how many micro-batches of a pipeline have run forward before one runs backward: what is saved for the
+            others waits meanwhile. Above 1, all of FORWARD runs in front of all of BACKWARD.
     """
 
     name: str
@@ -178,6 +180,12 @@ class TrainGraph:
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
     agreements: tuple[Agreement, ...] = field(default=(), repr=False)
     same_plan: tuple[SamePlan, ...] = field(default=(), repr=False)
+    in_flight: int = 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether all of FORWARD runs in front of all other operators."""
+        return self.boundary or self.in_flight > 1
 
     @property
     def graph(self) -> fx.Graph:

@@ -166,9 +166,9 @@ def _check_phases(graph: TrainGraph, after: str) -> None:
     for node in operators(graph.graph):
         if node.name not in graph.phase:
             _fail(graph, after, node, f"{node.name} has no phase")
-        if not graph.boundary or ops.is_view(node.target):
+        if not graph.apart or ops.is_view(node.target):
             continue
-        if graph.phase[node.name] is Phase.UPDATE:
+        if graph.boundary and graph.phase[node.name] is Phase.UPDATE:
             _fail(graph, after, node, f"{node.name} belongs to UPDATE, which this graph does not have")
         forward = graph.phase[node.name] is Phase.FORWARD
         if not forward and node in early:
@@ -190,7 +190,7 @@ def _check_finished(graph: TrainGraph, after: str) -> None:
         if ops.rule(node.target).asynchronous and node not in waits:
             _fail(graph, after, node, f"{node.name} may not be finished when it returns: {node.target}")
     for start, wait in waits.items():
-        if graph.boundary and graph.phase[start.name] is not graph.phase[wait.name]:
+        if graph.apart and graph.phase[start.name] is not graph.phase[wait.name]:
             _fail(graph, after, wait, f"{wait.name} waits in another part of the step than {start.name} begins in")
     if waits:
         _check_under_way(graph, after, set(waits))

@@ -189,8 +189,25 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
         elif (ended := started_by(node)) is not None:
             del under_way[ended]
         needed, where = max((needed, where), (taken + objects(taken), node.name), key=operator.itemgetter(0))
+    needed += (graph.in_flight - 1) * _saved(graph, lives)
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))
+
+
+def _saved(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
+    """The bytes of storages that forward makes and a later operator reads, which each micro-batch in flight holds."""
+    nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
+    late = [node for node in nodes if _is_late(graph, node)]
+    read = {shared.of(storage) for node in late for source in node.all_input_nodes for *_, storage in placed(source)}
+    made = [(name, nodes[born], nbytes) for name, (born, _, nbytes) in lives.items()]
+    return sum(
+        nbytes
+        for name, node, nbytes in made
+        if node.op == "call_function"
+        and not _is_late(graph, node)
+        and ops.rule(node.target).space is Space.DEVICE
+        and shared.of(_made(node, name)[1]) in read
+    )
 
 
 def _too_low(nbytes: Bytes, where: str, said: Bytes) -> str:

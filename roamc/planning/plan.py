@@ -37,7 +37,8 @@ class Plan:
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
         needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
-            estimated by :mod:`roamc.cost.workspace`. This is what a budget is compared with.
+            estimated by :mod:`roamc.cost.workspace`, and with what other micro-batches of a pipeline have saved
+            meanwhile. This is what a budget is compared with.
         arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
         bound_bytes: lower bound of the live bytes at the worst step, for any order of the operators of the plan, reruns
@@ -81,6 +82,12 @@ class Plan:
     def fragmentation(self) -> float:
         """Bytes of the arena above the most live bytes in it, as a fraction of these: arena / live - 1."""
         return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
+
+    @property
+    def waiting_bytes(self) -> Bytes:
+        """Bytes that other micro-batches of a pipeline have saved; 0 where there are none."""
+        waiting: Bytes = self.decisions.get("layout", {}).get("waiting_bytes", 0)
+        return waiting
 
     def to_dict(self, *, seconds: bool = False) -> dict[str, Any]:
         """Return the plan as plain data, ready for JSON.
@@ -138,8 +145,11 @@ class Plan:
         )
 
     def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
-        more = self.needed_bytes - self.peak_bytes
-        return (("workspace", format_bytes(more), "more, inside operators and for objects, estimated"),) if more else ()
+        rows = (
+            ("in flight", self.waiting_bytes, "more, saved for the other micro-batches in flight"),
+            ("workspace", self.needed_bytes - self.peak_bytes - self.waiting_bytes, _INSIDE),
+        )
+        return tuple((label, format_bytes(more), remark) for label, more, remark in rows if more)
 
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.step_seconds:
@@ -167,6 +177,9 @@ class Plan:
         lines = [f"plan of {self.name}"]
         lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+_INSIDE = "more, inside operators and for objects, estimated"
 
 
 def _against(value: Bytes, base: Bytes, of: str) -> str:

@@ -74,6 +74,7 @@ def prepared(
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most = int((live + cost.workspaces(memory.operators, graph.threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
+    needs += (graph.in_flight - 1) * memory.saved_bytes
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
@@ -104,7 +105,8 @@ class PlanMaker:
     Attributes:
         runner: runs the passes, with the user's options and the budget in bytes.
         fingerprint: hash of the captured graph.
-        eager_needs: bytes that eager PyTorch takes at its worst step, workspaces and tensor objects included.
+        eager_needs: bytes that eager PyTorch takes at its worst step: workspaces, tensor objects and what other
+            micro-batches in flight have saved included.
         allowed: the operators that may be recomputed, see :class:`Terms`.
         effort: limits of the search for a plan, and which differences it ignores.
         splits: whether pass overlap may split collectives.

@@ -116,7 +116,9 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
         (
             str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
             format_bytes(point.plan.needed_bytes),
-            f"{point.plan.needed_bytes / eager:.3f}",
+            ""
+            if point.plan.waiting_bytes
+            else f"{point.plan.needed_bytes / eager:.3f}",  # eager's is of one micro-batch
             f"{point.plan.added_seconds / point.plan.step_seconds:.1%}",
             f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),

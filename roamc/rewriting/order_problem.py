@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from roamc.graph import TrainGraph
+from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, Place, Storage
 from roamc.rewriting.in_place import Reuse
 from roamc.solvers.order import OrderProblem, make_problem
@@ -19,11 +19,11 @@ def order_problem(
 ) -> tuple[OrderProblem, list[str]]:
     """Return the graph as plain numbers for the solvers, and the names of the problem's operators.
 
-    The problem of a graph with a boundary has stages, and one operator more than the graph: :data:`HANDOVER`, at the
-    boundary, makes the tangents.
+    The problem of a graph whose forward runs apart has stages, and one operator more than the graph: :data:`HANDOVER`,
+    behind forward, makes the tangents.
 
     Args:
-        graph: says whether there is a boundary.
+        graph: says whether forward runs apart.
         memory: memory model of ``graph``.
         reuses: results that may take over the bytes of an argument.
         workspace: bytes that each operator of ``memory`` takes for itself; None to count none.
@@ -33,10 +33,10 @@ def order_problem(
         numbers in the problem, :data:`HANDOVER` among them.
     """
     names = operator_names(graph, memory)
-    stage = [2 * int(op.phase) if graph.boundary else 0 for op in memory.operators]
+    stage = [_stage(graph, op.phase) for op in memory.operators]
     at = memory.boundary
     new = [number for number, name in enumerate(names) if name != HANDOVER]
-    if graph.boundary:
+    if graph.apart:
         stage.insert(at, 1)
     own = [0] * len(stage)
     for operator_, count in zip(new, workspace, strict=True) if workspace is not None else ():
@@ -57,6 +57,13 @@ def order_problem(
     return make_problem(stage, edges, buffers, own, reusable), names
 
 
+def _stage(graph: TrainGraph, phase: Phase) -> int:
+    """The stage of an operator of ``phase``; the handover has stage 1."""
+    if graph.boundary:
+        return 2 * int(phase)
+    return 2 if graph.apart and phase is not Phase.FORWARD else 0
+
+
 def _taken_over(memory: MemoryModel, reuses: Iterable[Reuse]) -> dict[int, tuple[int, ...]]:
     """Storages that an operator that ends later takes over in every order, to their users: without what waits for it.
 
@@ -73,7 +80,7 @@ def _taken_over(memory: MemoryModel, reuses: Iterable[Reuse]) -> dict[int, tuple
 def operator_names(graph: TrainGraph, memory: MemoryModel) -> list[str]:
     """Return the names of the operators of :func:`order_problem` by their numbers, :data:`HANDOVER` among them."""
     names = [op.node.name for op in memory.operators]
-    if graph.boundary:
+    if graph.apart:
         names.insert(memory.boundary, HANDOVER)
     return names
 

@@ -27,6 +27,8 @@ for them there is a second node:
                     --endless--> needed k
 
 The bound then holds for every choice of reruns and offers.
+
+Where w other micro-batches wait at the boundary, each kept byte counts 1 + w times at that operator.
 """
 
 import copy
@@ -175,10 +177,12 @@ class Bounds:
         spacing = self.effort.bound_spacing
         live = live_bytes(self.order, np.arange(self.order.num_ops, dtype=np.int32))
         steps = np.argsort(-live, kind="stable")
+        boundary = np.flatnonzero(self.problem.sequence == self.problem.boundary)  # none, or one step
         hottest = steps[~self._idle[steps]][: spacing * self.effort.bound_candidates : spacing]
         sure = reachability_bound(self.order, hottest.astype(np.int32))
         most = self.effort.bound_operators if count is None else count
         chosen = hottest[np.argsort(-sure, kind="stable")[:most]]
+        chosen = np.append(boundary, chosen[~np.isin(chosen, boundary)])
         self.networks = [self._network(int(step)) for step in chosen]
 
     def anew(self) -> "Bounds":
@@ -217,7 +221,7 @@ class Bounds:
 
     def _at(self, network: _Network, budget: Bytes) -> tuple[Seconds, float]:
         """Return the bound at one operator in seconds, and the rate that gives it; both infinite if no reruns fit."""
-        room = budget - network.fixed
+        room = self._room(network, budget)
         if network.needed <= room:
             return 0.0, 0.0
         least = self._cut(network, math.inf)
@@ -240,6 +244,12 @@ class Bounds:
             else:
                 below = cut.seconds, cut.kept_bytes
         return max(best[0] * (1 - CLOSE), 0.0), best[1]
+
+    def _room(self, network: _Network, budget: Bytes) -> Bytes:
+        """Return the bytes that the buffers which the cut keeps may have at most."""
+        room = budget - network.fixed
+        waits = self.problem.waiting and self.problem.sequence[network.step] == self.problem.boundary
+        return room // (1 + self.problem.waiting) if waits else room
 
     def _network(self, step: Step) -> _Network:
         """Build the network at `step`, of the operators before it and the buffers they make; buffer k is node 2 + k."""

@@ -177,14 +177,17 @@ class Choice:
         form, offers, order = self.encoded(solution.taken), self.problem.offers, self.problem.order
         runs = schedule(form.problem, replace(solution, taken=()))
         live = np.array([nbytes for _, nbytes in runs], dtype=np.int64)
+        boundary = next((at for at, (op, _) in enumerate(runs) if op == form.problem.boundary), len(runs))
         rows = sorted(range(len(solution.taken)), key=lambda row: -offers[solution.taken[row]].seconds)
         needless = set()
         for row in rows:
             offer = offers[solution.taken[row]]
             begin, end = _wait([op for op, _ in runs], form.encodes[row], form.decodes[row])
             more = int(order.size[offer.buffer]) - offer.nbytes
-            if live[begin:end].max(initial=0) + more <= budget:
-                live[begin:end] += more
+            grown = live + self.problem.waiting * more * (begin <= boundary < end)
+            grown[begin:end] += more
+            if grown.max(initial=0) <= budget:
+                live = grown
                 needless.add(solution.taken[row])
         return needless
 

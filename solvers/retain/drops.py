@@ -22,7 +22,7 @@ import numpy as np
 from roamc.solvers.arrays import FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.search import Search, State
-from roamc.solvers.retain.simulate import Room
+from roamc.solvers.retain.simulate import Room, boundary_run
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail, drop_in_way, go_back, make_trail
 
@@ -48,13 +48,15 @@ class Drops:
 def list_drops(search: Search, state: State, budget: int) -> Drops:
     """Return the drops at the first run with the peak: of droppable buffers that are live and not read at its step.
 
+    Where other micro-batches wait at the boundary, drops of buffers that are live there are listed as well.
+
     `search.room` must hold the schedule of `state`, because that was simulated last. A run is one operator run of the
     schedule, original or rerun.
 
     budget: bytes, for `Drops.reach`.
     """
     gaps, room, runs = search.gaps, search.room, state.score.runs
-    at = np.empty((3, len(search.tables.size)), dtype=np.int64)
+    at = np.empty((3, 2 * len(search.tables.size)), dtype=np.int64)
     since = np.full(len(gaps.begin), -1, dtype=np.int32)
     count = _list_drops(search.tables, runs, gaps.end, state.release, room, at, since)
     gap = at[0, :count]
@@ -113,23 +115,35 @@ def make_drop(search: Search, state: State, drops: Drops, number: int, way: int)
 def _list_drops(
     tables: Tables, runs: int, end: LongArray, release: LongArray, room: Room, at: LongArray, since: IntArray
 ) -> int:
-    peak = np.argmax(room.live[:runs])
-    step = room.step[peak]
-    count = 0
-    for version in range(room.first_made[peak]):
+    count = _list_at(tables, int(np.argmax(room.live[:runs])), 0, end, release, room, at)
+    if tables.waiting > 0:
+        count = _list_at(tables, boundary_run(tables, runs, room), count, end, release, room, at)
+    for version in range(room.first_made[runs]):
+        if room.again[version] and room.last[version] > room.born[version]:
+            since[room.at_gap[version]] = room.step[room.born[version]]
+    return count
+
+
+@compiled_uncounted
+def _list_at(
+    tables: Tables, run: int, listed: int, end: LongArray, release: LongArray, room: Room, at: LongArray
+) -> int:
+    """Add the drops at one run to the first `listed` of `at`, without those in gaps that are there already."""
+    step, count = room.step[run], listed
+    for version in range(room.first_made[run]):
         buffer = room.buffer[version]
-        later = room.last[version] > peak and room.step[room.last[version]] > step
+        later = room.last[version] > run and room.step[room.last[version]] > step
         if not (later and tables.droppable[buffer] and tables.size[buffer] > 0):
             continue
         gap = tables.gap_start[buffer]
         while end[gap] < step:
             gap += 1
-        if end[gap] > step:
+        known = end[gap] <= step
+        for number in range(listed):
+            known = known or at[0, number] == gap
+        if not known:
             at[0, count], at[1, count], at[2, count] = gap, min(release[gap], step + 1), step + 1
             count += 1
-    for version in range(room.first_made[runs]):
-        if room.again[version] and room.last[version] > room.born[version]:
-            since[room.at_gap[version]] = room.step[room.born[version]]
     return count
 
 

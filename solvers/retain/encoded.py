@@ -172,6 +172,8 @@ class _Writer:
             ),
             droppable=[self.droppable[buffer] for buffer in buffers],
             expires=self._expires(number, sequence),
+            waiting=self.problem.waiting,
+            boundary=number.get(self.problem.boundary, -1),
         )
         rows = [
             tuple(tuple(number[op] for op in parts[part]) for parts in self.parts)

@@ -21,6 +21,8 @@ makes a version of its results, and each read of a buffer reads its newest versi
   numbers, take over the bytes of the first of their reusable buffers whose version this run reads last and whose bytes
   no other version has taken over. Results that are not renewed take nothing over.
 - Live bytes of a step, original or rerun, are the sizes of the versions live there and the operator's workspace.
+- Where other micro-batches wait at the boundary, what waits of each is added at every step: the sizes of the versions
+  of buffers that are not kept, made before the boundary and live there or later. It has the reruns of this schedule.
 
 Buffers may also wait for late readers in a smaller form: the problem lists offers (`offers.py`), and a solution names
 those that it takes. All of the above is then said of the schedule with their operators (`encoded.py`).
@@ -49,6 +51,8 @@ class RetainProblem:
     expires: int64[n], steps: operator v may run again only in front of a step before `expires[v]`; n sets no limit.
     idle: bool[n], whether operator v is left out of the schedule where offers leave none of its results a reader.
     offers: smaller forms in which buffers may wait for their late readers.
+    waiting: how many other micro-batches wait at the boundary, as in a pipeline; 0 for none.
+    boundary: the operator at which they wait, which reads and makes nothing; -1 for none.
     All arrays are read-only.
     """
 
@@ -60,6 +64,8 @@ class RetainProblem:
     expires: LongArray
     idle: BoolArray
     offers: tuple[Offer, ...] = ()
+    waiting: int = 0
+    boundary: OpIndex = -1
 
     @property
     def num_ops(self) -> int:
@@ -135,6 +141,8 @@ def make_problem(
     expires: Sequence[int] | LongArray | None = None,
     idle: Sequence[bool] | BoolArray | None = None,
     offers: Sequence[Offer] = (),
+    waiting: int = 0,
+    boundary: OpIndex = -1,
 ) -> RetainProblem:
     """Check the parts of a retention problem of n operators and b buffers, and pack them into a `RetainProblem`.
 
@@ -146,10 +154,11 @@ def make_problem(
     expires: length n, the first step in front of which each operator must not run again; None for no limit.
     idle: length n, whether each operator is left out where offers leave it no reader; None for none.
     offers: smaller forms of buffers.
+    waiting, boundary: how many micro-batches wait, and at which operator.
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
-    are negative or not finite, a droppable buffer that is kept or whose producer is not repeatable, and an offer that
-    names an operator or a buffer which does not exist.
+    are negative or not finite, a droppable buffer that is kept or whose producer is not repeatable, an offer that
+    names an operator or a buffer which does not exist, and a boundary that is missing or reads or makes a buffer.
     """
     num_ops, num_buffers = order.num_ops, order.num_buffers
     latest = np.full(num_ops, num_ops) if expires is None else np.asarray(expires)
@@ -174,12 +183,23 @@ def make_problem(
         expires=read_only(np.minimum(latest, num_ops).astype(np.int64)),
         idle=read_only(unread.astype(np.bool_)),
         offers=tuple(offers),
+        waiting=waiting,
+        boundary=boundary,
     )
+    _check_boundary(problem)
     check_offers(problem.offers, num_ops, num_buffers)
     _check_sequence(problem)
     _check_seconds(problem)
     _check_droppable(problem)
     return problem
+
+
+def _check_boundary(problem: RetainProblem) -> None:
+    order, at = problem.order, problem.boundary
+    if problem.waiting < 0 or (problem.waiting > 0) != (0 <= at < order.num_ops):
+        raise ValueError(f"{problem.waiting} micro-batches wait at op {at}")
+    if at >= 0 and (at in order.producer or at in order.consumer):
+        raise ValueError(f"op {at}, at which micro-batches wait, reads or makes a buffer")
 
 
 def _check_sequence(problem: RetainProblem) -> None:

@@ -372,7 +372,7 @@ def mark_reuse(tables: Tables, runs: int, room: Room) -> None:
 
 @compiled_uncounted
 def count_live(tables: Tables, runs: int, room: Room) -> int:
-    """Fill `room.live` with the live bytes of each run, workspace included, and return their peak.
+    """Fill `room.live` with the live bytes of each run, workspace and waiting bytes included, and return their peak.
 
     Call it after `mark_reuse`, with the same number of runs.
     """
@@ -382,8 +382,28 @@ def count_live(tables: Tables, runs: int, room: Room) -> int:
         live[born[version]] += size[maker[version]]
         live[dead[version]] -= size[maker[version]]
     peak, now = 0, 0
+    others = tables.waiting * waiting_bytes(tables, runs, room) if tables.waiting > 0 else 0
     for run in range(runs):
         now += live[run]
-        live[run] = now + tables.workspace[room.op[run]]
+        live[run] = now + tables.workspace[room.op[run]] + others
         peak = max(peak, live[run])
     return peak
+
+
+@compiled_uncounted
+def boundary_run(tables: Tables, runs: int, room: Room) -> int:
+    """Return the run at which micro-batches wait: that of the boundary itself, behind reruns in front of it."""
+    for run in range(runs):
+        if room.op[run] == tables.boundary and room.step[run] == tables.boundary:
+            return run
+    return runs
+
+
+@compiled_uncounted
+def waiting_bytes(tables: Tables, runs: int, room: Room) -> int:
+    """Return the bytes that one micro-batch holds while it waits at the boundary, without buffers that are kept."""
+    at, total = boundary_run(tables, runs, room), 0
+    for version in range(room.first_made[at]):
+        if room.last[version] > at and not tables.kept[room.buffer[version]]:
+            total += tables.size[room.buffer[version]]
+    return total

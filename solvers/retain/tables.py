@@ -26,6 +26,7 @@ class Tables(NamedTuple):
     are `slot[reusable_start[k]:reusable_start[k + 1]]`, the best first.
     The gaps of buffer k are numbered from gap_start[k] to gap_start[k + 1] - 1; gap_buffer: the buffer of each gap.
     widest_read, widest_made: the most buffers that one step reads, and makes.
+    waiting: how many other micro-batches wait; boundary: the step at which they do, the number of steps for none.
     """
 
     read_start: LongArray
@@ -47,6 +48,8 @@ class Tables(NamedTuple):
     last_read: IntArray
     widest_read: int
     widest_made: int
+    waiting: int
+    boundary: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +97,8 @@ def make_tables(problem: RetainProblem) -> Tables:
         last_read=_last_reads(order),
         widest_read=int(np.diff(read.start).max(initial=0)),
         widest_made=int(np.diff(made.start).max(initial=0)),
+        waiting=problem.waiting,
+        boundary=int(np.append(problem.sequence, -1).tolist().index(problem.boundary)),
     )
 
 

@@ -167,7 +167,8 @@ def _all_runs(problem: RetainProblem, solution: RetainSolution, makes: list[list
 def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int, int]]:
     """Return all runs of the schedule, original ones and reruns, in the sequence in which they run.
 
-    Each is (operator, live bytes while it runs, its workspace included). The reruns must be legal, see `validate`.
+    Each is (operator, live bytes while it runs, its workspace and what waits included). The reruns must be legal, see
+    `validate`.
     """
     reads, makes = _reads_and_makes(problem)
     runs = _all_runs(problem, solution, makes)
@@ -191,12 +192,20 @@ def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int
         size = int(problem.order.size[version.buffer])
         born[version.born] += size
         born[version.last if version.reused else version.last + 1] -= size
+    others = problem.waiting * _waiting(problem, runs, versions)
     live, found = 0, []
     for now, run in enumerate(runs):
         live += born[now]
         passing = sum(int(problem.order.size[buffer]) for buffer in run.passing)
-        found.append((run.op, live + passing + int(problem.order.workspace[run.op])))
+        found.append((run.op, live + passing + int(problem.order.workspace[run.op]) + others))
     return found
+
+
+def _waiting(problem: RetainProblem, runs: list[_Run], versions: list[_Version]) -> int:
+    """The bytes that are there both before and behind the boundary; 0 without one."""
+    at = next((now for now, run in enumerate(runs) if run.op == problem.boundary), len(runs))
+    across = [version.buffer for version in versions if version.born < at < version.last]
+    return sum(int(problem.order.size[buffer]) for buffer in across if not problem.order.kept[buffer])
 
 
 def _mark_reused(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:

@@ -149,7 +149,14 @@ def test_planned_groups_are_there_only_inside() -> None:
 def test_roamc_plan_takes_a_mesh() -> None:
     model, tokens = build("gpt", 1), batch()
     whole = roamc.plan(model, tokens)
-    alone, sharded = (roamc.plan(model, tokens, mesh={"tp": 2}, tp_plan=PLAN, shard=way) for way in ("off", "sequence"))
+    odd = {"blocks.*.upp": "colwise"}
+    alone, sharded = (
+        roamc.plan(model, tokens, mesh={"tp": 2}, tp_plan=PLAN | more, shard=way)
+        for way, more in (("off", {}), ("sequence", odd))
+    )
+    (said,) = [note for note in sharded.notes if "blocks.*.upp" in note]
+    assert "no layer of Model has a name like 'blocks.*.upp'" in said
+    assert "did you mean 'blocks.*.up'" in said
     assert sharded.peak_bytes < alone.peak_bytes < whole.peak_bytes
     assert any("all-gathers" in note for note in sharded.notes)
     assert any(note.startswith("collectives: each rank sends") for note in alone.notes)

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
 from roamc.solvers.order import OrderProblem, make_problem
+from roamc.solvers.order.problem import consumers, reusables
 from roamc.solvers.retain import Extra, Made, Offer, Part, RetainProblem
 from roamc.solvers.retain import make_problem as make_retain
 from tests.solvers.order.cases import possible_reuses
@@ -31,6 +33,41 @@ def random_retain(order: OrderProblem, dice: random.Random) -> RetainProblem:
     seconds = [dice.choice([0.0, 1.0, 1.0, 2.5, 7.0]) for _ in range(n)]
     expires = [dice.randint(0, n) if dice.random() < 0.1 else n for _ in range(n)]
     return make_retain(order, legal_sequence(order, dice), seconds, repeatable, droppable, expires)
+
+
+def in_flight(problem: RetainProblem, at: int, waiting: int) -> RetainProblem:
+    """The problem with a boundary in front of step ``at``, where as many other micro-batches wait."""
+    order, sequence = problem.order, problem.sequence.tolist()
+    number = {op: step + (step >= at) for step, op in enumerate(sequence)}
+    workspace = [int(order.workspace[op]) for op in sequence]
+    made = make_problem(
+        [0] * at + [1] + [2] * (len(sequence) - at),
+        [(number[before], number[after]) for before, after in order.edges.tolist()],
+        [
+            (int(size), number[producer], sorted(number[op] for op in readers), bool(kept))
+            for size, producer, readers, kept in zip(
+                order.size, order.producer.tolist(), consumers(order).lists(), order.kept, strict=True
+            )
+        ],
+        [*workspace[:at], 0, *workspace[at:]],
+        reusables(order).lists(),
+    )
+
+    def by_step(row: Any, own: Any) -> list[Any]:
+        items = [row[op] for op in sequence]
+        return [*items[:at], own, *items[at:]]
+
+    expires = [int(end) + (int(end) > at) for end in problem.expires]
+    return make_retain(
+        made,
+        range(made.num_ops),
+        by_step(problem.seconds.tolist(), 0.0),
+        by_step(problem.repeatable.tolist(), False),
+        problem.droppable,
+        by_step(expires, made.num_ops),
+        waiting=waiting,
+        boundary=at if waiting else -1,
+    )
 
 
 def legal_sequence(order: OrderProblem, dice: random.Random) -> list[int]:
