@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,10 @@ from torch import fx
 
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
-from roamc.graph.storage_ids import STORAGES, id_of, ids_of
 from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.options import Options
+from roamc.rewriting.dropouts import MaskCall, dropout_of, renamed, take_apart
 from roamc.rewriting.repeats import read_first, repeats
 from roamc.rewriting.versions import saved_values
 
@@ -124,15 +123,14 @@ def _comes_apart(node: fx.Node) -> bool:
 
     For other tensors the fake result has other strides than the kernel's.
     """
-    if node.target is not aten.native_dropout.default or len(node.args) != 3:
+    if node.target is not aten.native_dropout.default:
         return False
-    given, share, train = node.args
-    if train is False or not share or not isinstance(given, fx.Node):
+    dropout = dropout_of(node)
+    if dropout is None:
         return False
-    x, (dropped, mask) = given.meta["val"], node.meta["val"]
-    alike = x.is_contiguous() and x.stride() == dropped.stride() == mask.stride() and x.dtype == dropped.dtype
-    own = len({id_of(given), *ids_of(node)}) == 3
-    return bool(alike and own and x.numel() and x.dtype in FLOATS and x.device.type == "cpu")
+    x: torch.Tensor = dropout.x.meta["val"]
+    alike = x.is_contiguous() and x.stride() == dropout.dropped.stride() == dropout.mask.stride()
+    return bool(alike and x.numel() and x.dtype in FLOATS and x.device.type == "cpu")
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -163,7 +161,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     for name in decision.aliases:
         by_name[name].replace_all_uses_with(by_name[name].all_input_nodes[0])
     phase = dict(graph.phase)
-    renamed: dict[str, str] = {}
+    other: dict[str, str] = {}
     dead, dropouts = frozenset(decision.dead), frozenset(decision.dropouts)
     for node in reversed(list(graph.graph.nodes)):  # what reads a dropout goes first, what it no longer reads after it
         if node.name in dead and node.users:
@@ -171,47 +169,21 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if node.name in dead:
             graph.graph.erase_node(node)
         elif node.name in dropouts:
-            made = _take_apart(graph.graph, node)
-            phase |= dict.fromkeys(made.values(), phase[node.name])
-            renamed |= made
+            split = _take_apart(graph.graph, node)
+            phase |= dict.fromkeys(split.values(), phase[node.name])
+            other |= split
     phase = {node.name: phase[node.name] for node in operators(graph.graph)}
-    graph = _renamed(graph, {**dict(decision.repeats), **renamed}).replace(phase=phase)
+    graph = renamed(graph, {**dict(decision.repeats), **other}).replace(phase=phase)
     return graph.replace(saved=saved_values(graph)) if decision.repeats and graph.boundary else graph
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
-    """Turn the dropout ``node`` into its mask, with a product behind it if its result is read.
-
-    Returns:
-        Names of the nodes that picked its results, mapped to the names of the nodes that replace them.
-    """
-    x, keep = node.args[0], 1.0 - float(node.args[1])  # type: ignore[arg-type]
-    dropped, mask = node.meta["val"]
-    of_dropped, of_mask = ids_of(node)
-    picks: dict[fx.Node, Any] = {pick: pick.args[1] for pick in node.users}
-    node.target, node.kwargs = dropout_mask, {"device": mask.device}
-    node.args = (list(mask.shape), list(mask.stride()), keep)
-    node.meta = {**node.meta, "val": mask, STORAGES: (of_mask,)}
-    made = {1: node}
-    if 0 in picks.values():
-        scale = rounded(1.0 / keep if keep else 0.0, dropped.dtype)
-        with graph.inserting_after(node):
-            product = aten.native_dropout_backward.default
-            made[0] = graph.create_node("call_function", product, (x, node, scale), name=f"{node.name}_by_mask")
-        made[0].meta = {**node.meta, "val": dropped, STORAGES: (of_dropped,)}
-    for pick, position in picks.items():
-        pick.replace_all_uses_with(made[position])
-        graph.erase_node(pick)
-    return {pick.name: made[position].name for pick, position in picks.items()}
-
-
-def _renamed(graph: TrainGraph, names: Mapping[str, str]) -> TrainGraph:
-    """``graph`` with ``names`` (old to new) replaced in ``saved``, ``gradients`` and ``waits``."""
-    return graph.replace(
-        saved=tuple(dict.fromkeys(names.get(name, name) for name in graph.saved)),
-        gradients=tuple(dict.fromkeys(names.get(name, name) for name in graph.gradients)),
-        waits={node: names.get(gradient, gradient) for node, gradient in graph.waits.items()},
-    )
+    """Split the dropout ``node`` as :func:`roamc.rewriting.dropouts.take_apart` does, with a mask that is drawn."""
+    dropout = dropout_of(node)
+    assert dropout is not None, f"{node.name} is no dropout"
+    mask, keep = dropout.mask, dropout.keep
+    call = MaskCall(dropout_mask, (list(mask.shape), list(mask.stride()), keep), {"device": mask.device})
+    return take_apart(graph, node, call, rounded(1.0 / keep if keep else 0.0, dropout.dropped.dtype))
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

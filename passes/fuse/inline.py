@@ -247,12 +247,16 @@ class _Inliner:
             longer = [model.storages[index] for index in read if not self.ledger.crosses(index)]
             longer = [leaf for leaf in longer if leaf not in cone]
             if sum(leaf.nbytes for leaf in longer) < storage.nbytes:
-                return cone
+                return [*cone, *filter(self._is_mask, longer)]
             able = [leaf for leaf in longer if self._may_go(leaf)]
             if not able:
                 return []
             cone.append(max(able, key=lambda leaf: (leaf.nbytes, -leaf.index)))
         return []
+
+    def _is_mask(self, storage: Storage) -> bool:
+        """Whether ``storage`` follows from a seed: it is rebuilt wherever it is read, for it reads a few bytes."""
+        return self._may_go(storage) and ops.rule(self.memory.operators[storage.producer].node.target).numbered
 
     def _able_reader(self, node: fx.Node) -> bool:
         """Whether ``node`` is in a group, or can be one."""

@@ -24,6 +24,7 @@ from roamc.graph import TrainGraph, output_node, placeholders, storage_name, ten
 from roamc.graph.memory import SharedStorages
 from roamc.graph.storage_ids import StorageId
 from roamc.graph.storage_ids import placed as placed_of
+from roamc.operators import ops
 from roamc.operators.block_source import Text
 from roamc.operators.fused import Fused
 from roamc.operators.gpu.kernel import KernelText
@@ -199,11 +200,14 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
         outs: where the results lie, one entry for each.
     """
     number = {node: f"%{at}" for at, node in enumerate(group.body.nodes)}
+    seeds = {node.args[0] for node in members_of(group.body) if ops.rule(node.target).numbered}
     nodes = tuple(
         (
             "input" if node.op == "placeholder" else node.target,
             repr(fx.map_arg((node.args, node.kwargs), number.__getitem__)),
-            *((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) for _, tensor in tensors_of(node)),
+            *((tensor.shape, tensor.stride(), tensor.dtype) for _, tensor in tensors_of(node)),
+            # Where a seed begins among the others makes no difference.
+            *(tensor.storage_offset() for _, tensor in tensors_of(node) if node not in seeds),
         )
         for node in group.body.nodes
     )

@@ -43,6 +43,8 @@ from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
 from roamc.compat import on_cpu, without_modes
 from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
+from roamc.operators import ops
+from roamc.operators.counter import kept
 from roamc.operators.gpu.kernel import KernelText
 from roamc.units import Bytes
 
@@ -159,6 +161,8 @@ class _Run:
         self.wide = 1 if self.flat else given["COLUMNS"]
         self.pieces = not self.flat and self.wide < self.columns
         self.shifted = self._shifted()
+        numbered = (node for node in self.members if ops.rule(node.target).numbered)
+        self.seeds = {need.value for node in numbered for need in self.needs[node].values()}
         self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
         results = output_node(self.body).all_input_nodes
@@ -295,7 +299,7 @@ class _Run:
             self._check_load(node, places, active, elements, valid)
         elif any(self._far(node, output) is not None for output in self.outputs.values()):
             raise GroupFault(Verdict.OVERWRITTEN, f"the result is stored over {node.name}, which all programs read")
-        value = self._content(node, where)
+        value = self._content(node, where.reshape(where.shape or 1))  # a tensor without dimensions yields to int32
         return torch.where(active, value, torch.zeros((), dtype=value.dtype, device="cpu") + other)
 
     def _picks(self, node: fx.Node) -> bool:
@@ -419,6 +423,8 @@ class _Run:
         """The numbers of an operand at ``places``: they follow from the place, and look like random ones."""
         mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.inputs.index(node)) * 2654435761
         mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+        if node in self.seeds:  # all bits of a seed count
+            return mixed ^ (mixed >> 32)
         mixed = (mixed ^ (mixed >> 32)) & ((1 << 30) - 1)
         dtype = WIDE if is_number(node) else tensor_of(node).dtype
         if dtype is torch.bool:
@@ -472,6 +478,8 @@ class _Run:
         called: Any = node.target
         if moves_columns(node):
             return [assembled(node, [value[rows] for value in operands.values()])]
+        if ops.rule(node.target).numbered:
+            return [self._numbered(node, operands)]
         if copies(node):
             return [value[rows] if value.dim() else value for value in operands.values()]
         rowwise, names = rows_of(node)
@@ -498,6 +506,12 @@ class _Run:
         positional = [value for name, value in given.items() if name not in alone]
         made = on_cpu(called)(*positional, **{name: given[name] for name in given if name in alone})
         return made if isinstance(made, list | tuple) else [made]
+
+    def _numbered(self, node: fx.Node, operands: Mapping[str, Tensor]) -> Tensor:
+        """The elements of a mask that follow from their numbers, which are those of the group's matrix."""
+        if tensor_of(node).numel() != self.numel:
+            raise GroupFault(Verdict.SHAPE, "has another number of elements than its group", node.name)
+        return kept(operands["seed"], self.elements, float(node.args[3]))  # type: ignore[arg-type]
 
     def _as_it_is(self, tensor: Tensor, value: Tensor) -> Tensor:
         """An operand, with all elements of some rows, as an operator takes it that does not broadcast."""

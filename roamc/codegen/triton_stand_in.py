@@ -129,6 +129,28 @@ class Language:
         """Return ``one / other``, element by element."""
         return torch.true_divide(*_pair(one, other))
 
+    @staticmethod
+    def philox(seed: Tensor, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Tensor, ...]:
+        """Return the four words of Philox-4x32-10 as numbers of 32 bits without sign, held in int64.
+
+        Args:
+            seed: the key, of 64 bits.
+            c0: the lowest 32 bits of the counter, whatever their sign.
+            c1: the next ones.
+            c2: the next ones.
+            c3: the highest ones.
+        """
+        low, bits = np.uint64(0xFFFFFFFF), np.uint64(32)
+        whole = (np.asarray(part, dtype=np.int64).view(np.uint64) & low for part in (c0, c1, c2, c3))
+        counter, key = list(np.broadcast_arrays(*whole)), np.asarray(seed, dtype=np.int64).view(np.uint64)
+        keys = [key & low, key >> bits]
+        for _ in range(10):
+            first, second = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+            left = (second >> bits) ^ counter[1] ^ keys[0], second & low
+            counter = [*left, (first >> bits) ^ counter[3] ^ keys[1], first & low]
+            keys = [(keys[0] + np.uint64(0x9E3779B9)) & low, (keys[1] + np.uint64(0xBB67AE85)) & low]
+        return tuple(torch.from_numpy(word.astype(np.int64)) for word in counter)
+
     def sum(self, value: Tensor, axis: int, keep_dims: bool = False) -> Tensor:
         """Return the sum along ``axis``: 1 adds up the columns of each row, 0 the rows, in kernels ``over_rows`` alone.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
 from roamc.operators import ops
 from roamc.operators.composite import Composite
+from roamc.operators.counter import draw_seeds
 from roamc.operators.ops import Need
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import name_of
@@ -59,13 +60,14 @@ from roamc.operators.schemas import name_of
 aten = torch.ops.aten
 
 
-def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
+def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: type[Walk] | None = None) -> Flow:
     """Number the values of ``graph`` in its present order: equal numbers stand for equal bits.
 
     Args:
         graph: the graph; stays as it is.
         numbers: gives the numbers; the same object for all graphs that are to be compared.
         after: name of the pass that left the graph, for the message.
+        walk_of: runs the nodes; None for :class:`Walk`.
 
     Returns:
         The numbers of its operators, effects and final values.
@@ -74,7 +76,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture") -> Flow:
         VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say, or cannot
             be made with these arguments.
     """
-    walk = Walk(numbers, graph.encodings, graph.reuse, graph.same_plan)
+    walk = (walk_of or Walk)(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
     handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -120,7 +122,8 @@ def check(
         before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
         lossy: names of the inexact codecs that are allowed.
-        fast: whether products may come from a library, and groups from a kernel, that sum in another order.
+        fast: whether products may come from a library, and groups from a kernel, that sum in another order, and
+            dropouts may have other masks.
         handed_over: whether to compare outputs of forward only where the caller gets them, and not again at the end of
             the step: by then the caller may have written to tensors that they are views of.
 
@@ -151,19 +154,38 @@ def check(
             f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than "
             "its operators one by one: allow it with options={'numerics': 'fast'}, or plan again"
         )
+    if not fast and (seeds := next((node for node in graph.graph.nodes if node.target is draw_seeds), None)):
+        raise VerifyError(
+            f"after pass {after!r}: {seeds.name} draws seeds of dropouts, which then keep other elements than eager: "
+            "allow it with options={'numerics': 'fast'}, or plan again"
+        )
     now = read(graph, before.numbers, after)
     _check_kept(graph, before, now, after)
+    early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
+    compare(now, before, after, {_output(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
+    return now
+
+
+def compare(now: Flow, before: Flow, after: str, besides: Collection[str] = ()) -> None:
+    """Compare the values of a graph with those that it had before a pass, as far as :func:`check` does.
+
+    Args:
+        now: values of the graph that the pass left.
+        before: values of the graph before the pass, with the same ``numbers``.
+        after: name of the pass.
+        besides: keys of ``finals`` that are left out.
+
+    Raises:
+        VerifyError: an operator, an output or a tensor of the caller gets another value.
+    """
     for name, number in now.operators.items():
         if before.operators.get(name, number) != number:
             fail(now, before, after, name, before.operators[name], number)
     if [number for number, _ in now.effects] != [number for number, _ in before.effects]:
         fail_effects(now, before, after)
-    early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
-    again = {_output(position, port, "step") for position, port in early if port.phase is Phase.FORWARD}
     for what in {**before.finals, **now.finals}:
-        if what not in again and before.finals.get(what) != now.finals.get(what):
+        if what not in besides and before.finals.get(what) != now.finals.get(what):
             fail(now, before, after, what, before.finals.get(what), now.finals.get(what))
-    return now
 
 
 def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:

@@ -9,6 +9,7 @@ from torch import fx
 
 from roamc.graph import tensors_of
 from roamc.graph.storage_ids import STORAGES, StorageId
+from roamc.operators import ops
 
 
 class Alike:
@@ -36,7 +37,8 @@ class Alike:
             read = [place.setdefault(argument, len(place)) for argument in node.all_input_nodes]
             calls.append((self.call(node), *read, place.setdefault(node, len(place))))
         storages: dict[StorageId, int] = {}
-        lies = tuple(self._geometry(node) for node in place)
+        seeds = {node.args[0] for node in members if ops.rule(node.target).numbered}
+        lies = tuple(self._geometry(node, anywhere=node in seeds) for node in place)
         owned = tuple(storages.setdefault(own, len(storages)) for node in place for own in node.meta.get(STORAGES, ()))
         return tuple(calls), lies, owned, tuple(place[node] for node in results)
 
@@ -51,17 +53,20 @@ class Alike:
         self._calls[node] = (node.args, node.kwargs), number
         return number
 
-    def _geometry(self, node: fx.Node) -> int:
-        """The number of how the tensors of ``node`` lie in memory, or of its value if that is none."""
+    def _geometry(self, node: fx.Node, *, anywhere: bool = False) -> int:
+        """The number of how the tensors of ``node`` lie in memory, or of its value if that is none.
+
+        Where a seed begins in its storage makes no difference: it is read ``anywhere``.
+        """
         value = node.meta.get("val")
         held = self._lies.get(node)
         if held is not None and held[0] is value:
             return held[1]
         lies = tuple(
-            (at, str(t.device), t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
-            for at, t in tensors_of(node)
+            (at, str(t.device), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for at, t in tensors_of(node)
         )
-        number = self._number(lies or repr(value))
+        begins = () if anywhere else tuple(t.storage_offset() for _, t in tensors_of(node))
+        number = self._number((lies, begins) if lies else repr(value))
         self._lies[node] = value, number
         return number
 

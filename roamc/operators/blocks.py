@@ -134,7 +134,7 @@ def result_steps(node: fx.Node, matrix: Matrix) -> Steps | None:
     CPU.
     """
     rule, made = ops.rule(node.target), node.meta.get("val")
-    if rule.rowwise is None or not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+    if rule.rowwise is None or rule.numbered or not isinstance(made, torch.Tensor) or made.device.type != "cpu":
         return None
     if form_of(node, 1).kind not in (FormKind.OUT, FormKind.KERNEL) or made.is_conj() or made.is_neg():
         return None

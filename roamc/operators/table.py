@@ -164,6 +164,8 @@ class Facts:
             for one that may not, and for other operators.
         assembly: how it puts operands side by side, if that is all that it does; else None.
         copies: all that it does is to copy its first argument, in the same shape, to new memory.
+        numbered: an element of the result follows from its number, counted row by row, besides the arguments: what runs
+            on some rows alone has to know which ones.
     """
 
     shape_of: tuple[int, ...] = ()
@@ -188,6 +190,7 @@ class Facts:
     together: Together | None = None
     assembly: Assembly | None = None
     copies: bool = False
+    numbered: bool = False
 
 
 @dataclass(frozen=True)
@@ -330,6 +333,8 @@ ROWS: dict[str, Row] = {
         + [f"{NAMESPACE}::start_all_gather_into_tensor"],
         Row(together=Together.MOVED),
     ),
+    # Reads its seed at places that it finds itself.
+    "roamc::counter_mask": Row(rowwise=Rowwise(whole=(0,)), numbered=True),
     "roamc::wait_collective": Row(finishes=0, recomputable=False),
     "_dtensor::shard_dim_alltoall": Row(asynchronous=False),
     # Their results do not depend on strides.

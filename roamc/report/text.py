@@ -29,6 +29,7 @@ STAGES = (
     "normalize",
     "checkpoint",
     "shard",
+    "masks",
     "products",
     "fuse",
     "retain",

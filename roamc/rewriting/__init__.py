@@ -9,6 +9,7 @@ versions.py        a storage made a second time, for some of its readers
 split.py           collectives as a start and a wait
 names.py           names for new nodes
 repeats.py         operators that repeat another one, and go; gathers.py the same of gathers in backward
+dropouts.py        a dropout as a mask and a product
 in_place.py        results that may be written over an argument
 order_problem.py   the graph as numbers for :mod:`roamc.solvers.order`
 """

@@ -92,6 +92,18 @@ def losses(scale: Tensor, logs: Tensor, labels: Tensor, total: Tensor, weight: T
     return aten._log_softmax_backward_data(grad, logs, 1, torch.float32)
 
 
+def drops(x: Tensor, seed: Tensor) -> Tensor:
+    """A dropout by a mask that follows from a seed."""
+    mask = torch.ops.roamc.counter_mask(seed, list(x.shape), list(x.stride()), 0.5)
+    return aten.native_dropout_backward(x, mask, 2.0)
+
+
+def moved(x: Tensor, seed: Tensor) -> Tensor:
+    """The dropped columns in another order."""
+    dropped = drops(x, seed)
+    return torch.cat([aten.slice.Tensor(dropped, -1, 16, 32), aten.slice.Tensor(dropped, -1, 0, 16)], -1)
+
+
 GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "flat": (flat, (on_gpu((40, 40)), on_gpu((40, 40), FLOAT, (1, 40)), on_gpu((40, 1)), on_gpu((40,)))),
     "rows": (rows, (on_gpu((2, 50, 50), HALF), on_gpu((50,), HALF), on_gpu((2, 50, 1), HALF))),
@@ -100,6 +112,15 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "long": (lambda x: torch.softmax(x * 2, -1), (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
     "several": (several, (on_gpu((36, 30)), on_gpu((36, 30)))),
     "parts": (parts, (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
+    "dropout": (drops, (on_gpu((40, 40), HALF), on_gpu((2,), INT))),
+    "dropout in rows": (lambda x, seed: drops(x, seed).softmax(-1), (on_gpu((50, 48)), on_gpu((2,), INT))),
+    "dropout in pieces": (
+        lambda x, seed: drops(x, seed).softmax(-1),
+        (on_gpu((3, kernel.LONGEST_ROW + 9)), on_gpu((2,), INT)),
+    ),
+    "dropout added up": (lambda x, seed: drops(x, seed).sum([0]), (on_gpu((500, 48)), on_gpu((2,), INT))),
+    "dropout moved": (moved, (on_gpu((50, 32)), on_gpu((2,), INT))),
+    "dropout of many elements": (drops, (on_gpu((40, 1 << 26), HALF), on_gpu((2,), INT))),
     "mask": (lambda x, chosen: torch.where(chosen, x, x * 2), (on_gpu((40, 40)), on_gpu((40, 40), BOOL))),
 }
 
@@ -120,6 +141,17 @@ def planted(group: FusedKernel, right: str, wrong: str) -> FusedKernel:
 
 V = Verdict
 FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
+    # masks by a seed
+    "another word of the seed": ("dropout", r"tl.load\(seed_1\)", "tl.load(seed_1 + 1)", V.NUMBERS),
+    "half of the seed": ("dropout", r"(t = tl.load\(seed_1\))", r"\1 & 0xFFFFFFFF", V.NUMBERS),
+    "the counter begins at 0": ("dropout", r"tl.load\(seed_1 \+ 1\)", "tl.load(seed_1 + 1) * 0", V.NUMBERS),
+    "half of the counter": ("dropout", r"\(t_2 >> 32\)", "(t_2 >> 63)", V.NUMBERS),
+    "mask of the next element": ("dropout", r"index & 1", "(index + 1) & 1", V.NUMBERS),
+    "mask at a shifted place": ("dropout", r"\(index >> 2\)", "((index + 4) >> 2)", V.NUMBERS),
+    "mask by another length of rows": ("dropout in rows", r"element = row \* 48", "element = row * 64", V.NUMBERS),
+    "mask at unmoved columns": ("dropout moved", r"\+ column \+ 16\n", "+ column\n", V.NUMBERS),
+    "another probability": ("dropout", r"< 0", "< 429496730", V.NUMBERS),
+    "another stream": ("dropout", r", 0, 0\)", ", 0, 1)", V.NUMBERS),
     # several results
     "results are exchanged": (
         "several",

@@ -371,6 +371,42 @@ CORNERS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 """Functions and operands for which a kernel is wrong where it takes numbers, NaNs or shapes for the usual ones."""
 
 
+def drops(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask that follows from a seed, and a dropout by it."""
+    mask = torch.ops.roamc.counter_mask(seed, list(x.shape), list(x.stride()), 0.75)
+    return mask, aten.native_dropout_backward(x, mask, 1 / 0.75)
+
+
+def of_dropped(run: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of what is dropped, which also returns the mask."""
+
+    def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        mask, dropped = drops(x, seed)
+        return mask, run(dropped)
+
+    return function
+
+
+def dropouts() -> list[str]:
+    """Say which kernels with a mask differ from the operators, whose masks are equal in every bit."""
+    seeds = [[7, 0], [(1 << 62) + 12345, (1 << 32) - 3], [-1, -2]]  # the counter passes from one word to the next
+    cases: dict[str, tuple[Callable[..., Any], Tensor]] = {
+        "alone": (drops, torch.randn(5, 33)),
+        "in 16 bits": (drops, torch.randn(3, 2, 40).bfloat16()),
+        "along rows": (of_dropped(lambda x: x.softmax(-1)), torch.randn(6, 24)),
+        "in pieces": (of_dropped(lambda x: x.softmax(-1)), torch.randn(2, LONGEST_ROW + 6)),
+        "over rows": (of_dropped(lambda x: x.sum(0)), torch.randn(70, 24)),
+        "moved": (of_dropped(lambda x: torch.cat([x[..., 5:], x[..., :5]], -1)), torch.randn(6, 13)),
+        "strided": (drops, torch.randn(6, 8).t()),
+    }
+    compared = {
+        f"dropout {name}, seed {seed}": compare(function, [x, torch.tensor(seed)])
+        for name, (function, x) in cases.items()
+        for seed in seeds
+    }
+    return [f"{name}: {said or 'does not print'}" for name, (said, text) in compared.items() if said or text is None]
+
+
 def corners() -> list[str]:
     """Say which cases of CORNERS differ, or do not print."""
     compared = {name: compare(function, given) for name, (function, given) in CORNERS.items()}
@@ -401,7 +437,7 @@ def main() -> None:
     how = parser.parse_args()
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
-    wrong = losses() + corners() + updates() if how.forms and not how.only else []
+    wrong = losses() + corners() + updates() + dropouts() if how.forms and not how.only else []
     for name in (how.only or FORMS) if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from roamc import decode
+from roamc.compat import FakeTensorMode
 from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
@@ -121,6 +122,19 @@ def of_shard() -> Example:
     return graph, parse_options({"shard": "sequence", "profile": "cpu"})
 
 
+def of_masks() -> Example:
+    """On a GPU, two dropouts, and what backward makes of the mask of the first."""
+    with FakeTensorMode():
+        wide = torch.empty(8, 8, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        first, mask = aten.native_dropout(x, 0.25, True)
+        second, _ = aten.native_dropout(first, 0.5, True)
+        return aten.native_dropout_backward(second.sum() * first, mask, 1 / 0.75).sum()
+
+    return traced(step, wide, phases="F" * 6 + "BBBB"), parse_options({"numerics": "fast", "profile": "h100"})
+
+
 def of_products() -> Example:
     """A product of float32 matrices, one with a bias, and one of float64, which stays."""
 
@@ -193,6 +207,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "normalize": of_normalize,
     "checkpoint": of_checkpoint,
     "shard": of_shard,
+    "masks": of_masks,
     "products": of_products,
     "fuse": of_fuse,
     "retain": of_retain,

@@ -103,6 +103,7 @@ class Lines:
         self.loaded: dict[tuple[fx.Node, Access, int], Value] = {}
         self.dtype = torch.float32
         self.unnamed: set[Value] = set()
+        self._elements: dict[int, Value] = {}
 
     # -- what a printer of an operator calls ---------------------------------------------------------
 
@@ -136,6 +137,18 @@ class Lines:
         stride = table.meta["val"].stride(0)
         text = f"tl.load({self.pointers[table]} + {place.name} * {stride}).to(tl.float32)"
         return self._add("picked", text, (place,), self.dtype)
+
+    def element(self) -> Value:
+        """Return the number of the element that each lane has, counted row by row; may write a line for it."""
+        if not self.rows:
+            return Value("index", "", Reach.ALL, 0, torch.int64)
+        held = self._elements.get(self.shift)
+        if held is None:
+            text = f"row * {self.columns} + column"
+            text += f" {'-' if self.shift < 0 else '+'} {abs(self.shift)}" if self.shift else ""
+            held = self._keep(Value(self.name("element"), text, Reach.ALL, 0, torch.int64))
+            self._elements[self.shift] = held
+        return held
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
         """Return ``value`` converted to ``dtype``; writes a line if the conversion takes one.

@@ -91,6 +91,8 @@ def _check_results(node: fx.Node, found: Printed, frame: Matrix) -> None:
             continue
         if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
             raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
+        if ops.rule(node.target).numbered and made.numel() != frame.numel:
+            raise DoesNotPrintError(f"{node.name} has another number of elements than its group")
         if position in down:
             if frame.columns > WIDEST:
                 raise DoesNotPrintError(f"{node.name} adds up over rows of more than {WIDEST} elements")

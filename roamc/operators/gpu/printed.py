@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.operators.counter import limit_of
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.results import sums_over_rows
 from roamc.operators.gpu.shifts import parts_of
@@ -281,6 +282,19 @@ def _left_of(lines: Lines, begin: int, left: Value, right: Value) -> Value:
     return right if lane <= 0 else left
 
 
+def _counter_mask(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """Philox runs once for four elements that lie side by side: a compiler sees that they have equal arguments."""
+    seed: fx.Node = node.args[0]  # type: ignore[assignment]
+    key, first = (lines.let(f"tl.load({lines.pointers[seed]}{place})") for place in ("", " + 1"))
+    element = lines.element()
+    counter = lines.let("{0} + ({1} >> 2)", first, element)
+    words = lines.let("tl.philox({0}, {1}.to(tl.int32), ({1} >> 32).to(tl.int32), 0, 0)", key, counter)
+    odd, pair = "({1} & 1) != 0", "tl.where({odd}, {{0}}[{second}], {{0}}[{first}])"
+    pairs = [pair.format(odd=odd, first=at, second=at + 1) for at in (0, 2)]
+    word = lines.let(f"tl.where(({{1}} & 2) != 0, {pairs[1]}, {pairs[0]})", words, element)
+    return lines.let(f"{{0}}.to(tl.int32) < {limit_of(node.args[3])}", word)  # type: ignore[arg-type]
+
+
 def _where(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     chosen = [lines.cast(value, node.meta["val"].dtype) for value in values[1:]]
     return lines.let("tl.where({0}, {1}, {2})", values[0], *chosen)
@@ -399,6 +413,7 @@ PRINTED: dict[str, Printed] = {
     "_softmax_backward_data": Printed(_softmax_backward, along=2),
     "_log_softmax_backward_data": Printed(_log_softmax_backward, along=2),
     "nll_loss_backward": Printed(_nll_loss_backward, common="each"),
+    "roamc::counter_mask": Printed(_counter_mask, exact=True, common="each", booleans=True),
 }
 """Name of an operator without its overload to how it prints. An overload has the row of its stem."""
 

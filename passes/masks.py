@@ -1,0 +1,160 @@
+"""masks: on a GPU, dropouts take their masks from a counter, so that a mask is computed where it is read.
+
+    rewrite:  y, mask = native_dropout(x, p)   -->  seeds = draw_seeds(n), once for n dropouts
+                                                    mask = counter_mask(seeds[k], size, stride, 1 - p)
+                                                    y = native_dropout_backward(x, mask, 1 / (1 - p))
+              replay(state, native_dropout, x, p)   -->  counter_mask(seeds[k], ...) with the seed of the first draw
+    checks:   the user allows other numbers: ``numerics="fast"``; the graph has the dropouts that the decision names,
+              each with all replays of its draw; they drop, on the graph's GPU, a tensor of a dtype that kernels hold
+
+The mask is a pointwise value of 16 bytes, see :mod:`roamc.operators.counter`: pass ``fuse`` puts it into the group of
+the product, and once more into the group of backward that reads it, and then it has no storage. An element is kept with
+the probability that eager keeps it with, independently of all others, but other elements than in eager are. The seeds
+come from the device's generator, so that steps after the same ``torch.manual_seed`` have the same masks.
+:mod:`roamc.graph.mask_judge` checks what the pass has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, copied, main_device, operators
+from roamc.graph.rewrite import Writer, mode_of
+from roamc.graph.storage_ids import number_result
+from roamc.operators import ops
+from roamc.operators.counter import counter_mask, draw_seeds
+from roamc.operators.random import replay, save_rng_state
+from roamc.options import Options
+from roamc.rewriting.dropouts import MaskCall, dropout_of, renamed, take_apart
+from roamc.rewriting.versions import erase_dead, up_to_date
+
+NAME = "masks"
+
+aten = torch.ops.aten
+
+DEVICES = frozenset({"cuda"})
+"""Types of the devices whose groups keep values inside in registers."""
+
+HELD = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes that kernels hold in registers; a dropout of another one would have to store its mask."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision names the dropouts whose masks follow from a seed.
+
+    Attributes:
+        seeds: for each seed, the names of the nodes whose mask it gives: the dropout, then the replays of its draw, in
+            graph order.
+    """
+
+    seeds: tuple[tuple[str, ...], ...] = ()
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Find the dropouts that can take their masks from a counter; ``graph`` stays as it is.
+
+    The decision is empty unless ``options.numerics`` is "fast" and the graph is on a GPU; and where pass ``fuse``,
+    without which masks would be stored all the same, is left out.
+    """
+    if options.numerics != "fast" or "fuse" in options.disable or main_device(graph).type not in DEVICES:
+        return Decision()
+    device, nodes = main_device(graph), {node.name: node for node in operators(graph.graph)}
+    return Decision(tuple(names for names in _draws(graph) if _fit([nodes[name] for name in names], device)))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Return ``graph`` with masks from a counter, on a new FX graph; the given one stays as it is.
+
+    Raises:
+        PlanError: the graph has no such dropouts, or one of them cannot be split, or has other replays.
+    """
+    if not decision.seeds:
+        return graph
+    draws, device = set(_draws(graph)), main_device(graph)
+    nodes = {node.name: node for node in operators(graph.graph)}
+    for names in decision.seeds:
+        if names not in draws or not _fit([nodes[name] for name in names], device):
+            raise PlanError(f"this graph has no dropouts {', '.join(names) or '(none)'} with one draw, on a GPU")
+    if len(set(decision.seeds)) != len(decision.seeds):
+        raise PlanError("two seeds are drawn for one dropout")
+    graph = copied(graph)
+    phase, other = dict(graph.phase), dict[str, str]()
+    nodes = {node.name: node for node in operators(graph.graph)}
+    first = min(nodes[names[0]] for names in decision.seeds)
+    mode = mode_of(graph.graph)
+    assert mode is not None, "a graph with a dropout has tensors"
+    writer = Writer(graph.graph, mode, phase[first.name])
+    seeds = _insert(writer, first, draw_seeds, len(decision.seeds), device=device)
+    for row, names in enumerate(decision.seeds):
+        writer.current = phase[names[0]]
+        seed = _insert(writer, nodes[names[0]], aten.select.int, seeds, 0, row)
+        for name in names:
+            dropout = dropout_of(nodes[name])
+            assert dropout is not None, f"{name} is no dropout"
+            mask = dropout.mask
+            call = MaskCall(counter_mask, (seed, list(mask.shape), list(mask.stride()), dropout.keep))
+            split = take_apart(graph.graph, nodes[name], call, 1.0 / dropout.keep)
+            phase |= dict.fromkeys(split.values(), phase[name])
+            other |= split
+    graph = renamed(graph, other)
+    for node in reversed(operators(graph.graph)):
+        if node.target is save_rng_state and not node.users:  # all replays of this draw are masks now
+            graph.graph.erase_node(node)
+    erase_dead(graph.graph, {*graph.gradients, *graph.saved})
+    said = f"masks: {len(decision.seeds)} dropouts take their masks from a counter, and keep other elements than eager"
+    return up_to_date(graph.replace(notes=(*graph.notes, said)), {**phase, **writer.phase})
+
+
+def _insert(writer: Writer, before: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
+    """Write a call in front of ``before``."""
+    writer.like = before
+    with writer.graph.inserting_before(before):
+        node = writer.call(target, *args, **kwargs)
+    number_result(node)
+    return node
+
+
+def _draws(graph: TrainGraph) -> list[tuple[str, ...]]:
+    """Return for each call of ``native_dropout`` its name, then those of the nodes that replay its draw."""
+    again: dict[fx.Node, list[str]] = {}
+    drawn_behind: dict[fx.Node, fx.Node] = {}
+    states: list[fx.Node] = []
+    for node in operators(graph.graph):
+        if node.target is save_rng_state:
+            states.append(node)
+        elif node.target is replay:
+            first = drawn_behind.get(node.args[0])  # type: ignore[arg-type]
+            if first is not None:
+                again[first].append(node.name)
+        elif ops.rule(node.target).may_draw:
+            drawn_behind |= dict.fromkeys(states, node)
+            again[node] = []
+            states = []
+    dropouts = (node for node in again if node.target is aten.native_dropout.default)
+    return [(node.name, *again[node]) for node in dropouts]
+
+
+def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:
+    """Whether these nodes are dropouts with one mask, which can be split, and whose mask a kernel can compute."""
+    dropouts = [dropout_of(node) for node in nodes]
+    fits = all(
+        each is not None
+        and 0 < each.keep < 1
+        and each.dropped.dtype in HELD
+        and each.mask.device == device
+        and each.mask.dim() > 0
+        and each.mask.numel() > 0
+        for each in dropouts
+    )
+    return fits and len(set(_alike(dropouts))) == 1
+
+
+def _alike(dropouts: Iterable[object]) -> list[tuple[object, ...]]:
+    """What dropouts with one draw have in common."""
+    return [(each.keep, each.mask.shape, each.mask.stride()) for each in dropouts]  # type: ignore[attr-defined]
