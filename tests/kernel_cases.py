@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roamc.operators.counter import counter_mask, draw_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
 from roamc.operators.shards import own_classes, own_part
@@ -354,6 +355,17 @@ def random_like(dtype: torch.dtype) -> list[Call]:
 def mask_of_dropout(dtype: torch.dtype) -> list[Call]:
     likes = [torch.empty_like(x) for x in odd(dtype)]
     return [call(x.shape, x.stride(), keep) for x in likes for keep in (0.0, 0.7, 1.0)]
+
+
+@cases((torch.int64,), draw_seeds)
+def seeds_of_dropouts(dtype: torch.dtype) -> list[Call]:
+    return [call(count) for count in (0, 1, 3)]
+
+
+@cases((torch.bool,), counter_mask)
+def counter_masks(dtype: torch.dtype) -> list[Call]:
+    seeds, likes = torch.tensor([[1, 2], [-(2**62), 2**32 - 1]]), [torch.empty_like(x) for x in odd(dtype)]
+    return [call(seed, x.shape, x.stride(), keep) for seed in seeds for x in likes for keep in (0.0, 0.7, 1.0)]
 
 
 @cases(FLOATS, aten.native_dropout.default)

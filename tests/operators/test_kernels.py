@@ -11,6 +11,7 @@ from torch import Tensor
 from roamc import compat
 from roamc.operators import ops
 from roamc.operators.corrections import is_expanded
+from roamc.operators.counter import draw_seeds
 from roamc.operators.kernels import KERNELS
 from roamc.operators.random import dropout_mask
 from roamc.operators.split_collectives import finish_all
@@ -156,6 +157,7 @@ def test_random_kernels_are_random_in_the_operator_table() -> None:
             aten.randn_like.default,
             aten.native_dropout.default,
             dropout_mask,
+            draw_seeds,
         )
         assert ops.rule(overload).random is draws, str(overload)
 

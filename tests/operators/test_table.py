@@ -119,6 +119,7 @@ SUBJECTS = {
     "roamc/capture/returned_inputs.py": "copies to the caller's tensors",
     "roamc/capture/step.py": "detach",
     "roamc/compat_aot.py": "the backward of batch norm",
+    "roamc/codegen/triton_stand_in.py": "sums and maxima of Triton",
     "roamc/graph/same_values.py": "dropout, batch norm and clone, for the judge",
     "roamc/runtime/fallback.py": "as_strided",
     "passes/masks.py": "dropout",
