@@ -59,6 +59,12 @@ def partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + half(first) * sin, rest], -1) * 2
 
 
+def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """That of models that cut in halves what they have computed."""
+    first, second = (x * cos).chunk(2, -1)
+    return torch.cat([-second, first], -1) * sin
+
+
 def back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Backward, stored token by token."""
     return backward(grad, cos, sin).transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -68,6 +74,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rotary": (rotary, [(2, 48, 3, 32), (48, 32), (48, 32)]),
     "backward": (backward, [(2, 3, 48, 32), (48, 32), (48, 32)]),
     "back": (back, [(2, 48, 48, 32), (48, 32), (48, 32)]),
+    "halves": (halves, [(2, 3, 48, 32), (48, 32), (48, 32)]),
     "partly": (partly, [(2, 3, 48, 32), (48, 16), (48, 16)]),
 }
 

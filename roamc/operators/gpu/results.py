@@ -18,7 +18,7 @@ def made_by(node: fx.Node) -> tuple[fx.Node, int]:
     """
     position = 0
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
-        if node.target is operator.getitem:
+        if picks(node):
             position = node.args[1]  # type: ignore[assignment]
         node = node.all_input_nodes[0]
     return node, position
