@@ -150,6 +150,7 @@ class TrainGraph:
             that eager holds there at least: a pair, the first if the caller keeps the outputs of forward, the second
             if not. Empty for other graphs; see :func:`roamc.passes.layout.eager_floor`.
         threads: number of threads on a CPU that operators' workspace is counted for; set by the pipeline.
+        device: the device of the arena, see :func:`main_device`; None until the pipeline has set it.
         reuse: operator name to the position of the argument whose memory its result takes over. The fake tensors of
             both keep storages of their own: :class:`roamc.graph.memory.SharedStorages` joins them.
         layout: offsets in the arena; None until the layout pass has run.
@@ -175,6 +176,7 @@ class TrainGraph:
     eager_bytes: Bytes | None = None
     eager_floor: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict, repr=False)
     threads: int = 1
+    device: torch.device | None = None
     reuse: Mapping[str, int] = field(default_factory=dict)
     layout: Layout | None = field(default=None, repr=False)
     encodings: tuple[Encoding, ...] = field(default=(), repr=False)
@@ -281,7 +283,9 @@ def source_line(node: fx.Node) -> str:
 
 
 def main_device(graph: TrainGraph) -> torch.device:
-    """Return the device on which most bytes of the tensors of ``graph`` are, for the arena; the CPU without tensors."""
+    """Return the device of the arena: ``graph.device``, or where most bytes of tensors are; the CPU without tensors."""
+    if graph.device is not None:
+        return graph.device
     total: dict[torch.device, int] = {}
     for node in graph.graph.nodes:
         for _, tensor in tensors_of(node):

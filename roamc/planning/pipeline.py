@@ -147,12 +147,14 @@ class State:
         decisions: pass name to decision, of the passes so far.
         seconds: stage, mostly a pass, to its wall time.
         flow: the values that the graph computes, which the next pass must keep, see :mod:`roamc.graph.value_flow`.
+        constraints: what else the next pass must keep of the graph.
     """
 
     graph: TrainGraph
     decisions: Mapping[str, Any]
     seconds: Mapping[str, Seconds]
     flow: Flow
+    constraints: verify.Constraints
 
 
 @dataclass(frozen=True)
@@ -195,20 +197,24 @@ class Runner:
         """Run one pass; with None for ``decision`` it decides, or the plan does."""
         begun = time.perf_counter()
         progress.say(each.name)
-        constraints, memory = verify.constraints(state.graph), build_memory(state.graph)
+        memory = build_memory(state.graph)
         if decision is None:
             decision = self._decision(each, state.graph)
         with errors_name(each.name):
-            graph, flow = each.apply(state.graph, decision), state.flow
+            graph = each.apply(state.graph, decision)
+        flow, constraints, rewritten = state.flow, state.constraints, kept_memory(graph) is not memory
         if each.judge is not None and graph.module is not state.graph.module:
             verify.check_graph(graph, each.name, deep=self.deep)
             each.judge(state.graph, graph, each.name)
             flow = value_flow.read(graph, Numbers(), each.name)
-        elif graph is not state.graph or kept_memory(graph) is not memory or self.deep:
+        elif graph is not state.graph or rewritten or self.deep:
             verify.check_graph(graph, each.name, constraints, deep=self.deep)
             flow = value_flow.check(graph, flow, each.name, self.options.codecs, fast=self.options.numerics == "fast")
+        if rewritten:
+            constraints = verify.constraints(graph)
         seconds = state.seconds.get(each.name, 0.0) + time.perf_counter() - begun
-        return State(graph, {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}, flow)
+        decisions, times = {**state.decisions, each.name: decision}, {**state.seconds, each.name: seconds}
+        return State(graph, decisions, times, flow, constraints)
 
     def _decision(self, each: Pass, graph: TrainGraph) -> Any:
         """Return the decision of a pass: that of the plan if there is one, else its own."""

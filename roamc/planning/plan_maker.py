@@ -64,7 +64,8 @@ def prepared(
         VerifyError: the graph, or what a pass left of it, is invalid.
     """
     verify.check_graph(graph, "capture", deep=deep)
-    graph = graph.replace(threads=plan.threads if plan else torch.get_num_threads())
+    threads = plan.threads if plan else torch.get_num_threads()
+    graph = graph.replace(threads=threads, device=main_device(graph))
     if options.shard != "off" and (groups := planned_groups(graph)):
         graph = with_same_plan(graph, groups)
     memory = build_memory(graph)
@@ -78,7 +79,7 @@ def prepared(
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
-    state = State(graph, {}, {}, value_flow.read(graph, Numbers()))
+    state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
 
 
@@ -240,7 +241,8 @@ class PlanMaker:
         if best.ordered.order == first.ordered.order:
             graph, anew = end.graph, (layout.NAME,)
         seconds = {**end.seconds, other_orders.NAME: time.perf_counter() - begun}
-        state = State(graph, {**end.decisions, reorder.NAME: best.ordered}, seconds, end.flow)
+        ordered = {**end.decisions, reorder.NAME: best.ordered}
+        state = State(graph, ordered, seconds, end.flow, verify.constraints(graph))
         return self.runner.run(state, [each for each in pipeline.PIPELINE if each.name in anew], decisions)
 
 

@@ -127,6 +127,7 @@ class PlanSearch:
         self._firsts: dict[Terms, Planned] = {}
         self._choices: dict[str, retain.Choice] = {}
         self._minimum: dict[str, Planned] = {}
+        self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
 
     def terms_of(self, asked: Budget) -> Terms:
         """Return the terms that a budget asks for on this graph, with its bytes.
@@ -293,7 +294,7 @@ class PlanSearch:
 
     def _nothing(self, terms: Terms) -> retain.Decision:
         """Return the decision of pass retain by which nothing runs again; under a limit, no gather either."""
-        once = () if terms.limit is None else retain.once(self._start.graph, terms.allowed)
+        once = () if terms.limit is None else self._once(terms.allowed)
         return dataclasses.replace(retain.NOTHING, allowed=terms.allowed, once=once)
 
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:
@@ -321,14 +322,20 @@ class PlanSearch:
         A plan that is made without a limit gathers in backward again, and does not count that as added.
         """
         kept = plan.decisions.get(retain.NAME, {})
-        if kept.get("once") or not retain.once(self._start.graph, self.terms.allowed):
+        if kept.get("once") or not self._once(self.terms.allowed):
             return plan
         spared = sum(self._prices.values()) - self.alone
         return dataclasses.replace(plan, added_seconds=plan.added_seconds + spared)
 
     def _alone(self, allowed: str) -> Seconds:
-        spared = (self._prices[second] for second, _ in retain.once(self._start.graph, allowed))
+        spared = (self._prices[second] for second, _ in self._once(allowed))
         return sum(self._prices.values()) - sum(spared)
+
+    def _once(self, allowed: str) -> tuple[tuple[str, str], ...]:
+        """Return the gathers that no plan under a limit repeats unasked, see :func:`retain.once`; looked for once."""
+        if allowed not in self._gathers:
+            self._gathers[allowed] = retain.once(self._start.graph, allowed)
+        return self._gathers[allowed]
 
     @functools.cached_property
     def _prices(self) -> Mapping[str, Seconds]:
