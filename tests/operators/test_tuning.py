@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -278,6 +280,45 @@ def test_the_kernels_of_a_program_are_tuned_unless_the_user_says_no(
     assert torch.equal(loss.detach(), twin(x).sum().detach())
     assert bool(gpu.timed) == tune
     assert set(judged) == {gpu.fastest if tune else FIRST}
+
+
+class Event:
+    """An event of CUDA whose time is that of a clock."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = Event.now
+
+    def synchronize(self) -> None:
+        assert self.time == Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.time - self.time
+
+
+def test_the_shortest_time_of_all_rounds_counts_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(here, "FLUSHED", 8)
+    milliseconds = {"one": itertools.chain([5.0], itertools.repeat(3.0)), "other": itertools.count(4.0)}
+    order: list[str] = []
+
+    def run(name: str) -> None:
+        order.append(name)
+        Event.now += next(milliseconds[name])
+
+    seconds = here.seconds_of([functools.partial(run, name) for name in milliseconds], torch.device("cpu"))
+    assert seconds == [0.003, 0.004]
+    assert order == ["one", "other"] * here.ROUNDS
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_is_kept_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert here.machine(torch.device(device)) is None
 
 
 # -- the first result ---------------------------------------------------------------------------------------------
