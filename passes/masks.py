@@ -24,10 +24,12 @@ from torch import fx
 
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, copied, main_device, operators
+from roamc.graph.keep import is_kept
 from roamc.graph.rewrite import Writer, mode_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators import ops
 from roamc.operators.counter import counter_mask, draw_seeds
+from roamc.operators.gpu.printed import printed
 from roamc.operators.random import replay, save_rng_state
 from roamc.options import Options
 from roamc.rewriting.dropouts import MaskCall, dropout_of, renamed, take_apart
@@ -141,7 +143,14 @@ def _draws(graph: TrainGraph) -> list[tuple[str, ...]]:
 
 
 def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:
-    """Whether these nodes are dropouts with one mask, which can be split, and whose mask a kernel can compute."""
+    """Whether these nodes are dropouts with one mask, which can be split, and whose mask a kernel can compute.
+
+    What ``roamc.keep`` keeps is in no group, so its mask would be stored; and so would one that an operator outside of
+    groups reads, such as the part of a mask that a rank has of it.
+    """
+    picks = [pick for node in nodes for pick in node.users if pick.args[1] == 1]
+    if any(printed(reader.target) is None for pick in picks for reader in pick.users):
+        return False
     dropouts = [dropout_of(node) for node in nodes]
     fits = all(
         each is not None
@@ -152,7 +161,7 @@ def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:
         and each.mask.numel() > 0
         for each in dropouts
     )
-    return fits and len(set(_alike(dropouts))) == 1
+    return fits and len(set(_alike(dropouts))) == 1 and not any(map(is_kept, nodes))
 
 
 def _alike(dropouts: Iterable[object]) -> list[tuple[object, ...]]:

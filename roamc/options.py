@@ -45,7 +45,8 @@ class Options:
         tune: when a program is made for a GPU that is here, time its kernels in several shapes for some seconds, once
             on a machine, and take the fastest; no value depends on it. False leaves kernels as they are printed.
         numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
-            float32 on a CPU may be made by oneDNN where it is faster, which sums in another order.
+            float32 on a CPU may be made by oneDNN where it is faster, which sums in another order; on a GPU kernels may
+            sum in another order, and dropouts keep other elements than eager, with the same probability.
         shard: "off": each rank of a model with tensor parallelism plans for itself, and no collective runs again.
             "whole": its ranks plan together, so that under a budget collectives may run again. "sequence": besides,
             norms, dropouts, residuals and what else works on each token apart runs on a part of the tokens of each

@@ -19,11 +19,18 @@ from torch import Tensor
 
 from roamc.compat import OpOverload
 from roamc.operators.random import LIBRARY
+from roamc.units import Bytes
 
 ROUNDS = 10
 
 WORDS = 4
 """Words of 32 bits that one run of Philox gives."""
+
+PIECE = 1 << 20
+"""Elements of a mask that :func:`write_counter_mask` makes at a time; a multiple of :data:`WORDS`."""
+
+PIECE_BYTES: Bytes = 48 * PIECE
+"""Bytes that it takes for these: eight int64 for each run of Philox, and for each element its word, compared."""
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 
@@ -101,9 +108,14 @@ def write_counter_mask(seed: Tensor, size: Sequence[int], stride: Sequence[int],
         out: is written.
     """
     numel = math.prod(size)
-    counter = seed[1] + torch.arange(-(-numel // WORDS), dtype=torch.int64, device=seed.device)
-    words = torch.stack(philox(seed[0], counter), -1).reshape(-1)[:numel]
-    out.copy_(_is_kept(words, keep).view(tuple(size)))
+    flat = out.view(-1) if out.is_contiguous() else torch.empty(numel, dtype=torch.bool, device=out.device)
+    for begin in range(0, numel, PIECE):
+        piece = flat[begin : begin + PIECE]
+        counter = torch.arange(begin // WORDS, -(-(begin + piece.numel()) // WORDS), device=seed.device)
+        words = torch.stack(philox(seed[0], seed[1] + counter), -1).reshape(-1)
+        piece.copy_(_is_kept(words[: piece.numel()], keep))
+    if not out.is_contiguous():
+        out.copy_(flat.view(tuple(size)))
 
 
 @torch.library.impl(LIBRARY, "counter_mask", "CompositeExplicitAutograd")

@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from roamc.operators import counter
 from roamc.operators.counter import counter_mask, draw_seeds, kept, limit_of, philox, write_counter_mask, write_seeds
 
 LOW = (1 << 32) - 1
 
 
-def signed(number: int) -> int:
-    """The int64 with the bits of an unsigned number."""
-    return number - (1 << 64) if number >> 63 else number
-
-
-def words(key: int, counter: int) -> list[int]:
+def words(key: int, number: int) -> list[int]:
     """Philox-4x32-10 by Python's integers, which have no width."""
-    c, k = [counter & LOW, counter >> 32 & LOW, 0, 0], [key & LOW, key >> 32 & LOW]
+    c, k = [number & LOW, number >> 32 & LOW, 0, 0], [key & LOW, key >> 32 & LOW]
     for _ in range(10):
         first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [second >> 32 ^ c[1] ^ k[0], second & LOW, first >> 32 ^ c[3] ^ k[1], first & LOW]
@@ -45,10 +41,10 @@ def test_philox_gives_the_published_words() -> None:
 
 
 @pytest.mark.parametrize("key", [0, 1, (1 << 63) - 1, -1, 0x299F31D0A4093822])
-@pytest.mark.parametrize("counter", [0, LOW, 1 << 32, (1 << 34) + 5, (1 << 63) - 1, -1])
-def test_philox_has_64_bits_of_key_and_counter(key: int, counter: int) -> None:
-    made = [int(word) for word in philox(torch.tensor(key), torch.tensor(counter))]
-    assert made == words(key % (1 << 64), counter % (1 << 64))
+@pytest.mark.parametrize("number", [0, LOW, 1 << 32, (1 << 34) + 5, (1 << 63) - 1, -1])
+def test_philox_has_64_bits_of_key_and_counter(key: int, number: int) -> None:
+    made = [int(word) for word in philox(torch.tensor(key), torch.tensor(number))]
+    assert made == words(key % (1 << 64), number % (1 << 64))
 
 
 @pytest.mark.parametrize("size", [(), (1,), (3,), (4, 5), (2, 3, 7), (64, 129)])
@@ -57,6 +53,14 @@ def test_an_element_follows_from_its_number(size: tuple[int, ...]) -> None:
     numbers = torch.arange(math.prod(size)).view(size)
     assert torch.equal(mask(seed, size, 0.7), kept(seed, numbers, 0.7))
     assert torch.equal(mask(seed, (math.prod(size),), 0.7).view(size), mask(seed, size, 0.7))
+
+
+@pytest.mark.parametrize("size", [(3, 8), (5, 7), (64,)])
+def test_pieces_make_no_difference(size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = seed_of(2)
+    whole = mask(seed, size, 0.5)
+    monkeypatch.setattr(counter, "PIECE", 8)
+    assert torch.equal(mask(seed, size, 0.5), whole)
 
 
 def test_strides_make_no_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, Role, TrainGraph, copied, mask_judge, operators, tensors_of, value_flow
+from roamc.graph.keep import KEEP, KEY
 from roamc.graph.storage_ids import STORAGES, ids_of, renewed
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import ops
@@ -86,6 +88,12 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def captured(route: str, again: Callable[..., Any] | None = None) -> tuple[TrainGraph, list[Any]]:
+    graph, inputs = _captured(route, again)
+    return copied(graph), clones(inputs)
+
+
+@functools.cache
+def _captured(route: str, again: Callable[..., Any] | None) -> tuple[TrainGraph, list[Any]]:
     torch.manual_seed(1)
     return graph_and_inputs(Layers(again), (torch.randn(64, 16),), loss, route, torch.optim.SGD)
 
@@ -112,8 +120,12 @@ def dropping(share: float = 0.1, train: bool | None = True) -> Callable[[Tensor]
         (dropping(), torch.ones(0, 4)),
         (lambda x: x * torch.bernoulli(x, 0.5), X),
         (lambda x: x * torch.rand_like(x), X),
+        (lambda x: aten.native_dropout(x, 0.1, True)[1].view(-1), X),
     ],
-    ids=["drops nothing", "drops all", "evaluates", "float64", "no dimension", "no elements", "bernoulli", "rand"],
+    ids=[
+        *("drops nothing", "drops all", "evaluates", "float64", "no dimension", "no elements", "bernoulli", "rand"),
+        "a reader outside of groups",
+    ],
 )
 def test_other_operators_keep_their_draws(function: Callable[..., Any], x: Tensor) -> None:
     assert decided(traced(function, x)) == ()
@@ -123,6 +135,12 @@ def test_other_operators_keep_their_draws(function: Callable[..., Any], x: Tenso
 def test_masks_are_drawn_unless_fast_groups_take_them(options: Options) -> None:
     assert decided(traced(dropping(), X)) == (("native_dropout",),)
     assert decided(traced(dropping(), X), options) == ()
+
+
+def test_what_is_kept_has_its_mask_drawn() -> None:
+    graph = traced(dropping(), X)
+    operators(graph.graph)[0].meta["custom"] = {KEY: KEEP}
+    assert decided(graph) == ()
 
 
 def test_a_cpu_keeps_its_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +180,9 @@ def test_a_decision_without_a_replay_is_refused() -> None:
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [None, "min"])
-@pytest.mark.parametrize("route", ["step", "joint"])
+@pytest.mark.parametrize(
+    ("route", "budget"), [("step", None), ("joint", None), pytest.param("step", "min", marks=pytest.mark.thorough)]
+)
 def test_backward_drops_what_forward_dropped(route: str, budget: Any) -> None:
     """Against eager with masks of the same seeds, bit for bit, twice in a row."""
     graph, inputs = captured(route)

@@ -13,6 +13,7 @@ import torch
 
 from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.operators.costs.arguments import channels_last
+from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
 from roamc.units import Bytes
 
@@ -34,6 +35,11 @@ def dropout_piece(call: Call, made: torch.Tensor) -> Bytes:
     It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``made``.
     """
     return piece_elements(tensor_at(call, 0)) * made.itemsize
+
+
+def piece_of_a_mask(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``counter_mask``, whose result is ``made``, outside of groups."""
+    return min(PIECE_BYTES, PIECE_BYTES // PIECE * made.numel())
 
 
 def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:

@@ -119,6 +119,7 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("pixel_shuffle", "reflection_pad2d", "replication_pad2d"), Cost("strided", read_as={0: image})),
     "reflection_pad2d_backward": Cost(like_first=True),
     "im2col": Cost("strided", read_as={0: plain}, eager_workspace=others.first_again),
+    "roamc::counter_mask": Cost("pointwise", workspace=others.piece_of_a_mask, eager_workspace=others.piece_of_a_mask),
     # Random.
     **dict.fromkeys(("bernoulli", "uniform", "normal", "exponential", "random"), _DRAW),
     **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
@@ -224,8 +225,7 @@ KIND_ALONE: dict[str, str] = {
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
     "isin bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
     "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
-    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes "
-    "roamc::counter_mask",
+    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes",
     "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
     "replication_pad1d replication_pad3d unfold_backward as_strided_copy permute_copy transpose_copy t_copy "
