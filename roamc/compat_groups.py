@@ -78,6 +78,20 @@ def sums_in_one_order(group_name: Any) -> bool:
     return without or os.environ.get("NCCL_NVLS_ENABLE") == "0" or torch.cuda.get_device_capability()[0] < 9
 
 
+def has_symmetric_memory(group_name: Any) -> bool:
+    """Return whether the GPUs of a group read each other's memory, by ``enable_symm_mem_for_group`` of torch.
+
+    Args:
+        group_name: as for :func:`ranks_in`; of groups that are planned for, or whose name is none, they do not.
+    """
+    if is_planned_for(group_name) or not isinstance(group_name, str) or group_of_ranks(group_name) is None:
+        return False
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    name: Any = group_name
+    return bool(is_symm_mem_enabled_for_group(name))
+
+
 def rank_in(group_name: Any) -> int:
     """Return the position of this process in the group of a collective, from 0; ``group_name`` as for :func:`ranks_in`.
 

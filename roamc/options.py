@@ -19,6 +19,8 @@ NUMERICS = ("exact", "fast")
 
 SHARD = ("off", "whole", "sequence")
 
+ASYNC_TP = ("auto", "on", "off")
+
 LARGEST_ALIGNMENT: Bytes = 2 << 20
 """A huge page: no kernel asks for more."""
 
@@ -52,6 +54,9 @@ class Options:
             norms, dropouts, residuals and what else works on each token apart runs on a part of the tokens of each
             rank, which saves a part of the activations. Sums over the ranks are made in another order then, so that
             last bits may differ.
+        async_tp: with ``numerics="fast"``, products may run together with the all-gather that brings their rows, or the
+            reduce-scatter that takes them: "auto" on GPUs of groups with symmetric memory; "on" everywhere, as to plan
+            for ranks that are not here: where there is no such memory one runs after the other; "off" nowhere.
         profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
             a shipped one. None takes what was measured on this machine, else the shipped one for the device.
     """
@@ -68,6 +73,7 @@ class Options:
     tune: bool = True
     numerics: str = "exact"
     shard: str = "off"
+    async_tp: str = "auto"
     profile: str | None = None
 
     @property
@@ -134,7 +140,7 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
     if options.idle_arena not in IDLE:
         raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}")
-    for name, kinds in (("numerics", NUMERICS), ("shard", SHARD)):
+    for name, kinds in (("numerics", NUMERICS), ("shard", SHARD), ("async_tp", ASYNC_TP)):
         value = getattr(options, name)
         if value not in kinds:
             raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}{nearest(str(value), kinds, 0)}")

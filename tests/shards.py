@@ -195,6 +195,11 @@ def _communicate(kind: str, args: Sequence[Any]) -> list[Any]:
         return [[sum(part[1:], part[0]) for part in zip(*given, strict=True)] for _ in given]
     if kind == "all_gather_into_tensor":
         return [torch.cat(given) for _ in given]
+    if kind == "all_gather_mm":
+        gathered = torch.cat(given)
+        return [[*(gathered @ other for other in each[1]), *([gathered] if each[4] else [])] for each in args]
+    if kind == "mm_reduce_scatter":
+        return _communicate("reduce_scatter_tensor", [(each[0] @ each[1],) for each in args])
     if kind == "reduce_scatter_tensor":
         return [part.clone() for part in sum(given[1:], given[0]).chunk(len(given))]
     raise AssertionError(kind)

@@ -87,3 +87,19 @@ def test_a_rank_that_withdraws_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_group_that_is_not_known_is_no_other_group() -> None:
     with pytest.raises(RuntimeError, match="knows no group of ranks that is called 'elsewhere'"):
         compat_groups.numbers_in("elsewhere")
+
+
+def test_symmetric_memory_is_that_of_groups_that_torch_knows() -> None:
+    from torch.distributed import _symmetric_memory
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        assert not compat_groups.has_symmetric_memory(name)
+        with _symmetric_memory._test_mode({name}):
+            assert compat_groups.has_symmetric_memory(name)
+            assert not compat_groups.has_symmetric_memory("elsewhere")
+            with compat_groups.planned_for({name: (0, 1)}):
+                assert not compat_groups.has_symmetric_memory(name)
+    finally:
+        dist.destroy_process_group()

@@ -137,7 +137,7 @@ def test_key_is_hashable_and_tells_options_apart() -> None:
         *({"memory_budget": 1}, {"alignment": 128}, {"layout_nodes": 5}, {"order": "program"}),
         *({"disable": ("reorder",)}, {"strict": True}, {"max_plans": 2}, {"idle_arena": "free"}),
         *({"profile": "cpu"}, {"codecs": ("name",)}, {"numerics": "fast"}),
-        *({"shard": "sequence"}, {"tune": False}),
+        *({"shard": "sequence"}, {"async_tp": "on"}, {"tune": False}),
     ]
     keys = {Options(**one).key() for one in changed}
     assert len(keys | {Options().key()}) == len(changed) + 1

@@ -19,10 +19,12 @@ from torch import fx
 
 from roamc.compat_groups import numbers_in, ranks_in
 from roamc.cost.profile import NETWORK, NODE, DeviceProfile, load_profile
-from roamc.graph import TrainGraph, main_device, operators, tensors_of
+from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.memory import started_by
 from roamc.operators import ops
+from roamc.operators.call import fakes, tensors_in
 from roamc.operators.costs.kinds import COLLECTIVE
+from roamc.operators.products_sent import PRODUCTS_SENT
 from roamc.operators.schemas import group_of
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -35,8 +37,11 @@ WORDS = {
     "all_gather_into_tensor_coalesced": ("all-gather", 1),
     "broadcast": ("broadcast", 1),
     "all_to_all_single": ("all-to-all", 1),
+    "all_gather_mm": ("all-gather", 1),
+    "mm_reduce_scatter": ("reduce-scatter", 1),
 }
-"""Name of a collective of kind COLLECTIVE to its word in reports, and how often a ring sends its bytes."""
+"""Name of an operator of :func:`sending` to the word of its collective in reports, and how often a ring sends its
+bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def traffic(graph: TrainGraph, group: object, ranks: int) -> Traffic:
     """
     counts: dict[str, int] = {}
     sent = 0
-    for node in collectives(graph):
+    for node in sending(graph):
         if group_of(node) == group:
             word, _ = _word(node)
             counts[word] = counts.get(word, 0) + 1
@@ -79,8 +84,17 @@ def collectives(graph: TrainGraph) -> Iterator[fx.Node]:
     return (node for node in operators(graph.graph) if ops.rule(node.target).cost.kind == COLLECTIVE)
 
 
+def sending(graph: TrainGraph) -> Iterator[fx.Node]:
+    """Yield :func:`collectives`, and the operators that run a collective together with matrix products."""
+    return (
+        node
+        for node in operators(graph.graph)
+        if node.target in PRODUCTS_SENT or ops.rule(node.target).cost.kind == COLLECTIVE
+    )
+
+
 def sent_bytes(node: fx.Node, ranks: int) -> Bytes:
-    """Return the bytes that each of ``ranks`` ranks sends for ``node``, one of :func:`collectives`."""
+    """Return the bytes that each of ``ranks`` ranks sends for ``node``, one of :func:`sending`."""
     return _turns_and_bytes(node, ranks)[1]
 
 
@@ -96,7 +110,7 @@ def ring(times: int, whole: Bytes, ranks: int) -> tuple[int, Bytes]:
 
 
 def collective_seconds(node: fx.Node, profile: DeviceProfile) -> Seconds | None:
-    """Predict the seconds of ``node``, one of :func:`collectives`, while no other operator runs.
+    """Predict the seconds of the collective in ``node``, one of :func:`sending`, while no other operator runs.
 
     Returns:
         The seconds; None if this process does not know the group, or ``profile`` has no links.
@@ -143,7 +157,7 @@ def note(
         prices: gives the seconds of each operator on a profile, as for :func:`exposed_seconds`.
         profile: as for :func:`roamc.cost.load_profile`; read only where there are collectives.
     """
-    nodes = list(collectives(graph))
+    nodes = list(sending(graph))
     found = [(sent_bytes(node, ranks), node) for node in nodes if (ranks := ranks_in(group_of(node))) is not None]
     if not found:
         return ()
@@ -161,8 +175,9 @@ def note(
 def _turns_and_bytes(node: fx.Node, ranks: int) -> tuple[int, Bytes]:
     """What :func:`ring` returns, for ``node``."""
     word, times = _word(node)
-    made = sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(node))
-    return ring(times, made * ranks if word == "reduce-scatter" else made, ranks)
+    part = fakes(node.args[0]) if word == "all-gather" else node.meta["val"]
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors_in(part))
+    return ring(times, nbytes * ranks if word in ("all-gather", "reduce-scatter") else nbytes, ranks)
 
 
 def _word(node: fx.Node) -> tuple[str, int]:

@@ -2,6 +2,8 @@
 
     seconds = overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
 
+    seconds = launches overhead + max(the same, seconds of the ring)                  a collective with its products
+
 Convolutions add the two instead: libraries bring weights and images into another order before they multiply.
 Collectives are priced by :mod:`roamc.cost.collectives` where group and links are known, else like the following.
 An operator of which nothing is known is priced as if it went over its tensors ``UNKNOWN_PASSES`` times: too expensive
@@ -25,6 +27,7 @@ from roamc.operators.call import call_of, fakes, tensors_in
 from roamc.operators.costs.attention import causal_share
 from roamc.operators.costs.kinds import COLLECTIVE, CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
 from roamc.operators.fused import Fused
+from roamc.operators.products_sent import PRODUCTS_SENT
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
@@ -70,9 +73,25 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
         return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))
     rated = kind if kind in profile.flops else ONEDNN.get(kind, kind)
     products = _per(flops(node), profile.flops, rated, node)
+    if node.target in PRODUCTS_SENT:
+        return _sent_seconds(node, max(products, moved), profile)
     if kind in CONVOLUTIONS:
         return profile.overhead + products + moved + _reorder_seconds(node, profile)
     return profile.overhead + max(products * _share(node), moved)
+
+
+def _sent_seconds(node: fx.Node, products: Seconds, profile: DeviceProfile) -> Seconds:
+    """The seconds of a collective and its products, which take turns: each product has a launch for every rank's rows.
+
+    Where the links are not known the collective takes as long as for :func:`seconds`.
+    """
+    sent = collective_seconds(node, profile)
+    if sent is None:
+        sent = profile.overhead + UNKNOWN_PASSES * _move_seconds(traffic(node).total, profile)
+    call = call_of(node)
+    ranks = int(argument_of(call.target, call.args, call.kwargs, "group_size"))
+    others = call.args[1] if isinstance(call.args[1], list | tuple) else [call.args[1]]
+    return profile.overhead * ranks * len(others) + max(products, sent)
 
 
 def group_seconds(group: Fused, profile: DeviceProfile) -> Seconds:

@@ -66,10 +66,12 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     made = next(tensors_in(node.meta.get("val")), None)
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
-    if made is None or made.device.type != "cpu":
+    if made is None:
         return 0
     call = call_of(node)
     cost = ops.rule(call.target).cost
+    if made.device.type != "cpu":
+        return 0 if cost.buffers is None else cost.buffers(call, made)
     copied = _copied(call, cost)
     if cost.thread_workspace is not None:
         copied += threads * cost.thread_workspace(call, made)

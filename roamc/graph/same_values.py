@@ -18,6 +18,7 @@ from roamc.graph.train_graph import placeholders, tensors_of
 from roamc.graph.value_numbers import Key, Number
 from roamc.operators import ops
 from roamc.operators.composite import Composite
+from roamc.operators.products_sent import ALL_GATHER_MM, MM_REDUCE_SCATTER
 from roamc.operators.random import dropout_mask
 from roamc.operators.split_collectives import STARTS
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from roamc.graph.value_flow import Walk
 
 aten = torch.ops.aten
+_COLLECTIVES: Any = torch.ops.roamc_collective
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,29 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
     return number, {0: walk.numbers.of("part", number, 0)}
 
 
+def _products_of_gathered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """``all_gather_mm`` is an all-gather, whose number it has, and products of what that gives."""
+    (rows, others, *rest, _), _ = call.keys
+    source, ranks = call.args[0].meta["val"], call.args[2]
+    gather = walk.called(_COLLECTIVES.all_gather_into_tensor.default, ((rows, *rest), ()), call.state, call.once)
+    gathered = walk.numbers.of("part", gather, 0)
+    geometry = walk.numbers.in_rows((source.shape[0] * ranks, *source.shape[1:]), source.dtype)
+    read = "read", gathered, geometry
+    products = [walk.called(aten.mm.default, ((read, other), ())) for other in others[1:]]
+    made = {at: walk.numbers.of("part", product, 0) for at, product in enumerate(products)}
+    return gather, {**made, len(products): gathered} if call.args[4] else made
+
+
+def _product_reduced(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """``mm_reduce_scatter`` is a reduce-scatter, whose number it has, of a product."""
+    (first, second, *rest), _ = call.keys
+    a, b = (argument.meta["val"] for argument in call.args[:2])
+    product = walk.numbers.of("part", walk.called(aten.mm.default, ((first, second), ())), 0)
+    read = "read", product, walk.numbers.in_rows((a.shape[0], b.shape[1]), a.dtype)
+    scatter = walk.called(_COLLECTIVES.reduce_scatter_tensor.default, ((read, *rest), ()), call.state, call.once)
+    return scatter, {0: walk.numbers.of("part", scatter, 0)}
+
+
 def _finished_later(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A collective that is only started gives what the finished one gives: nothing reads it before the wait."""
     return walk.called(FINISHED_FORM[call.target], call.keys, call.state, call.once), {}
@@ -155,6 +180,13 @@ ATEN: dict[object, Any] = {
 }
 """Operator that sums in another order, so that last bits differ, to the operator of ATen that it stands for."""
 
+OTHER_SUMS: dict[object, object] = {
+    **ATEN,
+    ALL_GATHER_MM: "an all-gather and its products",
+    MM_REDUCE_SCATTER: "a product and its reduce-scatter",
+}
+"""Operator that sums in another order, to what sums in the order that eager does, for a message."""
+
 FINISHED_FORM: dict[object, Any] = {start: finished for finished, start in STARTS.items()}
 """Operator that starts a collective to the one that also waits for it."""
 
@@ -171,6 +203,8 @@ EQUAL: dict[object, Equal] = {
     aten.clone.default: _cloned,
     **dict.fromkeys(ATEN, _by_another_library),
     **dict.fromkeys(FINISHED_FORM, _finished_later),
+    ALL_GATHER_MM: _products_of_gathered,
+    MM_REDUCE_SCATTER: _product_reduced,
 }
 """Operator to the function that numbers its calls and results, for operators whose results another one makes too."""
 

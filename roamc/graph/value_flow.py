@@ -46,7 +46,7 @@ from roamc.graph import (
 from roamc.graph.keep import is_kept
 from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import derived
-from roamc.graph.same_values import ATEN, Call, equal_of
+from roamc.graph.same_values import OTHER_SUMS, Call, equal_of
 from roamc.graph.storage_ids import StorageId
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
@@ -122,8 +122,8 @@ def check(
         before: values of the graph before the pass, as :func:`read` or :func:`check` returned them.
         after: name of the pass, for the message.
         lossy: names of the inexact codecs that are allowed.
-        fast: whether products may come from a library, and groups from a kernel, that sum in another order, and
-            dropouts may have other masks.
+        fast: whether products may come from a library or run with a collective, and groups run as a kernel, that sum in
+            another order, and dropouts may have other masks.
         handed_over: whether to compare outputs of forward only where the caller gets them, and not again at the end of
             the step: by then the caller may have written to tensors that they are views of.
 
@@ -141,11 +141,11 @@ def check(
                 f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which errs by up to "
                 f"{encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
             )
-    other = next((node for node in graph.graph.nodes if node.target in ATEN), None)
+    other = next((node for node in graph.graph.nodes if node.target in OTHER_SUMS), None)
     if other is not None and not fast:
         raise VerifyError(
             f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
-            f"{ATEN[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
+            f"{OTHER_SUMS[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
         )
     inexact = (node for node in graph.graph.nodes if isinstance(node.target, Composite) and not node.target.exact)
     group = next(inexact, None)

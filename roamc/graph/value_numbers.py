@@ -8,7 +8,8 @@ offset, dtype and lazy bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,11 @@ class Numbers:
             known = Target(target, self.of("target", target), rule, ops.is_view(target), _twin(target, rule))
             self._targets[id(target)] = known
         return known
+
+    def in_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Number:
+        """Return the geometry of a contiguous tensor of ``shape`` and ``dtype`` that begins its storage."""
+        strides = [math.prod(map(int, shape[at + 1 :])) for at in range(len(shape))]
+        return self.of("place", tuple(map(int, shape)), tuple(strides), 0, dtype, False, False)
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
         """Return the place of each tensor among the results of ``node``."""

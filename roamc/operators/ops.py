@@ -19,6 +19,7 @@ from roamc.operators.composite import Composite
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import UNKNOWN, VIEW
 from roamc.operators.costs.rows import COSTS
+from roamc.operators.products_sent import PRODUCTS_SENT
 from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import argument_of, stem, value_form
 from roamc.operators.table import ROWS, Facts, Row, Rowwise, Strides
@@ -90,7 +91,7 @@ KNOWN_NAMESPACES = frozenset(
 In other namespaces, such as those of ``torch.library.custom_op``, this is unknown.
 """
 
-SYNCHRONOUS = frozenset(finished._schema.name for finished in FINISHED.values())
+SYNCHRONOUS = frozenset(finished._schema.name for finished in (*FINISHED.values(), *PRODUCTS_SENT))
 """The collectives of roamc whose results are there when they return; of torch's, the table says so."""
 
 

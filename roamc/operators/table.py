@@ -323,6 +323,8 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         [f"{NAMESPACE}::{form}broadcast" for form in ("", "start_")], Row(overwrites=(0,), together=Together.MOVED)
     ),
+    f"{NAMESPACE}::all_gather_mm": Row(together=Together.MOVED),
+    f"{NAMESPACE}::mm_reduce_scatter": Row(together=Together.SUMMED),
     **dict.fromkeys(
         [f"{NAMESPACE}::{name}_coalesced" for name in ("all_reduce", "reduce_scatter_tensor")]
         + [f"{NAMESPACE}::{form}reduce_scatter_tensor" for form in ("", "start_")],

@@ -19,7 +19,20 @@ from roamc.graph import TrainGraph, mask_judge, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.options import Options
-from roamc.passes import checkpoint, fuse, layout, masks, normalize, overlap, products, reorder, retain, reuse, shard
+from roamc.passes import (
+    async_tp,
+    checkpoint,
+    fuse,
+    layout,
+    masks,
+    normalize,
+    overlap,
+    products,
+    reorder,
+    retain,
+    reuse,
+    shard,
+)
 from roamc.planning.plan import Plan
 from roamc.units import Seconds
 
@@ -100,6 +113,7 @@ PIPELINE = checked(
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
     Pass.of(shard, per_budget=False, requires={"normal form", "user's recomputation"}, judge=shard_judge.check),
     Pass.of(masks, per_budget=False, requires={"normal form", "user's recomputation"}, judge=mask_judge.check),
+    Pass.of(async_tp, per_budget=False, requires={"normal form"}),
     Pass.of(products, per_budget=False, requires={"normal form"}),
     Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),

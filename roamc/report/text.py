@@ -30,6 +30,7 @@ STAGES = (
     "checkpoint",
     "shard",
     "masks",
+    "async_tp",
     "products",
     "fuse",
     "retain",

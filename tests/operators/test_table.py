@@ -125,6 +125,7 @@ SUBJECTS = {
     "passes/masks.py": "dropout",
     "roamc/rewriting/dropouts.py": "dropout",
     "roamc/graph/mask_judge.py": "dropout, for the judge",
+    "passes/async_tp.py": "matrix products",
     "passes/shard/choose.py": "sums of several all-reduces",
     "passes/shard/classes.py": "softmax and losses over the classes of a rank",
     "passes/shard/rules.py": "what operators make of a part of the rows",

@@ -64,6 +64,12 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roamc.passes.fuse.estimates.group_workspace", lambda group, threads: 0)
 
 
+@pytest.fixture(autouse=True)
+def any_collective_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the products that can run with it, whatever the links."""
+    monkeypatch.setattr("roamc.passes.async_tp._faster", lambda graph, decision, options: decision)
+
+
 def of_normalize() -> Example:
     """A name for another value, a value that nobody reads, and a dropout, which has a mask and a product."""
 
@@ -88,6 +94,25 @@ def of_checkpoint() -> Example:
     for node in operators(graph.graph)[:2]:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return graph, CPU
+
+
+def of_async_tp() -> Example:
+    """Two products of what is gathered, one by a view that stands behind the first, and a product that is scattered.
+
+    What is gathered is read by something else as well, and so is a third product.
+    """
+
+    def step(x: Tensor, part: Tensor) -> Tensor:
+        rows = x.view(8, 8)
+        gathered = torch.ops.roamc_collective.all_gather_into_tensor(rows, 2, GROUP)
+        first = gathered @ part
+        inner = first.relu() * (gathered @ part.t())
+        late = torch.ops.roamc_collective.reduce_scatter_tensor(inner @ part, "sum", 2, GROUP)
+        other = inner @ rows
+        kept = torch.ops.roamc_collective.reduce_scatter_tensor(other, "sum", 2, GROUP)
+        return late.sum() + kept.sum() + other.sum() + gathered.sum()
+
+    return traced(step, X, X.view(8, 8)), parse_options({"numerics": "fast", "async_tp": "on", "profile": "cpu"})
 
 
 def of_fuse() -> Example:
@@ -208,6 +233,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "checkpoint": of_checkpoint,
     "shard": of_shard,
     "masks": of_masks,
+    "async_tp": of_async_tp,
     "products": of_products,
     "fuse": of_fuse,
     "retain": of_retain,

@@ -7,6 +7,7 @@ way at a time.
     all-gather          all parts, which are copied to the result
     reduce-scatter      a copy of what is reduced, and pieces
     several at once     all of them side by side, and pieces
+    products sent       what is gathered, unless it is a result, or the product; and what the collective takes
 """
 
 from __future__ import annotations
@@ -40,6 +41,28 @@ def scattered(call: Call, made: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a reduce-scatter; its result ``made`` is one of equal parts."""
     (read,) = tensors_in(fakes(call.args[0]))
     return _bytes_of(read) + min(_bytes_of(made), PIECES)
+
+
+def rows_of_all(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes that ``all_gather_mm`` gathers, 0 where they are a result of it; ``made`` is not read."""
+    rows, _, group_size, _, whole = fakes(call.args)
+    return 0 if whole else _bytes_of(rows) * int(group_size)
+
+
+def gathered_for_products(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``all_gather_mm``; ``made`` is not read."""
+    rows, _, group_size, *_ = fakes(call.args)
+    return rows_of_all(call, made) + _bytes_of(rows) * int(group_size)
+
+
+def whole_product(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the bytes of the product of which ``mm_reduce_scatter`` makes this rank's part, ``made``."""
+    return _bytes_of(made) * int(call.args[3])
+
+
+def scattered_product(call: Call, made: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``mm_reduce_scatter``, whose result is ``made``."""
+    return 2 * whole_product(call, made) + min(_bytes_of(made), PIECES)
 
 
 def _pieces(nbytes: Bytes) -> Bytes:

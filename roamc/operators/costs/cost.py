@@ -43,6 +43,7 @@ class Cost:
             is only what arguments take that are converted to another dtype.
         thread_workspace: formula for what each of torch's threads takes beside ``workspace``; None for nothing.
         eager_workspace: the same for eager PyTorch, where a kernel of roamc takes another amount; None if they agree.
+        buffers: formula for tensors that it makes for itself on a device that is no CPU; None for none that are known.
     """
 
     kind: str = ""
@@ -59,3 +60,4 @@ class Cost:
     workspace: Workspace | None = None
     thread_workspace: Workspace | None = None
     eager_workspace: Workspace | None = None
+    buffers: Workspace | None = None

@@ -50,6 +50,11 @@ def product_and_sum(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *res
     return product(a, b)
 
 
+def gathered_products(rows: torch.Tensor, others: list[torch.Tensor], group_size: int, *rest: Any) -> Flops:
+    """Return the FLOPs of the products of each of ``others`` and the ``rows`` of all ranks."""
+    return group_size * sum(product(rows, other) for other in others)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Flops:
     """Return the FLOPs of ``x [..., in] @ weight [out, in].T``; a bias adds none."""
     return 2 * x.numel() * weight.shape[0]

@@ -57,6 +57,12 @@ ROWS: dict[str, Cost] = {
         Cost(COLLECTIVE, workspace=collectives.scattered),
     ),
     # Products.
+    "roamc_collective::all_gather_mm": Cost(
+        "matmul", flops.gathered_products, workspace=collectives.gathered_for_products, buffers=collectives.rows_of_all
+    ),
+    "roamc_collective::mm_reduce_scatter": Cost(
+        "matmul", flops.product, workspace=collectives.scattered_product, buffers=collectives.whole_product
+    ),
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
     "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
     "mv": Cost("matmul", flops.product, read_as={0: matrix, 1: matrix}),

@@ -1,0 +1,252 @@
+"""async_tp: matrix products and the collective that brings or takes their rows run as one operator.
+
+    rewrite:  w = all_gather(x); y1 = mm(w, b1); y2 = mm(w, b2)  -->  y1, y2 = all_gather_mm(x, [b1, b2])
+              z = reduce_scatter(mm(a, b))                       -->  z = mm_reduce_scatter(a, b)
+    checks:   the products read all that is gathered, in its phase, and by matrices that are there when it begins;
+              nothing else reads a product that is reduced; nothing is written in between
+
+The operators send the rows of one rank while they multiply those of another, see
+:mod:`roamc.operators.products_sent` and ``_micro_pipeline_tp`` in torch's Inductor. A GPU sums over the ranks in
+another order then, so they are for ``numerics="fast"`` alone, and products have fewer rows at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.compat_groups import has_symmetric_memory
+from roamc.cost import load_profile, prices
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, copied, main_device, operators
+from roamc.graph.keep import is_kept
+from roamc.graph.storage_ids import STORAGES, all_ids, id_of
+from roamc.operators import ops
+from roamc.operators.collectives import FINISHED, NAMESPACE
+from roamc.operators.products_sent import ALL_GATHER_MM, MM_REDUCE_SCATTER
+from roamc.operators.schemas import group_of
+from roamc.options import Options
+from roamc.rewriting.versions import erase_dead, up_to_date
+
+NAME = "async_tp"
+
+aten = torch.ops.aten
+_NAMED = {finished._schema.name: finished for finished in FINISHED.values()}
+ALL_GATHER = _NAMED.get(f"{NAMESPACE}::all_gather_into_tensor")
+REDUCE_SCATTER = _NAMED.get(f"{NAMESPACE}::reduce_scatter_tensor")
+REDUCTIONS = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision says which collectives run with which products.
+
+    Attributes:
+        gathers: name of an all-gather to the names of the products that run with it, in graph order.
+        scatters: name of a reduce-scatter to the name of the product whose result it reduces.
+    """
+
+    gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scatters: Mapping[str, str] = field(default_factory=dict)
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Choose the collectives that take less time with their products than both one after the other.
+
+    ``graph`` stays as it is. The decision is empty unless ``options.numerics`` is "fast". With ``options.async_tp``
+    "auto" only groups count whose GPUs have symmetric memory and whose ranks run one plan: a rank that ran collective
+    and product apart would wait for the others for ever.
+    """
+    if options.numerics != "fast" or options.async_tp == "off":
+        return Decision()
+    written = _Written(graph)
+    gathers, scatters = dict[str, tuple[str, ...]](), dict[str, str]()
+    for node in operators(graph.graph):
+        if node.target not in (ALL_GATHER, REDUCE_SCATTER) or not _counts(graph, group_of(node), options):
+            continue
+        if products := tuple(product.name for product in _products(graph, node, written)):
+            gathers[node.name] = products
+        elif (reduced := _product(graph, node, written)) is not None and reduced.name not in _all(gathers):
+            scatters[node.name] = reduced.name
+    return _faster(graph, Decision(gathers, scatters), options)
+
+
+def _counts(graph: TrainGraph, group: object, options: Options) -> bool:
+    """Whether collectives of ``group`` may run with products."""
+    at_once = main_device(graph).type == "cuda" and has_symmetric_memory(group)
+    one_plan = any(known.group == group for known in graph.same_plan)
+    return (at_once and one_plan) or (options.async_tp == "on" and (one_plan or not at_once))
+
+
+def _all(gathers: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """The names of all products that run with an all-gather."""
+    return {name for names in gathers.values() for name in names}
+
+
+def _faster(graph: TrainGraph, decision: Decision, options: Options) -> Decision:
+    """The part of ``decision`` whose operators take less time by the device profile."""
+    if decision == Decision():
+        return decision
+    profile = load_profile(main_device(graph), options.profile)
+    apart = prices(graph, profile)
+    at_once = prices(apply(copied(graph), decision), profile)
+
+    def pays(collective: str, *products: str) -> bool:
+        return at_once[collective] < apart[collective] + sum(apart[product] for product in products)
+
+    return Decision(
+        {name: products for name, products in decision.gathers.items() if pays(name, *products)},
+        {name: product for name, product in decision.scatters.items() if pays(name, product)},
+    )
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Let the collectives that the decision names run with their products; the FX graph is changed in place.
+
+    An operator of both has the name of its collective, and each result that of its product.
+
+    Raises:
+        PlanError: a name in the decision is no such collective, or its products are others.
+    """
+    if decision == Decision():
+        return graph
+    nodes, written = {node.name: node for node in operators(graph.graph)}, _Written(graph)
+    rewritten = []
+    for name, names in decision.gathers.items():
+        products = [] if name not in nodes else list(_products(graph, nodes[name], written))
+        if not names or not set(names) <= {product.name for product in products}:
+            raise PlanError(f"{', '.join(names)} cannot run with the all-gather {name!r} of this graph")
+        rewritten.append((nodes[name], [product for product in products if product.name in names]))
+    for name, of in decision.scatters.items():
+        reduced = None if name not in nodes else _product(graph, nodes[name], written)
+        if reduced is None or reduced.name != of or of in _all(decision.gathers):
+            raise PlanError(f"{of!r} cannot run with the reduce-scatter {name!r} of this graph")
+        nodes[name].args = (*reduced.args, *nodes[name].args[1:])
+        nodes[name].target = MM_REDUCE_SCATTER
+    phase = dict(graph.phase)
+    for gather, products in rewritten:
+        if (whole := _multiply(gather, products, written)) is not None:
+            phase[whole.name] = phase[gather.name]
+    erase_dead(graph.graph, set(graph.gradients))
+    return up_to_date(graph, phase)
+
+
+def _multiply(gather: fx.Node, products: list[fx.Node], written: _Written) -> fx.Node | None:
+    """Let ``gather`` make ``products`` as well; the node of what is gathered, if something else reads that."""
+    graph, others = gather.graph, [product.args[1] for product in products]
+    for other in others:
+        for view in reversed(list(_views(other))):
+            if written.place[view] > written.place[gather]:  # a view of what is there already
+                gather.prepend(view)
+    results, ids = [product.meta["val"] for product in products], [id_of(product) for product in products]
+    for at, product in enumerate(products):
+        product.target, product.args = operator.getitem, (gather, at)
+    read = {user for user in gather.users if user not in products and not _idle(user)}
+    whole: fx.Node | None = None
+    if read:
+        with graph.inserting_after(gather):
+            whole = graph.create_node(
+                "call_function", operator.getitem, (gather, len(ids)), name=f"{gather.name}_whole"
+            )
+        whole.meta.update({"val": gather.meta["val"], STORAGES: gather.meta[STORAGES]})
+        results, ids = [*results, gather.meta["val"]], [*ids, id_of(gather)]
+        kept: fx.Node = whole
+        gather.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not kept and user not in products)
+    gather.target, gather.args = ALL_GATHER_MM, (gather.args[0], others, *gather.args[1:], whole is not None)
+    gather.meta.update({"val": results, STORAGES: tuple(ids)})
+    return whole
+
+
+def _idle(node: fx.Node) -> bool:
+    """Whether ``node`` is a view that nothing reads: that of a product which is one no more."""
+    return node.op == "call_function" and ops.is_view(node.target) and all(_idle(user) for user in node.users)
+
+
+def _products(graph: TrainGraph, gather: fx.Node, written: _Written) -> Iterator[fx.Node]:
+    """Yield the products that can run with ``gather``, in graph order; none if it is no all-gather of a matrix."""
+    if gather.target is not ALL_GATHER or gather.kwargs or not _is_free(gather):
+        return
+    readers = [user for user in _readers(gather) if user.target is aten.mm.default and _is_free(user)]
+    for product in sorted(readers, key=written.place.__getitem__):
+        first, other = product.args
+        same_phase = graph.phase[product.name] is graph.phase[gather.name]
+        if not same_phase or not isinstance(other, fx.Node) or not _is_as_it_was(first, gather):
+            continue
+        base = next((view.args[0] for view in reversed(list(_views(other)))), other)
+        there = written.place[base] < written.place[gather]
+        if there and not written.between(gather, product, gather, gather.all_input_nodes[0], other):
+            yield product
+
+
+def _product(graph: TrainGraph, scatter: fx.Node, written: _Written) -> fx.Node | None:
+    """The product that can run with ``scatter``; None if there is none, or something else reads its result."""
+    if scatter.target is not REDUCE_SCATTER or scatter.kwargs or scatter.args[1] not in REDUCTIONS:
+        return None
+    chain: list[Any] = [scatter.args[0], *(view.args[0] for view in _views(scatter.args[0]))]
+    product = chain[-1]
+    alone = all(len(node.users) == 1 for node in chain) and _is_free(scatter)
+    if not alone or product.target is not aten.mm.default or not _is_free(product):
+        return None
+    same_phase = graph.phase[product.name] is graph.phase[scatter.name]
+    if not same_phase or not _is_as_it_was(chain[0], product) or product.name in graph.gradients:
+        return None
+    return None if written.between(product, scatter, product, *product.all_input_nodes) else product
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether the user has asked nothing of ``node``, such as to make its result again or to keep it."""
+    return "recompute" not in node.meta and not is_kept(node)
+
+
+def _is_as_it_was(view: Any, made: fx.Node) -> bool:
+    """Whether ``view`` is what ``made`` made, with the same shape and strides."""
+    if not isinstance(view, fx.Node) or id_of(view) != id_of(made):
+        return False
+    seen, whole = view.meta["val"], made.meta["val"]
+    lies = (seen.shape, seen.stride(), seen.storage_offset(), seen.dtype, seen.is_conj(), seen.is_neg())
+    return lies == (whole.shape, whole.stride(), whole.storage_offset(), whole.dtype, False, False) and seen.dim() == 2
+
+
+def _views(node: Any) -> Iterator[fx.Node]:
+    """Yield ``node`` and what it is a view of, as long as that is a view of another node."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and ops.is_view(node.target):
+        yield node
+        node = node.args[0]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operators that read ``node`` or a view of it, each once."""
+    readers: dict[fx.Node, None] = {}
+    for user in node.users:
+        if ops.is_view(user.target):
+            readers.update(dict.fromkeys(_readers(user)))
+        else:
+            readers[user] = None
+    yield from readers
+
+
+class _Written:
+    """Where the nodes of a graph stand, and which storages are written where.
+
+    Attributes:
+        place: node to its position in the graph.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.place = {node: at for at, node in enumerate(graph.graph.nodes)}
+        self._writes = [
+            (at, all_ids(written))
+            for node, at in self.place.items()
+            if node.op == "call_function" and (written := ops.mutated_arguments(node))
+        ]
+
+    def between(self, first: fx.Node, last: fx.Node, *read: fx.Node) -> bool:
+        """Return whether an operator behind ``first`` and in front of ``last`` writes to a storage of ``read``."""
+        storages = all_ids(read)
+        begin, end = self.place[first], self.place[last]
+        return any(begin < at < end and not storages.isdisjoint(written) for at, written in self._writes)
