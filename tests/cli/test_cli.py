@@ -276,8 +276,7 @@ def test_debug_shows_the_traceback(file: str) -> None:
     assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
 
 
-def test_explain_prints_and_gives_json() -> None:
-    assert "peak of eager PyTorch" in run("explain", "gpt", *SMALL).stdout
+def test_explain_gives_json() -> None:
     data = json.loads(run("explain", "gpt", *SMALL, "--json", "--top", "2", "--source").stdout)
     assert len(data["planned"]["storages"]) == 2
     compile(data["source"], "program", "exec")
@@ -306,7 +305,7 @@ def test_graph_and_source_are_one_file_each(tmp_path: Path) -> None:
     assert "no such folder" in run("explain", "gpt", "--graphml", str(tmp_path / "no" / "x.graphml"), code=1).stderr
 
 
-def test_explain_draws_a_page(tmp_path: Path) -> None:
+def test_explain_prints_and_draws_a_page(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     result = run("explain", "gpt", *SMALL, "--html", str(path))
     assert "peak of eager PyTorch" in result.stdout

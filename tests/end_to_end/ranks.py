@@ -1,12 +1,19 @@
-"""Several processes that form one group, for tests of what talks to other ranks."""
+"""Several processes that form one group, for tests of what talks to other ranks.
+
+They are forked from a server that has imported torch and roamc and done nothing else: importing takes four seconds of
+processor time, more than most ranks need for their test.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import multiprocessing
+import os
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from tests.end_to_end.test_determinism import ROOT, environment
 
@@ -20,8 +27,12 @@ dist.init_process_group(
 """
 END = """
 dist.barrier()
+left = torch._C._distributed_c10d._get_work_registry_size()
 dist.destroy_process_group()
+assert not left, f"{left} collectives that nobody waited for"
 """
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "roamc", "torch.distributed", "tests.parallel", "tests.end_to_end.helpers"])
 
 
 def run_ranks(folder: Path, script: str, ranks: int = 2, arguments: Sequence[str] = (), seconds: float = 400) -> str:
@@ -30,21 +41,36 @@ def run_ranks(folder: Path, script: str, ranks: int = 2, arguments: Sequence[str
     Raises:
         AssertionError: a rank failed, was not finished in time, or left a collective that nobody waited for.
     """
+    logs = [folder / f"said.{rank}" for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEGIN + script + END, str(folder), str(rank), str(ranks), *arguments],
-            cwd=ROOT, env=environment(GLOO_SOCKET_IFNAME="lo"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
+        SERVER.Process(
+            target=_as_program,
+            args=(BEGIN + script + END, [str(folder), str(rank), str(ranks), *arguments], str(log)),
+            daemon=True,
         )
-        for rank in range(ranks)
-    ]  # fmt: skip
+        for rank, log in enumerate(logs)
+    ]
     end = time.monotonic() + seconds
     try:
-        said = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
+        with mock.patch.dict(os.environ, environment(GLOO_SOCKET_IFNAME="lo")):  # the server starts with the first one
+            for process in processes:
+                process.start()
+        for process in processes:
+            process.join(max(1.0, end - time.monotonic()))
     finally:
         for process in processes:
             process.kill()
-    text = "\n".join(said)
-    assert [process.returncode for process in processes] == [0] * ranks, text[-6000:]
-    assert "unwaited collective" not in text, text[-6000:]
+    text = "\n".join(log.read_text() for log in logs)
+    assert [process.exitcode for process in processes] == [0] * ranks, text[-6000:]
     return text
+
+
+def _as_program(code: str, arguments: list[str], log: str) -> None:
+    """In a forked process: run ``code`` as ``python -c`` would, and print into the file ``log``."""
+    with open(log, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(ROOT)
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(code, main.__dict__)

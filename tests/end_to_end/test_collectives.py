@@ -79,6 +79,15 @@ def gradients(split: str, way: str, budget: str | None) -> list[dict[str, torch.
     return found
 
 
+@pytest.mark.thorough
+def test_a_collective_that_nobody_waits_for_fails_its_ranks(tmp_path: Path) -> None:
+    start = "x = torch.ops._c10d_functional.all_reduce(torch.ones(3), 'sum', '0')\n"
+    with pytest.raises(AssertionError, match="1 collectives that nobody waited for"):
+        run_ranks(tmp_path, start)
+    (tmp_path / "store").unlink()
+    run_ranks(tmp_path, start + "torch.ops._c10d_functional.wait_tensor(x)\n")
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gradients_are_those_of_one_rank(choice: str, tmp_path: Path) -> None:
     run_ranks(tmp_path, SCRIPT.replace("CHOICE]", f"{choice!r}]"))

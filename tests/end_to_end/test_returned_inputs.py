@@ -148,7 +148,7 @@ def steps(model: nn.Module, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> 
 
 @pytest.mark.parametrize("route", ["optimize", "compile"])
 @pytest.mark.parametrize("returned", [*VIEWS, *OWN], ids=lambda returned: returned.__name__)
-def test_a_returned_view_of_a_buffer_lies_in_the_buffer_and_other_tensors_do_not(
+def test_a_returned_view_lies_in_its_buffer_and_other_tensors_do_not(
     returned: Callable[[Tensor, Tensor], Tensor], route: str
 ) -> None:
     torch._dynamo.reset()
