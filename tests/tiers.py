@@ -189,6 +189,8 @@ FIRST: dict[str, int] = {
     "tests/passes/test_shard.py::test_a_layer_saves_the_bytes_of_the_paper": 1,
     "tests/passes/test_shard.py::test_loss_and_gradients_are_those_of_one_rank": 2,
     "tests/passes/test_shard.py::test_random_graphs_on_shards_give_what_they_gave": 8,
+    "tests/passes/test_shard.py::test_operators_that_need_more_than_their_rows_give_what_they_gave": 5,
+    "tests/passes/test_shard_loss.py::test_scores_whose_readers_need_all_classes_are_not_split_by_class": 3,
     "tests/passes/test_trim.py::test_passes_with_trims_give_the_same_bits": 1,
     "tests/passes/test_trim.py::test_random_graphs_do_have_trims": 0,
     "tests/passes/test_trim.py::test_steps_with_trims_give_the_same_bits": 1,
