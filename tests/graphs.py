@@ -99,7 +99,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor, phases: str = "", **fi
     """A small graph of ``function(*inputs)``, traced without autograd.
 
     ``phases`` has a letter of "FBU" per operator node in graph order; all are FORWARD if it is empty. All outputs
-    are plain, unless ``fields`` says otherwise.
+    are plain, and leave in the part of the step that makes them, unless ``fields`` says otherwise.
     """
     mode = compat.FakeTensorMode()
     with torch.no_grad():
@@ -111,9 +111,10 @@ def traced(function: Callable[..., Any], *inputs: Tensor, phases: str = "", **fi
     number(module.graph)
     nodes = operators(module.graph)
     phase = {n.name: letters[p] for n, p in zip(nodes, phases or "F" * len(nodes), strict=True)}
+    parts = [phase.get(getattr(value, "name", ""), Phase.FORWARD) for value in end.args[0]]
     described = {
         "inputs": tuple(Port(node.name, Role.INPUT) for node in placeholders(module.graph)),
-        "outputs": tuple(Port(f"output[{i}]", Role.OUTPUT) for i, _ in enumerate(end.args[0])),
+        "outputs": tuple(Port(f"output[{i}]", Role.OUTPUT, part) for i, part in enumerate(parts)),
     }
     return TrainGraph(name="traced", module=module, phase=phase, **{**described, **fields})
 

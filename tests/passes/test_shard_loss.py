@@ -59,7 +59,7 @@ LOSSES: dict[str, Loss] = {
     "smoothed, weights": lambda logits, labels, weights: entropy(logits, labels, weight=weights, label_smoothing=0.1),
     "smoothed sum": lambda logits, labels, weights: entropy(logits, labels, label_smoothing=0.1, reduction="sum"),
     "twice": twice,
-    "scores by class": lambda logits, labels, weights: entropy(logits * weights * weights.sum(), labels),
+    "scores by class": lambda logits, labels, weights: entropy(logits * weights * weights.mean(), labels),
     "in double precision": lambda logits, labels, weights: entropy(logits.double(), labels),
 }
 """On shards from the head to the loss."""
