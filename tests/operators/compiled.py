@@ -75,6 +75,12 @@ def dropped(grad: Tensor, mask: Tensor, x: Tensor) -> Tensor:
     return aten.gelu_backward(aten.native_dropout_backward(grad, mask, 1.25), x, approximate="tanh")
 
 
+def masked(x: Tensor, seed: Tensor, more: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """The end of a layer: a dropout by a mask that follows from a seed, the residual sum and its norm."""
+    mask = torch.ops.roamc.counter_mask(seed, list(x.shape), list(x.stride()), 0.9)
+    return normed(aten.native_dropout_backward(x, mask, 1 / 0.9), more, weight, bias)
+
+
 def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
     """A group by name at the sizes of a language model of a billion parameters, and its kernel."""
     half = torch.bfloat16
@@ -101,6 +107,15 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
             "normed": (
                 normed,
                 (*(torch.empty(4, 2048, 4096, dtype=half) for _ in range(2)), *(torch.empty(4096) for _ in range(2))),
+            ),
+            "masked": (
+                masked,
+                (
+                    torch.empty(4, 1024, 768, dtype=half),
+                    torch.empty(2, dtype=torch.int64),
+                    torch.empty(4, 1024, 768, dtype=half),
+                    *(torch.empty(768, dtype=half) for _ in range(2)),
+                ),
             ),
             "norm backward": (
                 norm_backward,
@@ -183,7 +198,7 @@ def in_all_shapes() -> int:
 def in_printed_shapes() -> int:
     """Compile every group for every target; return how many spill."""
     wrong = 0
-    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "normed", "norm backward"):
+    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "normed", "masked", "norm backward"):
         body, text = group(name)
         for source, (target, where) in itertools.product(sources_of(body, text), TARGETS.items()):
             compiled = compile_for(where, source)
