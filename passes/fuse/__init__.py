@@ -5,6 +5,7 @@
               mul_(m, b); add_(m, g); add_(p, m)
                                             -->  fused(m, b, g, p)          (an update: it writes m and p)
               v = op(x), backward: r = f(v, g)   -->  v = op(x), backward: r = fused(x, g)
+              fused(m, b, g, p); fused(n, c, h, q)   -->  fused(m, b, g, p, n, c, h, q)     (on a GPU: one launch)
     checks:   every operator that the decision names treats rows apart and has one dense result; all of a group are of
               one phase and see the same rows and columns; nothing outside a group reads a value inside; blocks have the
               bits of the whole with as many threads as the plan is made for; what operators in place write is a whole
@@ -20,6 +21,7 @@ alone; see :mod:`roamc.operators.in_place`.
     decision.py     what is decided
     choose.py       which operators are one group
     inline.py       what groups of backward make once more, so that forward need not store it; ledger.py: live bytes
+    launches.py     which updates share a launch of a GPU; multi_tensor.py: how they are written into the graph
     estimates.py    what groups take
     write.py        which nodes fit a group, and how it is written into the graph; copies.py: what runs once more
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from roamc.options import Options
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.estimates import Estimates
 from roamc.passes.fuse.inline import with_inlines
+from roamc.passes.fuse.launches import shared_launches
 from roamc.passes.fuse.write import Site, operands_of
 from roamc.units import Bytes
 
@@ -60,7 +61,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     Each group is the largest that fits and in which no step holds more bytes than before. On a CPU it has a value
     inside that leaves the cache of the device profile ``options.profile``; on a GPU every group is worth it, and only
     the peak may not rise. Groups that have other last bits than their operators are chosen under ``numerics="fast"``
-    alone. Then :func:`roamc.passes.fuse.inline.with_inlines` adds what groups of backward make once more.
+    alone, and so are launches that groups share. :func:`roamc.passes.fuse.inline.with_inlines` adds what groups of
+    backward make once more.
     """
     site = Site(graph)
     estimates = Estimates.of(site, options)
@@ -71,7 +73,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         if members:
             finder.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
-    return with_inlines(graph, Decision(tuple(reversed(found))), estimates, fast=finder.fast)
+    inlined = with_inlines(graph, Decision(tuple(reversed(found))), estimates, fast=finder.fast)
+    if not finder.fast or not site.kind.several:
+        return inlined.decision
+    groups = [[inlined.names[name] for name in names] for names in inlined.decision.groups]
+    return replace(inlined.decision, launches=shared_launches(inlined.site, inlined.ledger, groups, estimates))
 
 
 def _least_bytes(graph: TrainGraph, profile: DeviceProfile) -> float:

@@ -19,7 +19,9 @@ class Decision:
         copies: for each copy, in the order in which they are written: its name, which stands in one of ``groups``, the
             name of the operator that it repeats, and that of the member of its group in front of which it stands. The
             members from there on read the copy instead of what that operator makes.
+        launches: for each launch of a GPU that several groups share, the names of their last operators.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
     copies: tuple[tuple[str, str, str], ...] = ()
+    launches: tuple[tuple[str, ...], ...] = ()

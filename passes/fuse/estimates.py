@@ -55,17 +55,19 @@ class Estimates:
         """Predict the seconds of a group of ``members``, views between them included, that has ``results``."""
         key = self.alike.key(members, results)
         if key not in self._seconds:
-            self._seconds[key] = group_seconds(self._group(key, members, results), self.profile)
+            self._seconds[key] = group_seconds(self.group(members, results), self.profile)
         return self._seconds[key]
 
     def group_workspace(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Bytes:
         """Predict the bytes that a group takes for itself while it runs, for members and results as above."""
         key = self.alike.key(members, results)
         if key not in self._workspaces:
-            self._workspaces[key] = group_workspace(self._group(key, members, results), self.threads)
+            self._workspaces[key] = group_workspace(self.group(members, results), self.threads)
         return self._workspaces[key]
 
-    def _group(self, key: Hashable, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Fused:
+    def group(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> Fused:
+        """Return a group that differs from that of ``members`` and ``results`` in names alone."""
+        key = self.alike.key(members, results)
         if key not in self._groups:
             self._groups[key], _ = fuse(blocks.last_of(members), members, self.kind, results)
         return self._groups[key]

@@ -103,7 +103,24 @@ class _Gain:
     seconds: Seconds
 
 
-def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *, fast: bool) -> Decision:
+@dataclass(frozen=True)
+class Inlined:
+    """Groups with copies in them, and what is noted of both.
+
+    Attributes:
+        decision: the groups and the copies.
+        names: the nodes of a copy of the graph, copies of operators among them, by their names.
+        site: that graph, with all groups noted.
+        ledger: the lives of its storages, with all groups noted.
+    """
+
+    decision: Decision
+    names: Mapping[str, fx.Node]
+    site: Site
+    ledger: Ledger
+
+
+def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *, fast: bool) -> Inlined:
     """Return ``decision`` with copies of operators of forward in groups of backward, so that forward saves fewer bytes.
 
     Args:
@@ -117,12 +134,9 @@ def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *,
         with the copy, and on a CPU a copied operator may join the group of its readers in forward. ``decision`` itself
         if no copy is worth its time.
     """
-    memory = build_memory(graph)
-    if not any(storage.nbytes >= EFFORT.least_bytes for storage in memory.saved):
-        return decision
     inliner = _Inliner(copied(graph), decision, estimates, fast=fast)
     inliner.run()
-    return inliner.decision() if inliner.copies else decision
+    return Inlined(inliner.decision() if inliner.copies else decision, inliner.names, inliner.site, inliner.ledger)
 
 
 class _Inliner:

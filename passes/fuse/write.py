@@ -18,6 +18,7 @@ from roamc.operators.fused import Fused, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.passes.fuse.copies import with_copies
 from roamc.passes.fuse.decision import Decision
+from roamc.passes.fuse.multi_tensor import with_shared_launches
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
@@ -25,6 +26,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
     The node stands in the place of the group's first operator in front of which all operands of the group exist. With
     one result it has the name of the group's last operator; with several, each is picked by a node of its old name.
+    Groups that share a launch are one node.
 
     Raises:
         PlanError: the graph has no such operators, or they cannot run as a group.
@@ -55,7 +57,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             nodes.pop(name)
     left = {node.name for node in operators(graph.graph)}
     kept = {name: part for name, part in phase.items() if name in left}
-    return graph.replace(phase=kept, waits=waits)
+    return with_shared_launches(graph.replace(phase=kept, waits=waits), decision.launches)
 
 
 def kind_of_groups(graph: TrainGraph) -> type[Fused]:

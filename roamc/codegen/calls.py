@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import fx
+
 from roamc.compat import OpOverload
 from roamc.operators.kernels import kernel_of
 
@@ -48,6 +50,17 @@ def by_name(operator: OpOverload, args: Sequence[Any], keywords: Mapping[str, An
         raise TypeError(f"{operator} does not take {sorted(wrong) or f'{len(args)} arguments'}")
     defaults = {argument.name: argument.default_value for argument in declared}
     return {**defaults, **given, **keywords}
+
+
+def argument_of(node: fx.Node, name: str) -> fx.Node:
+    """Return the node that is the argument ``name``, in the operator's schema, of the call ``node``.
+
+    Raises:
+        KeyError: the schema has no such argument.
+    """
+    called: Any = node.target
+    argument: fx.Node = by_name(called, node.args, node.kwargs)[name]
+    return argument
 
 
 def same_literal(one: Any, other: Any) -> bool:

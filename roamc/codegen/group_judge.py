@@ -19,6 +19,7 @@ from roamc.codegen.group_needs import is_number, members_of, result_of, tensor_o
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.codegen.launch_judge import judge_launch
+from roamc.codegen.multi_tensor_judge import judge_multi_tensor
 from roamc.errors import VerifyError, way_out
 from roamc.graph import TrainGraph, output_node, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages
@@ -28,6 +29,7 @@ from roamc.operators import ops
 from roamc.operators.block_source import Text
 from roamc.operators.fused import Fused
 from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.gpu.multi_tensor import MultiTensorText
 from roamc.units import Bytes
 
 PARTS = 3
@@ -118,8 +120,11 @@ def check_group(
 
 def _judge(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[Place]) -> None:
     text: object = group.text
-    if isinstance(text, KernelText):
+    if isinstance(text, MultiTensorText):
+        judge_multi_tensor(group.body, text, places, group.writes)
+    elif isinstance(text, KernelText):
         judge_kernel(group.body, text, places, outs, group.writes)
+    if isinstance(text, KernelText):
         judge_launch(_printed(group), text)
         return
     out = next(iter(outs), None)
@@ -214,9 +219,20 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
     text: Any = group.text
     constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
     counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps, text.partials)
+    by_name = {node.name: at for at, node in enumerate(group.body.nodes)}
+    several = text.members if isinstance(text, MultiTensorText) else ()
+    parts = tuple(tuple(by_name.get(name, -1) for name in names) for names in several)
     over = [places[at] for at in group.writes]
     related = (group.writes, *(_related(place, out) for place in (*places, *outs) for out in (*outs, *over)))
-    return nodes, related, _without_names(text.source, text.constants), constants, counted, group.block_rows(threads)
+    return (
+        nodes,
+        related,
+        _without_names(text.source, text.constants),
+        constants,
+        counted,
+        parts,
+        group.block_rows(threads),
+    )
 
 
 def _related(place: Place, out: Place) -> Bytes | None:

@@ -15,7 +15,7 @@ integers of 32 bits where the source has them so, and wrap around as on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from roamc.codegen.calls import by_name
+from roamc.codegen.calls import argument_of, by_name
 from roamc.codegen.group_needs import (
     Need,
     adds_over_rows,
@@ -73,9 +73,22 @@ def judge_kernel(
     Raises:
         GroupFault: the kernel does something else than the operators.
     """
+    judge_runs([lambda least: KernelRun(body, text, places, outs, writes, least)])
+
+
+def judge_runs(runs: Iterable[Callable[[float], KernelRun]]) -> None:
+    """Check what some programs of a kernel compute.
+
+    Args:
+        runs: for each choice of programs a function that makes the run, given the smallest number in memory.
+
+    Raises:
+        GroupFault: the kernel does something else than the operators.
+    """
     try:
         with without_modes(), torch.no_grad():  # plans are made under fake modes, too
-            _judge(body, text, places, outs, writes)
+            for make in runs:
+                _judge(make)
     except GroupFault:
         raise
     except Exception as error:  # whatever the source does when it runs, such as a name that is gone
@@ -84,13 +97,11 @@ def judge_kernel(
         raise GroupFault(Verdict.UNKNOWN, f"{type(error).__name__}: {error}") from error
 
 
-def _judge(
-    body: fx.Graph, text: KernelText, places: Sequence[Place], outs: Sequence[Place], writes: Sequence[int]
-) -> None:
-    run = _Run(body, text, places, outs, writes, least=-0.5)
+def _judge(make: Callable[[float], KernelRun]) -> None:
+    run = make(-0.5)
     run.compute()
     if not run.is_finite():  # some functions have no numbers below zero
-        run = _Run(body, text, places, outs, writes, least=0.25)
+        run = make(0.25)
         run.compute()
     run.run()
     run.compare()
@@ -120,7 +131,7 @@ class _Output:
 
 
 @dataclass(eq=False)
-class _Run:
+class KernelRun:
     """Runs some programs of a kernel at once: programs are the first dimension of every block.
 
     Attributes:
@@ -130,6 +141,7 @@ class _Run:
         out_places: where the results lie.
         writes: positions of the arguments that the last results are written to.
         least: smallest number in memory.
+        lanes: about so many elements are computed.
         start: first column of the piece of a row that is gone through; None outside of such a loop.
         begin: first row of the block that is gone through, counted in each program; None outside of such a loop.
         values: the kernel's variables when it ends.
@@ -141,6 +153,7 @@ class _Run:
     out_places: Sequence[Place]
     writes: Sequence[int]
     least: float
+    lanes: int = LANES
     start: int | None = None
     begin: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -214,7 +227,7 @@ class _Run:
         if self.text.programs != wanted:
             raise GroupFault(Verdict.MISSING, f"{self.text.programs} programs are launched, and not {wanted}")
         lanes = self.per_program * (1 if self.flat else max(self.wide, self.columns))
-        count = min(wanted, max(1 if self.per_program == self.block else 2, LANES // lanes))
+        count = min(wanted, max(1 if self.per_program == self.block else 2, self.lanes // lanes))
         chosen = np.unique(np.linspace(wanted - 1, 0, count).astype(np.int64))
         shape = (-1, 1) if self.flat else (-1, 1, 1)
         self.programs = torch.from_numpy(chosen).reshape(shape)
@@ -253,7 +266,7 @@ class _Run:
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
         outs = [node for node in self.outputs if node not in self.over.values()]
-        given = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.inputs]
+        given = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
         pointers = [*given, *(Pointer(node, first) for node in outs)]
         pointers += [Pointer(None, first)] if self.partials is not None else []
         names[self.text.function](*pointers, **self.text.constants)
@@ -265,6 +278,14 @@ class _Run:
         if self.partials is not None:
             self.partials.check_complete()
             judge_ends(self.text, self.partials, _close)
+
+    def arguments(self) -> Sequence[fx.Node]:
+        """Return the nodes for which the kernel is given pointers and numbers, in order, the results' left out."""
+        return self.inputs
+
+    def number_of(self, node: fx.Node) -> int:
+        """Return a number that no other argument of the kernel has; what is in memory follows from it."""
+        return self.inputs.index(node)
 
     def _range(self, first: int, end: int, step: int) -> Iterator[int]:
         over_rows = self.partials is not None
@@ -421,7 +442,7 @@ class _Run:
 
     def _content(self, node: fx.Node, places: Tensor) -> Tensor:
         """The numbers of an operand at ``places``: they follow from the place, and look like random ones."""
-        mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.inputs.index(node)) * 2654435761
+        mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.number_of(node)) * 2654435761
         mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
         if node in self.seeds:  # all bits of a seed count
             return mixed ^ (mixed >> 32)
@@ -494,7 +515,7 @@ class _Run:
             if name in {names[at] for at in rowwise.per_row}:
                 given[name] = given[name][:, 0]
             elif rowwise.sizes is not None:
-                given[name] = self._as_it_is(tensor_of(given_node(node, name)), given[name])
+                given[name] = self._as_it_is(tensor_of(argument_of(node, name)), given[name])
         if rowwise.dim is not None:
             dim = 0 if adds_over_rows(node) else -1
             given[names[rowwise.dim]] = [dim] if isinstance(given[names[rowwise.dim]], list | tuple) else dim
@@ -571,17 +592,6 @@ class _Run:
                 if not _close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
                     return node.name
         return self.last.name
-
-
-def given_node(node: fx.Node, name: str) -> fx.Node:
-    """Return the node that is the argument ``name``, in the operator's schema, of the call ``node``.
-
-    Raises:
-        KeyError: the schema has no such argument.
-    """
-    called: Any = node.target
-    argument: fx.Node = by_name(called, node.args, node.kwargs)[name]
-    return argument
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

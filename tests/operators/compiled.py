@@ -21,11 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from roamc.operators import blocks
+from roamc.operators.gpu import multi_tensor
 from roamc.operators.gpu.ahead import Source, assembled, sources_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
 from roamc.operators.gpu.launch_shapes import launched_in, shapes_of
-from tests.operators.updates import update_of
+from roamc.operators.gpu.multi_tensor import MOST_TENSORS
+from tests.operators.updates import groups_of, update_of
 
 aten = torch.ops.aten
 TARGETS = {
@@ -88,6 +90,9 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
         optimizer = functools.partial(torch.optim.Adam, weight_decay=0.1, amsgrad=True)
         made = update_of(optimizer, torch.empty(2048, dtype=half))
         return made.body, made.text
+    if name == "updates":
+        several, _ = multi_tensor.join(groups_of(torch.optim.AdamW, [(4096,)] * MOST_TENSORS, half))
+        return several.body, several.text
     with torch.device("meta"):
         functions = {
             "norm": (norm, (torch.empty(4, 2048, 2048, dtype=half), torch.empty(2048, dtype=half))),
@@ -140,6 +145,9 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
     frame = frame_of(blocks.last_member(body))
     assert frame is not None, f"{name} has no frame"
     return body, kernel_text(f"fused_{name.replace(' ', '_')}", body, frame)
+
+
+NAMES = ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "updates", "normed", "norm backward")
 
 
 def spilled(compiled: object, target: str) -> tuple[int, int]:
@@ -198,7 +206,19 @@ def in_all_shapes() -> int:
 def in_printed_shapes() -> int:
     """Compile every group for every target; return how many spill."""
     wrong = 0
-    for name in ("norm", "gates", "loss", "softmax", "rotary", "dropped", "update", "normed", "masked", "norm backward"):
+    for name in (
+        "norm",
+        "gates",
+        "loss",
+        "softmax",
+        "rotary",
+        "dropped",
+        "update",
+        "updates",
+        "normed",
+        "masked",
+        "norm backward",
+    ):
         body, text = group(name)
         for source, (target, where) in itertools.product(sources_of(body, text), TARGETS.items()):
             compiled = compile_for(where, source)

@@ -23,20 +23,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from roamc.codegen.group_judge import check_group
 from roamc.codegen.group_verdicts import GroupFault, Place
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
+from roamc.operators.gpu import multi_tensor
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit
+from roamc.operators.gpu.kernel import BLOCK, LONGEST_ROW, KernelText, kernel_text, unfit
 from roamc.operators.gpu.launch import jit_functions
 from roamc.operators.gpu.launch_shapes import launched_in, shapes_of
 from roamc.operators.gpu.lines import DoesNotPrintError
+from roamc.operators.gpu.multi_tensor import MOST_TENSORS
 from roamc.operators.gpu.printed import is_exact
 from roamc.operators.gpu.results import first_of, made_by
-from tests.operators.updates import update_of
+from tests.operators.updates import groups_of, update_of
 
 aten = torch.ops.aten
 convert = interpreter._convert_float
@@ -312,12 +315,27 @@ def updates() -> list[str]:
     return wrong
 
 
+SHARED = ([(1,), (1,)], [(7,), (BLOCK,), (3, 5, 7), (2 * BLOCK,), (1,)])
+"""Shapes of the tensors of one kernel: of one element, odd, and multiples of a block."""
+
+
+def shared_updates() -> list[str]:
+    """Say which updates of several tensors in one kernel differ from their operators: of 2, 5 and 32 tensors."""
+    kernels = [(name, dtype, shapes) for name in OPTIMIZERS for dtype in DTYPES for shapes in SHARED]
+    kernels.append(("AdamW", torch.bfloat16, [(3,)] * (MOST_TENSORS - 1) + [(BLOCK + 1,)]))
+    wrong = []
+    for name, dtype, shapes in kernels:
+        kernel, _ = multi_tensor.join(groups_of(OPTIMIZERS[name], shapes, dtype))
+        wrong += [f"{name}, {dtype}, {len(shapes)} tensors: {said}" for said in written(kernel)]
+    return wrong
+
+
 def written(group: FusedKernel) -> list[str]:
     """Say which operand that a group writes has other elements than its operators give."""
     expected = [node.meta["val"] for node in placeholders(group.body)]
     given = [(torch.rand(one.shape) + 0.1).to(one.dtype) if isinstance(one, Tensor) else one for one in expected]
     places = [Place(at) for at, _ in enumerate(given)]
-    judge_kernel(group.body, group.text, places, [], group.writes)
+    check_group(group, 1, places)
     wanted = [made.clone() for made in group.run_members(given)]
     jit_functions(group.text)(given, ())
     most = ERROR[wanted[0].dtype] * 2
@@ -438,6 +456,7 @@ def main() -> None:
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
     wrong = losses() + corners() + updates() + dropouts() if how.forms and not how.only else []
+    wrong += shared_updates() if how.forms and not how.seed else []
     for name in (how.only or FORMS) if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:

@@ -1,11 +1,11 @@
-"""The update of one parameter by an optimizer, as a group that runs as one kernel. No GPU is needed."""
+"""The updates of parameters by an optimizer, as groups that run as one kernel. No GPU is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from roamc.graph import Phase, operators
 from roamc.operators.fused import fuse
@@ -32,3 +32,30 @@ def update_of(optimizer: Callable[..., torch.optim.Optimizer], weight: Tensor) -
     group, _ = fuse(nodes[-1], nodes, FusedKernel)
     assert isinstance(group, FusedKernel)
     return group
+
+
+class Summed(nn.Module):
+    """Several parameters, times a number."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        return torch.stack([(weight * scale).sum() for weight in self.weights]).sum()
+
+
+def groups_of(
+    optimizer: Callable[..., torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> list[tuple[FusedKernel, list[fx.Node]]]:
+    """The whole updates of parameters of ``shapes``, each with the nodes that it reads."""
+    model = Summed([torch.empty(shape, dtype=dtype) for shape in shapes])
+    made = captured_step(model, (torch.ones((), dtype=dtype),), lambda model, x: model(x), optimizer).graph
+    nodes = [node for node in operators(made.graph) if made.phase[node.name] is Phase.UPDATE]
+    count = len(nodes) // len(shapes)
+    found = []
+    for begin in range(0, len(nodes), count):
+        group, read = fuse(nodes[begin + count - 1], nodes[begin : begin + count], FusedKernel)
+        assert isinstance(group, FusedKernel), "the group is of another kind"
+        found.append((group, read))
+    return found

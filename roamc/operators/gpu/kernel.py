@@ -157,6 +157,30 @@ def kernel_text(
     return _Kernel(name, body, frame, written or {}).text()
 
 
+def element_lines(
+    body: fx.Graph,
+    frame: Matrix,
+    written: Mapping[fx.Node, fx.Node],
+    pointers: Mapping[fx.Node, str],
+    taken: Collection[str],
+) -> tuple[list[str], str]:
+    """Print the lines of a group without sums and results, for a kernel that says itself which elements they are for.
+
+    Args:
+        body: as in :func:`kernel_text`.
+        frame: the matrix of the group.
+        written: placeholder to the member whose result is written over it.
+        pointers: placeholder to the name that it has in the kernel.
+        taken: names that the kernel has already.
+
+    Returns:
+        The lines, which need ``index`` and ``inside``, and the text that makes numbers of elements 64 bits wide where
+        32 would not do.
+    """
+    kernel = _Kernel("", body, frame, written, pointers, taken)
+    return kernel.element_lines(), kernel.wide
+
+
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
@@ -185,32 +209,35 @@ class _Stored:
 class _Kernel:
     """Prints one kernel: first its values in order, then the lines that compute them, once or in several passes."""
 
-    def __init__(self, name: str, body: fx.Graph, frame: Matrix, written: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self,
+        name: str,
+        body: fx.Graph,
+        frame: Matrix,
+        written: Mapping[fx.Node, fx.Node],
+        pointers: Mapping[fx.Node, str] | None = None,
+        taken: Iterable[str] = (),
+    ) -> None:
         self.name, self.body, self.frame = name, body, frame
         self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
         made = blocks.results_of(body)
         results = made[: len(made) - len(written)]
         whole = all(node.meta["val"].numel() == frame.numel for node in made)
         self.rows = not whole or any(needs_rows(node) for node in self.members)
-        self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist))
+        self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist, *taken))
         self.shifts: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(self.members, (0,))
         if moves_columns(self.members):
             reduce = [node for node in self.members if reduces(node)]
             self.shifts = shifts_of(self.members, [made_by(node)[0] for node in made], frame, reduce)
         self.made: dict[tuple[fx.Node, int], list[Value | None]] = {}
         for node in placeholders(body):
-            self.lines.pointers[node] = self.lines.name(node.name)
+            self.lines.pointers[node] = self.lines.name(node.name) if pointers is None else pointers[node]
         outs = ["out"] if len(results) == 1 else [self.lines.name(f"{node.name}_out") for node in results]
         self.outs = dict(zip(results, outs, strict=True))
         self.operands = {node: self.lines.pointers[operand] for operand, node in written.items()}
 
     def text(self) -> KernelText:
-        inside = set(self.members)
-        for node in self.members:
-            self._member(node, inside)
-        self.stored = [self._result(node, name) for node, name in (*self.outs.items(), *self.operands.items())]
-        needed = _closure([one.value for one in self.stored])
-        self.lines.values = [value for value in self.lines.values if value in needed]
+        self._compute()
         down = [one for one in self.stored if one.reach is Reach.COLUMN]
         if down:
             return self._with_partials(down)
@@ -218,6 +245,20 @@ class _Kernel:
         constants, programs, warps = self._launch()
         source = self._function(self.outs.values(), constants, body)
         return KernelText(source, self.name, constants, programs, warps, self._passes() if self._pieces else 1)
+
+    def element_lines(self) -> list[str]:
+        """The lines for the elements ``index``, those that are ``inside``, of a group without sums."""
+        self._compute()
+        return self._for_each_element()
+
+    def _compute(self) -> None:
+        """Write the values that the results need."""
+        inside = set(self.members)
+        for node in self.members:
+            self._member(node, inside)
+        self.stored = [self._result(node, name) for node, name in (*self.outs.items(), *self.operands.items())]
+        needed = _closure([one.value for one in self.stored])
+        self.lines.values = [value for value in self.lines.values if value in needed]
 
     def _function(self, outs: Iterable[str], constants: Iterable[str], body: Sequence[str]) -> str:
         names = [*self.lines.pointers.values(), *outs, *(f"{name}: tl.constexpr" for name in constants)]
@@ -275,10 +316,11 @@ class _Kernel:
 
     def _flat(self) -> list[str]:
         numel = self.frame.numel
-        lines = [
-            f"index = tl.program_id(0){self._wide} * BLOCK + tl.arange(0, BLOCK)",
-            f"inside = index < {numel}",
-        ]
+        first = f"index = tl.program_id(0){self.wide} * BLOCK + tl.arange(0, BLOCK)"
+        return [first, f"inside = index < {numel}", *self._for_each_element()]
+
+    def _for_each_element(self) -> list[str]:
+        lines = []
         for value in self.lines.values:
             lines += [_assigned(value, "" if value.reach is Reach.ONE else "inside")]
             for one in self._done(value):
@@ -292,10 +334,10 @@ class _Kernel:
 
     def _in_rows(self) -> list[str]:
         rows, columns = self.frame.rows, self.frame.columns
-        lines = [f"row = tl.program_id(0){self._wide} * ROWS + tl.arange(0, ROWS)[:, None]"]
+        lines = [f"row = tl.program_id(0){self.wide} * ROWS + tl.arange(0, ROWS)[:, None]"]
         if not self._pieces:
             lines += [
-                f"column = tl.arange(0, COLUMNS)[None, :]{self._wide}",
+                f"column = tl.arange(0, COLUMNS)[None, :]{self.wide}",
                 f"inside = (row < {rows}) & (column < {columns})",
             ]
             return [*lines, *self._each(self.lines.values)]
@@ -316,11 +358,11 @@ class _Kernel:
         rows, columns = self.frame.rows, self.frame.columns
         sums = list(dict.fromkeys(one.value for one in down))
         shared = self._shared_by_rows()
-        lines = ["part = tl.program_id(0)", f"column = tl.arange(0, COLUMNS)[None, :]{self._wide}"]
+        lines = ["part = tl.program_id(0)", f"column = tl.arange(0, COLUMNS)[None, :]{self.wide}"]
         lines += self._each(shared)
         lines += [f"{value.name} = tl.zeros((ROWS, COLUMNS), tl.float32)" for value in sums]
         inner = [
-            f"row = part{self._wide} * CHUNK + start + tl.arange(0, ROWS)[:, None]",
+            f"row = part{self.wide} * CHUNK + start + tl.arange(0, ROWS)[:, None]",
             f"inside = (row < {rows}) & (column < {columns})",
         ]
         inner += self._each([v for v in self.lines.values if v not in shared and v not in sums])
@@ -352,7 +394,7 @@ class _Kernel:
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
         if wanted:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
-            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self._wide}"]
+            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self.wide}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
             looped = [v for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             for value in looped:
@@ -400,8 +442,8 @@ class _Kernel:
         return max(value.level for value in self.lines.values) + 1
 
     @property
-    def _wide(self) -> str:
-        """Text that makes numbers of elements 64 bits wide where 32 would not do."""
+    def wide(self) -> str:
+        """The text that makes numbers of elements 64 bits wide where 32 would not do."""
         accesses = [*(one.written for one in self.stored), *(access for _, access, _ in self.lines.loaded)]
         largest = max([self.frame.numel, *(access.last for access in accesses)])
         return ".to(tl.int64)" if largest + 2 * PIECE >= 1 << 31 else ""
