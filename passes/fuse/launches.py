@@ -11,13 +11,14 @@ orders: the present one, and that in which every update runs as soon as it can, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import fx
 
-from roamc.graph.storage_ids import all_ids
+from roamc.graph.storage_ids import StorageId, all_ids
 from roamc.operators import in_place, ops
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.multi_tensor import MOST_ARGUMENTS, MOST_TENSORS, form_of
@@ -60,11 +61,6 @@ class _Update:
     def name(self) -> str:
         """The name of the last operator, which is that of the group."""
         return self.members[-1].name
-
-    @property
-    def written(self) -> set[object]:
-        """Ids of the storages that it writes."""
-        return set(all_ids(argument for node in self.members for argument in ops.mutated_arguments(node)))
 
 
 def shared_launches(
@@ -179,13 +175,11 @@ def _fit(launch: Sequence[_Update]) -> bool:
     """Whether one kernel takes all arguments, and no update touches what another one writes."""
     if len({node for update in launch for node in update.operands}) > MOST_ARGUMENTS:
         return False
-    touched = [all_ids(update.operands) for update in launch]
-    return all(
-        update.written.isdisjoint(ids)
-        for at, update in enumerate(launch)
-        for other, ids in enumerate(touched)
-        if other != at
-    )
+    touched, written = Counter[StorageId](), set[StorageId]()
+    for update in launch:
+        touched.update(all_ids(update.operands))
+        written.update(all_ids(argument for node in update.members for argument in ops.mutated_arguments(node)))
+    return all(touched[own] == 1 for own in written)
 
 
 def _divided(updates: Sequence[_Update]) -> list[Sequence[_Update]]:

@@ -76,8 +76,8 @@ class Ledger:
             operator = self.memory.operators[at]
             touched.update((*operator.births, *operator.reads, *operator.writes))
             made = (at for at, _ in tensors_of(member) if (member, at) not in results)
-            hidden = {self.memory.owner[member.name, at] for at in made}.intersection(operator.births, self._row)
-            self._nbytes[[self._row[birth] for birth in sorted(hidden)]] = 0
+            hidden = {self.memory.owner[member.name, at] for at in made}.intersection(operator.births)
+            self._nbytes[[self._row[birth] for birth in sorted(hidden) if birth in self._row]] = 0
         undo = self._moved(sorted(touched))
 
         def back() -> None:

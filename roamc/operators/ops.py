@@ -347,8 +347,11 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     In-place reuse, which is no property of the operator, is left out.
     """
     written: list[fx.Node] = []
+    mutates = rule(node.target).mutates
+    if not mutates:  # most operators: planning asks some 100,000 times
+        return written
     schema = getattr(node.target, "_schema", None)
-    for where in rule(node.target).mutates:
+    for where in mutates:
         if isinstance(where, str):
             value = node.kwargs.get(where)
         elif where < len(node.args):
