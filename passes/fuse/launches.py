@@ -179,7 +179,7 @@ def _fit(launch: Sequence[_Update]) -> bool:
     for update in launch:
         touched.update(all_ids(update.operands))
         written.update(all_ids(argument for node in update.members for argument in ops.mutated_arguments(node)))
-    return all(touched[own] == 1 for own in written)
+    return all(touched[own] < 2 for own in written)
 
 
 def _divided(updates: Sequence[_Update]) -> list[Sequence[_Update]]:
