@@ -17,6 +17,8 @@ from roamc.graph.keep import is_kept
 from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
 from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import blocks, in_place, ops
+from roamc.operators.gpu.operands import needs_rows
+from roamc.operators.gpu.printed import printed
 from roamc.options import Options
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.estimates import Estimates
@@ -132,6 +134,8 @@ class Finder:
             members = larger
         while sum(node in self.step for node in members) > 1 and self._holds_more(members):
             members = self._smaller(members)
+        if self.fast and self.kind.several:
+            members = self._with_siblings(members)
         least = self.least_written if in_place.writers(members) else self.least
         return members if self._spared(members) >= least else []
 
@@ -177,6 +181,45 @@ class Finder:
             for node in sorted(near, key=self.site.position.__getitem__, reverse=True):
                 behind = self.site.position[node] >= self.site.position[root]
                 if node not in inside and not behind and self._may_join(node, root):
+                    yield node
+
+    def _with_siblings(self, members: list[fx.Node]) -> list[fx.Node]:
+        """Return the group with operators that read what it reads, each with those that lead to it alone.
+
+        What both read goes through memory once, and one launch does for two.
+        """
+        root = blocks.last_of(members)
+        for sibling in list(self._siblings(members)):
+            larger = self._beside(members, {sibling}, root)
+            while larger and len(larger) < MOST_MEMBERS:
+                before = (node for node in self._before(larger) if _elements(node) == _elements(root))
+                more = next((more for node in before if (more := self._beside(larger, {node}, root))), None)
+                if more is None:
+                    break
+                larger = more
+            if larger and not self._holds_more(larger):
+                members = larger
+        return members
+
+    def _beside(self, members: Sequence[fx.Node], more: set[fx.Node], root: fx.Node) -> list[fx.Node]:
+        """The group with operators more, which need not lead to others; empty if that does not fit."""
+        called = {node for node in members if node in self.step}
+        larger = self.site.with_views(root, called | more, apart=True)
+        return [] if self.site.unfit(larger) else larger
+
+    def _siblings(self, members: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """Yield the ends of pointwise chains that begin with what ``members``, pointwise as well, read all of."""
+        root, inside = blocks.last_of(members), set(members)
+        matrix = self.kind.frame(root)
+        if matrix is None or any(needs_rows(node) for node in members if node in self.step):
+            return
+        for argument in operands_of(members):
+            whole = sum(tensor.numel() for _, tensor in tensors_of(argument)) == matrix.numel
+            for node in dict.fromkeys(map(_end, argument.users if whole else ())):
+                if node is None or node in inside or node not in self.step or ops.rule(node.target).mutates:
+                    continue
+                same = self.kind.frame(node) == matrix and not needs_rows(node)
+                if same and self.site.position[node] < self.site.position[root] and self._may_join(node, root):
                     yield node
 
     def _larger(self, members: list[fx.Node]) -> list[fx.Node] | None:
@@ -276,6 +319,19 @@ class Finder:
 
     def _bytes(self, node: fx.Node) -> Bytes:
         return sum(self.memory.storages[birth].nbytes for birth in self.memory.operators[self.step[node]].births)
+
+
+def _end(node: fx.Node) -> fx.Node | None:
+    """The operator behind which none prints in a kernel that reads the last result; None where several read one."""
+    while True:
+        left, readers = [node], list[fx.Node]()
+        while left:
+            for user in left.pop().users:
+                (left if ops.is_view(user.target) else readers).append(user)
+        printable = list(dict.fromkeys(user for user in readers if printed(user.target) is not None))
+        if len(printable) != 1:
+            return None if printable else node
+        (node,) = printable
 
 
 def _elements(node: fx.Node) -> int:

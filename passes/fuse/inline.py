@@ -168,7 +168,7 @@ class _Inliner:
     def _begin(self, members: frozenset[fx.Node]) -> _Group:
         """Note a group that was chosen before."""
         root = max(members)
-        nodes = self.site.with_views(root, set(members))
+        nodes = self.site.with_views(root, set(members), apart=self.kind.several)
         group = _Group(members, root, frozenset(self.site.results(nodes)))
         self._note(group, nodes)
         return group
@@ -400,7 +400,7 @@ class _Inliner:
             parts: roots of the groups that it consists of, beside copies, to the seconds that these take.
             change: what is changed by it.
         """
-        nodes = self.site.with_views(root, set(members))
+        nodes = self.site.with_views(root, set(members), apart=self.kind.several)
         if not nodes or len(members) > MOST_MEMBERS or self.site.unfit(nodes):
             return False
         change.undo.append(self._note(_Group(members, root, frozenset(self.site.results(nodes))), nodes))
@@ -428,7 +428,7 @@ class _Inliner:
 
     def _body(self, group: _Group) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes of the group as it is now, views included, and those whose results it has."""
-        nodes = self.site.with_views(group.root, set(group.members))
+        nodes = self.site.with_views(group.root, set(group.members), apart=self.kind.several)
         return nodes, self.site.results(nodes)
 
     # -- forward --------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         views = [name for name in names if ops.is_view(nodes[name].target)]
         if views:
             raise PlanError(f"{', '.join(names)} cannot be one group: {views[0]} is a view, and no operator")
-        members = site.with_views(nodes[names[-1]], {nodes[name] for name in names})
+        members = site.with_views(nodes[names[-1]], {nodes[name] for name in names}, apart=site.kind.several)
         wrong = site.unfit(members) if members else "they do not lead to one result"
         if wrong:
             raise PlanError(f"{', '.join(names)} cannot be one group: {wrong}")
@@ -114,12 +114,17 @@ class Site:
         needed.update([last] if ends else [])
         return [node for node in members if node in needed]
 
-    def with_views(self, root: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
+    def with_views(self, root: fx.Node, members: set[fx.Node], *, apart: bool = False) -> list[fx.Node]:
         """Return the members and the views between them in graph order; empty if they do not all lead to ``root``.
 
         Of a member with several results all picks are there.
+
+        Args:
+            root: the last of the members.
+            members: operators of one group.
+            apart: members may also lead to none of the others; then they share operands.
         """
-        left = [root, *in_place.writers(list(members))]
+        left = list(members) if apart else [root, *in_place.writers(list(members))]
         reached = set(left)
         while left:
             for argument in left.pop().all_input_nodes:

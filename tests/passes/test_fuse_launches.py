@@ -303,3 +303,42 @@ def test_operands_of_two_tensors_must_not_overlap() -> None:
     places[second[3]] = Place(kernel.parts[0].arguments[0], 16)  # its gradient, over the first parameter
     with pytest.raises(VerifyError, match="is written over"):
         check_group(kernel, 1, places)
+
+
+# -- operators that read the same -----------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """The gradients of gate and up read one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return made
+
+
+@functools.cache
+def gated() -> TrainGraph:
+    return captured_step(nn.Sequential(*(Gated() for _ in range(3))), (torch.randn(ROWS, WIDTH),), square).graph
+
+
+def test_operators_that_read_the_same_are_one_launch_with_two_results() -> None:
+    start, kept = value_flow.read(gated(), Numbers()), verify.constraints(gated())
+    graph = apply(copied(gated()), decide(gated(), FAST))
+    verify.check_graph(graph, "fuse", kept, deep=True)
+    value_flow.check(graph, start, "fuse", fast=True)
+    check_groups(graph)
+    groups = [
+        node.target for node in operators(graph.graph) if "silu_backward" in str(getattr(node.target, "title", ""))
+    ]
+    assert sorted(len(group.results) for group in groups) == [1, 2, 2], "where the step holds most it is one result"
+    assert peak(graph) <= peak(gated())
+
+
+def test_exact_groups_hold_what_leads_to_their_end_alone() -> None:
+    graph = apply(copied(gated()), decide(gated(), Options()))
+    several = [node.target for node in operators(graph.graph) if len(getattr(node.target, "results", ())) > 1]
+    assert not several
