@@ -65,7 +65,8 @@ class Ledger:
         Returns:
             A function that takes this note back; later notes must have been taken back before.
         """
-        before = dict(self._runs)
+        members = list(members)
+        before = {member: self._runs.get(member) for member in members}
         sized, touched = self._nbytes, set[int]()
         self._nbytes = sized.copy()
         for member in members:
@@ -75,13 +76,18 @@ class Ledger:
                 continue
             operator = self.memory.operators[at]
             touched.update((*operator.births, *operator.reads, *operator.writes))
-            made = (at for at, _ in tensors_of(member) if (member, at) not in results)
-            hidden = {self.memory.owner[member.name, at] for at in made}.intersection(operator.births)
+            made = (position for position, _ in tensors_of(member) if (member, position) not in results)
+            hidden = {self.memory.owner[member.name, position] for position in made}.intersection(operator.births)
             self._nbytes[[self._row[birth] for birth in sorted(hidden) if birth in self._row]] = 0
         undo = self._moved(sorted(touched))
 
         def back() -> None:
-            self._runs, self._nbytes = before, sized
+            self._nbytes = sized
+            for member, at in before.items():
+                if at is None:
+                    del self._runs[member]
+                else:
+                    self._runs[member] = at
             undo()
 
         return back
