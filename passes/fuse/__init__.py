@@ -12,8 +12,9 @@
               storage, which the group reads element by element, and nobody else touches where order would matter; what
               runs once more inside a group draws and writes nothing, and stands in front of its readers
 
-A group ends with one operator and has operators before it that lead there. On a CPU only the last result is read
-outside the group; on a GPU others may be, and are written as well. A group is made where it saves a pass over memory
+A group ends with one operator and has operators before it that lead there; of pointwise operators on a GPU, under
+``numerics="fast"``, also some that only read the same. On a CPU only the last result is read outside the group; on a
+GPU others may be, and are written as well. A group is made where it saves a pass over memory
 and where, in the present order, no step holds more bytes. The backward of cross-entropy gains most: the gradient of the
 log-probabilities, a number for every token and word, never exists. Operators in place join in an optimizer's update
 alone; see :mod:`roamc.operators.in_place`.
