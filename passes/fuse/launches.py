@@ -115,9 +115,9 @@ class _Chooser:
                 self.behind.setdefault(first, []).append(second)
 
     def _update(self, members: Sequence[fx.Node]) -> _Update | None:
-        """The group as an update; None if it has results."""
+        """The group as an update; None if it has results, or operators that lead to none of its others."""
         nodes = self.site.with_views(members[-1], set(members))
-        if self.site.results(nodes):
+        if not nodes or self.site.results(nodes):
             return None
         group = self.estimates.group(nodes, ())
         launch = self.estimates.profile.overhead

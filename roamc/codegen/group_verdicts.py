@@ -1,4 +1,4 @@
-"""What the judges of groups say, and what they are told of memory."""
+"""What the judges of groups say, what they are told of memory, and when numbers count as equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+from torch import Tensor
+
 from roamc.units import Bytes
+
+ERROR = 1e-7
+"""Difference that constants in 32 bits make, as a share of the largest element."""
+
+SMALLEST = 1e-9
+"""The largest element counts as no smaller: where all are sums that cancel, they are what rounding leaves of zero."""
 
 
 class Verdict(Enum):
@@ -56,3 +65,15 @@ class Place:
 
     memory: Hashable
     start: Bytes = 0
+
+
+def each_close(have: Tensor, want: Tensor) -> Tensor:
+    """Return which elements of ``have`` are those of ``want`` but for constants in 32 bits; bool, of their shape."""
+    scale = torch.where(want.isfinite(), want, 0).abs().amax().clamp_min(SMALLEST)
+    same = (have == want) | (have.isnan() & want.isnan())
+    return same | ((have - want).abs() <= ERROR * (scale + want.abs()))
+
+
+def close(have: Tensor, want: Tensor) -> bool:
+    """Return whether both have one shape, and all elements are close in the sense of :func:`each_close`."""
+    return have.shape == want.shape and bool(each_close(have, want).all())

@@ -36,7 +36,7 @@ from roamc.codegen.group_needs import (
     tensor_of,
     values_of,
 )
-from roamc.codegen.group_verdicts import GroupFault, Place, Verdict
+from roamc.codegen.group_verdicts import GroupFault, Place, Verdict, close, each_close
 from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_columns, needs_of, result_of, shape_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
@@ -50,12 +50,6 @@ from roamc.units import Bytes
 
 LANES = 1 << 13
 """About so many elements are computed: by all programs, or some up to the last, spread evenly."""
-
-ERROR = 1e-7
-"""Difference that constants in 32 bits make, as a share of the largest element."""
-
-SMALLEST = 1e-9
-"""The largest element counts as no smaller: where all are sums that cancel, they are what rounding leaves of zero."""
 
 
 def judge_kernel(
@@ -277,7 +271,7 @@ class KernelRun:
                 raise GroupFault(Verdict.MISSING, said, output.node.name)
         if self.partials is not None:
             self.partials.check_complete()
-            judge_ends(self.text, self.partials, _close)
+            judge_ends(self.text, self.partials, close)
 
     def arguments(self) -> Sequence[fx.Node]:
         """Return the nodes for which the kernel is given pointers and numbers, in order, the results' left out."""
@@ -570,14 +564,14 @@ class KernelRun:
             self._compare(output, self.made[output.node])
         if self.partials is not None:
             for node, stored in zip(self.partials.sums, self.partials.stored, strict=True):
-                if not _close(stored[:, 0, : self.columns], self.made[node]):
+                if not close(stored[:, 0, : self.columns], self.made[node]):
                     raise GroupFault(Verdict.NUMBERS, "the kernel adds up other rows or elements", node.name)
 
     def _compare(self, output: _Output, wanted: Tensor) -> None:
         have = output.stored[self._valid_results(output)]
         want = wanted.to(WIDE).expand_as(self.elements if not output.per_row else wanted).reshape(-1)
-        if not _close(have, want):
-            at = int((~_each_close(have, want)).nonzero()[0])
+        if not close(have, want):
+            at = int((~each_close(have, want)).nonzero()[0])
             said = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"
             raise GroupFault(Verdict.NUMBERS, said, self._first_wrong())
 
@@ -589,20 +583,10 @@ class KernelRun:
             if isinstance(value, Tensor) and value.dtype in (WIDE, torch.bool):
                 _, valid = self._lanes()
                 full = torch.broadcast_to(value.to(WIDE), valid.shape)[valid]
-                if not _close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
+                if not close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
                     return node.name
         return self.last.name
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-
-def _each_close(have: Tensor, want: Tensor) -> Tensor:
-    scale = torch.where(want.isfinite(), want, 0).abs().amax().clamp_min(SMALLEST)
-    same = (have == want) | (have.isnan() & want.isnan())
-    return same | ((have - want).abs() <= ERROR * (scale + want.abs()))
-
-
-def _close(have: Tensor, want: Tensor) -> bool:
-    return have.shape == want.shape and bool(_each_close(have, want).all())
