@@ -17,7 +17,7 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
-from tests.codegen.test_kernel_judge import group_of, on_gpu
+from tests.codegen.test_kernel_judge import GROUPS, group_of, on_gpu
 
 aten = torch.ops.aten
 
@@ -68,6 +68,16 @@ def test_kernels_without_sums_have_several_shapes_that_the_judge_passes(name: st
     for shape in group.shapes:
         group.launch_in(shape)
         assert group.text.source == group.printed.source
+        check_group(group, 1)
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout moved"])
+def test_masks_by_a_seed_are_the_same_in_all_shapes(name: str) -> None:
+    function, given = GROUPS[name]
+    group = group_of(function, *given)
+    assert len(group.shapes) > 1
+    for shape in group.shapes:
+        group.launch_in(shape)
         check_group(group, 1)
 
 
