@@ -48,6 +48,8 @@ def compare_started(rank: int) -> None:
                 "broadcast": (1, "0"),
                 "all_to_all_single": ([4, 2], [4, 2], "0") if rank else ([2, 4], [2, 4], "0"),
             }[finished._schema.name.rpartition("::")[2]]
+            if dtype.is_complex and "all_to_all" in str(finished):
+                continue  # gloo refuses complex numbers there; what starts it sends pairs of real ones
             wanted = finished(x, *rest)
             arena = torch.empty(3, *wanted.shape, dtype=dtype)
             KERNELS[start](x, *rest, out=arena[1])  # of one storage, out of which two are under way
