@@ -205,7 +205,7 @@ class Finder:
         """The group with operators more, which need not lead to others; empty if that does not fit."""
         called = {node for node in members if node in self.step}
         larger = self.site.with_views(root, called | more, apart=True)
-        return [] if self.site.unfit(larger) else larger
+        return [] if not larger or self.site.unfit(larger) else larger
 
     def _siblings(self, members: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """Yield the ends of pointwise chains that begin with what ``members``, pointwise as well, read all of."""
