@@ -12,12 +12,13 @@ from torch import Tensor
 
 from roamc.codegen.group_judge import check_group
 from roamc.errors import VerifyError
-from roamc.operators.gpu import kernel
+from roamc.operators.gpu import kernel, multi_tensor
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
 from tests.codegen.test_kernel_judge import GROUPS, group_of, on_gpu
+from tests.operators.updates import groups_of
 
 aten = torch.ops.aten
 
@@ -122,6 +123,13 @@ def test_the_judge_names_a_source_that_is_right_in_its_printed_shape_alone() -> 
     group.__dict__["text"] = launched_in(fixed, group.matrix, group.shapes[2])
     with pytest.raises(VerifyError, match="other elements are read"):
         check_group(group, 1)
+
+
+def test_a_kernel_of_several_tensors_keeps_the_shape_in_which_their_programs_begin() -> None:
+    several, _ = multi_tensor.join(groups_of(torch.optim.AdamW, [(1024,), (2048,)], torch.float32))
+    assert several.shapes == (LaunchShape(1024, 4),)
+    assert several.text is several.printed
+    check_group(several, 1)
 
 
 def test_groups_have_one_key_if_names_alone_differ() -> None:
