@@ -86,8 +86,8 @@ class Plan:
     @property
     def waiting_bytes(self) -> Bytes:
         """Bytes that other micro-batches of a pipeline have saved; 0 where there are none."""
-        waiting: Bytes = self.decisions.get("layout", {}).get("waiting_bytes", 0)
-        return waiting
+        waiting = self.decisions.get("layout", {}).get("waiting_bytes")
+        return waiting if isinstance(waiting, int) else 0  # a text that no graph has been compared with says anything
 
     def to_dict(self, *, seconds: bool = False) -> dict[str, Any]:
         """Return the plan as plain data, ready for JSON.
