@@ -10,19 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import roamc
-from roamc.graph import operators, ranks
-from roamc.operators import ops
-from roamc.operators.schemas import group_of
+from roamc.graph import ranks
 from roamc.planning import together
-from roamc.planning.planned import Planned
 from tests.end_to_end.helpers import assert_same
 from tests.end_to_end.ranks import run_ranks
-from tests.end_to_end.test_parallel_steps import own_part
 from tests.parallel import SPLITS, Rows, batch, build, run_backward
 
 Case = tuple[str, str, str, str, str]
@@ -107,52 +100,6 @@ def plan_apart() -> None:
 @pytest.mark.thorough
 def test_sums_run_again_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     run_ranks(tmp_path, SMALL, 2)
-
-
-GRID = """
-from tests.end_to_end import test_collectives_again as tests
-tests.compare_grid(folder, rank)
-"""
-
-
-def grid() -> nn.Module:
-    """On a mesh of 2 x 2 ranks: sums over the rows of the mesh and over its columns in turn."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    torch.manual_seed(0)
-    layers = [nn.Linear(32, 32, bias=False) for _ in range(6)]
-    for number, layer in enumerate(layers):
-        parallelize_module(layer, mesh[("rows", "columns")[number % 2]], RowwiseParallel(input_layouts=Replicate()))
-    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
-
-
-def compare_grid(folder: str, rank: int) -> None:
-    """In each of the ranks: sums of both groups run again, no gradient changes, and all ranks have one plan."""
-    found: dict[Any, list[Tensor]] = {}
-    planned: list[Planned] = []
-    plan_together = together.run
-
-    def run(*args: Any, **named: Any) -> Planned:
-        planned.append(plan_together(*args, **named))
-        return planned[-1]
-
-    for budget in (None, "70%"):
-        torch._dynamo.reset()
-        model, x = grid(), torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-        options: dict[str, Any] = {"strict": True, "shard": "whole", "memory_budget": budget, "layout_nodes": 1000}
-        with mock.patch.object(together, "run", run):
-            torch.compile(model, backend="roamc", options=options, dynamic=False)(x).square().sum().backward()
-        found[budget] = [own_part(p.grad) for p in model.parameters() if p.grad is not None]
-    assert_same(found["70%"], found[None], "70%")
-    graph = planned[-1].graph
-    nodes = [node for node in operators(graph.graph) if "again" in node.meta and ops.rule(node.target).collective]
-    assert len({group_of(node) for node in nodes}) == len(graph.same_plan) == 2, nodes
-    Path(folder, f"{rank}.json").write_text(planned[-1].plan.to_json())
-
-
-@pytest.mark.thorough
-def test_sums_of_all_groups_of_a_mesh_run_again(tmp_path: Path) -> None:
-    run_ranks(tmp_path, GRID, 4)
-    assert len({Path(tmp_path, f"{rank}.json").read_text() for rank in range(4)}) == 1
 
 
 def step(kind: str, split: str, way: str, shard: str, dtype: str, budget: str | None) -> dict[str, Any]:
