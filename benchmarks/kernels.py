@@ -3,10 +3,10 @@
     python -m benchmarks.kernels [MODEL ...]
 
 Models of roamc's zoo in bfloat16 with numerics="fast", captured for a GPU on fake tensors. Launches are counted for
-forward and backward, before and behind pass fuse, beside what Inductor's scheduler makes of the same graph, and for the
-whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once for every line that loads it,
-each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory and spilled
-bytes are what ptxas says for A100 and H100.
+forward and backward, before and behind passes masks and fuse, beside what Inductor's scheduler makes of the same graph,
+and for the whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once for every line that
+loads it, each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory
+and spilled bytes are what ptxas says for A100 and H100.
 
 Where a GPU is, each kernel is also timed, in turn with its operators and with torch.compile's kernels for them; its
 share is that of the DRAM's peak.
@@ -38,7 +38,7 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
-from roamc.passes import fuse, normalize
+from roamc.passes import fuse, masks, normalize
 from roamc.units import Bytes, Seconds
 
 HALF = {"dtype": "bfloat16"}
@@ -85,6 +85,7 @@ def _captured(name: str, *, whole: bool) -> TrainGraph:
 
 
 def _grouped(graph: TrainGraph) -> TrainGraph:
+    graph = masks.apply(graph, masks.decide(graph, FAST))
     return fuse.apply(graph, fuse.decide(graph, FAST))
 
 
