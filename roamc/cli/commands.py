@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import roamc
 from roamc import files
 from roamc.budget import parse_budget
 from roamc.cli import layout_file
@@ -467,6 +468,7 @@ def _sentence(error: Exception, debug: bool) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
     frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
+    frames = [frame for frame in frames if Path(roamc.__file__).parent not in Path(frame.filename).parents] or frames
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
 

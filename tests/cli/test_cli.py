@@ -41,6 +41,9 @@ def two():
 def scalar():
     model = nn.Linear(2, 2)
     return model, torch.zeros(2, 2), lambda model, x: model(x)
+
+def narrow():
+    return nn.Linear(2, 2), torch.zeros(2, 3), lambda model, x: model(x).sum()
 """
 
 
@@ -228,6 +231,7 @@ def test_function_of_a_file(file: str) -> None:
     [
         ("mak", "did you mean 'make'?"),
         ("fails", "mine.py:9: ValueError: no such luck (--debug shows the traceback)"),
+        ("narrow", "mine.py:19: RuntimeError: "),
         ("two", "error: the model is called as Linear(..., ...), which does not fit: too many positional arguments"),
         ("scalar", "scalar tensor, not one of shape (2, 2)"),
     ],
