@@ -22,6 +22,7 @@ from roamc.capture.collectives import join
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
+from roamc.capture.leaves import check_untouched
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
@@ -270,7 +271,7 @@ class _Trace:
         batch = list(self.request.leaves)
         for index, fake in zip(self.tensor_leaves, flat[len(reals) :], strict=True):
             batch[index] = stand_in(fake, self.request.leaves[index])
-        model = self.request.model
+        model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
         with (
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
@@ -278,6 +279,7 @@ class _Trace:
             casts_alone(model),
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(batch))
+            check_untouched(leaves, required)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             told = gathered(loss)  # by now: backward begins behind it

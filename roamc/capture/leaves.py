@@ -1,0 +1,35 @@
+"""Refusals of what a loss function does to parameters that eager PyTorch would keep and a planned step would not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from roamc.errors import CaptureError
+
+
+def check_untouched(leaves: Mapping[str, torch.Tensor], required: Mapping[str, bool]) -> None:
+    """Refuse a loss function that has called ``backward()``, or has frozen or unfrozen a parameter.
+
+    The step would leave out the gradients in ``.grad``, and update the parameters that required a gradient before.
+
+    Args:
+        leaves: the tensors that stand for parameters and buffers in the trace, by name, behind the call of the loss
+            function.
+        required: whether each required a gradient before it.
+
+    Raises:
+        CaptureError: names a parameter.
+    """
+    for name, leaf in leaves.items():
+        if leaf.grad is not None:
+            raise CaptureError(
+                f"loss_fn has called backward(), which leaves a .grad of {name}, and train_step keeps no .grad: return "
+                "the loss, or the sum of several, without backward()"
+            )
+        if leaf.requires_grad is not required[name]:
+            raise CaptureError(
+                f"the step sets requires_grad of {name} to {leaf.requires_grad}; set it before the step, for which a "
+                "change makes another plan"
+            )
