@@ -157,6 +157,16 @@ def test_kernels_that_differ_in_names_alone_are_one_function_to_compile() -> Non
     assert ends[0] is ends[1] is not functions[0]
 
 
+def test_kernels_with_other_numbers_that_are_not_finite_are_two_functions() -> None:
+    def filled(number: float) -> str:
+        def fill(x: Tensor, mask: Tensor) -> Tensor:
+            return aten.masked_fill.Scalar(x, mask, number).neg()
+
+        return nameless(group_of(fill, torch.ones(8, 16), torch.ones(8, 16, dtype=torch.bool)).text.source)
+
+    assert len({filled(number) for number in (float("inf"), float("-inf"), float("nan"))}) == 3
+
+
 def test_functions_of_triton_and_constants_are_no_names() -> None:
     assert nameless("a = tl.exp(b)  # m.py:1\n") == nameless("c = tl.exp(d)\n") == "v0 = tl.exp(v1)\n"
     assert nameless("a = tl.exp(b)") != nameless("a = tl.log(b)")

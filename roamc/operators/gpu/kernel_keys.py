@@ -13,8 +13,8 @@ from roamc.graph import tensors_of
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.schemas import name_of
 
-NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-"""A name in a source, but for those of attributes."""
+NAME = re.compile(r'"[^"]*"|(?<![\w.])[A-Za-z_]\w*')
+"""A name in a source, but for those of attributes; or a text in quotes, such as the number in ``float("inf")``."""
 
 KEPT = frozenset({*dir(builtins), *keyword.kwlist, "tl", "triton"})
 """Names that mean the same in every kernel."""
@@ -39,7 +39,8 @@ def nameless(source: str) -> str:
     numbers: dict[str, str] = {}
 
     def number(name: re.Match[str]) -> str:
-        return name[0] if name[0] in KEPT or name[0].isupper() else numbers.setdefault(name[0], f"v{len(numbers)}")
+        stays = name[0] in KEPT or name[0].isupper() or name[0].startswith('"')
+        return name[0] if stays else numbers.setdefault(name[0], f"v{len(numbers)}")
 
     return NAME.sub(number, re.sub(r"  # .*", "", source))
 
