@@ -191,18 +191,24 @@ def compare(now: Flow, before: Flow, after: str, besides: Collection[str] = ()) 
 def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:
     """Refuse a pass that has what :func:`roamc.keep` keeps computed once more, or encoded.
 
+    Where an operator that is not kept had the same value as one that is, a new one with that value is taken for another
+    run of the former.
+
     Raises:
         VerifyError: names the operator that is kept, and what has become of it.
     """
-    marked = (node for node in graph.graph.nodes if graph.phase.get(node.name) is Phase.FORWARD and is_kept(node))
-    kept = {before.operators[node.name]: node.name for node in marked if node.name in before.operators}
-    if not kept:
+    nodes = (node for node in graph.graph.nodes if graph.phase.get(node.name) is Phase.FORWARD and is_kept(node))
+    names = {node.name for node in nodes if node.name in before.operators}
+    if not names:
         return
+    kept = {number: name for name, number in before.operators.items() if name in names}
+    for name, number in before.operators.items():
+        if name not in names:
+            kept.pop(number, None)
     for node in graph.graph.nodes:
         number = now.operators.get(node.name)
         if number in kept and node.name not in before.operators and not isinstance(node.target, Composite):
             raise VerifyError(f"after pass {after!r}: {node.name} runs {kept[number]} again, which roamc.keep keeps")
-    names = set(kept.values())
     for encoding in graph.encodings:
         if maker_of(encoding.storage) in names:
             raise VerifyError(f"after pass {after!r}: {encoding.storage} is encoded, which roamc.keep keeps")

@@ -103,6 +103,29 @@ def test_judge_of_values_names_what_is_kept_and_made_again(route: str, monkeypat
         search.run(graph, Options(), plan)
 
 
+class Twins(nn.Module):
+    """Two layers that make one value of one input, of which one keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with roamc.keep():
+            kept = torch.sin(h)
+        return self.layer(kept * kept) * torch.exp(torch.sin(h))
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_what_has_the_value_of_what_is_kept_may_be_made_again(route: str) -> None:
+    graph, _ = graph_and_inputs(Twins(), (noise(512, WIDTH),), square, route)
+    first, second = (node.name for node in operators(graph.graph) if node.target is torch.ops.aten.sin.default)
+    again = {name for _, name, *_ in search.run(graph, Options(memory_budget="min")).plan.decisions["retain"]["reruns"]}
+    assert second in again
+    assert first not in again
+
+
 def test_judge_of_values_names_what_is_kept_and_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def model(x: Tensor) -> Tensor:
         with roamc.keep():
