@@ -109,7 +109,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if node.target is save_rng_state and not node.users:  # all replays of this draw are masks now
             graph.graph.erase_node(node)
     erase_dead(graph.graph, {*graph.gradients, *graph.saved})
-    said = f"masks: {len(decision.seeds)} dropouts take their masks from a counter, and keep other elements than eager"
+    count = len(decision.seeds)
+    who = "1 dropout takes its mask" if count == 1 else f"{count} dropouts take their masks"
+    said = f"masks: {who} from a counter, and other elements are kept than in eager"
     return up_to_date(graph.replace(notes=(*graph.notes, said)), {**phase, **writer.phase})
 
 

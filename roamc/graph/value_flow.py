@@ -206,9 +206,9 @@ def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:
         if name not in names:
             kept.pop(number, None)
     for node in graph.graph.nodes:
-        number = now.operators.get(node.name)
-        if number in kept and node.name not in before.operators and not isinstance(node.target, Composite):
-            raise VerifyError(f"after pass {after!r}: {node.name} runs {kept[number]} again, which roamc.keep keeps")
+        again = kept.get(now.operators.get(node.name, -1))
+        if again and node.name not in before.operators and not isinstance(node.target, Composite):
+            raise VerifyError(f"after pass {after!r}: {node.name} runs {again} again, which roamc.keep keeps")
     for encoding in graph.encodings:
         if maker_of(encoding.storage) in names:
             raise VerifyError(f"after pass {after!r}: {encoding.storage} is encoded, which roamc.keep keeps")
