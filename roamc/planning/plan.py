@@ -170,8 +170,8 @@ class Plan:
         if not again and not smaller:
             return "nothing has to run again"
         least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
-        codes = f", {smaller} values are kept in fewer bytes" if smaller else ""
-        return f"predicted: {again} operators run again{codes}{least}"
+        codes = f", {smaller} {'values are' if smaller > 1 else 'value is'} kept in fewer bytes" if smaller else ""
+        return f"predicted: {again} {'operator runs' if again == 1 else 'operators run'} again{codes}{least}"
 
     def __str__(self) -> str:
         lines = [f"plan of {self.name}"]

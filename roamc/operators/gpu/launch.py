@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import linecache
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def _jitted(alike: _Alike) -> tuple[Any, Any]:
     import triton
 
     text = alike.text
-    file = f"<{text.function}>"
+    file = f"<{text.function} {hashlib.sha256(text.source.encode()).hexdigest()[:12]}>"
     # Triton reads the source of a function from its file; this is how Python keeps text without one.
     linecache.cache[file] = (len(text.source), None, text.source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"triton": triton, "tl": triton.language}
