@@ -45,6 +45,7 @@ FIRST: dict[str, int] = {
     "tests/capture/test_moved.py::test_every_result_is_that_of_its_operator_on_the_gpu": 1,
     "tests/capture/test_moved.py::test_operators_of_a_budget_run_again_on_the_gpu": 1,
     "tests/capture/test_rng_replay.py::test_train_step_draws_what_eager_draws": 3,
+    "tests/cli/test_calibrate_ranks.py::test_ranks_fail_together_in_one_line": 0,
     "tests/cli/test_cli.py::test_a_reader_that_has_read_enough_is_no_error": 0,
     "tests/cli/test_cli.py::test_demo_measures_all_sides": 0,
     "tests/cli/test_cli.py::test_demo_says_which_side_failed": 0,

@@ -25,8 +25,8 @@ def check_untouched(leaves: Mapping[str, torch.Tensor], required: Mapping[str, b
     for name, leaf in leaves.items():
         if leaf.grad is not None:
             raise CaptureError(
-                f"loss_fn has called backward(), which leaves a .grad of {name}, and train_step keeps no .grad: return "
-                "the loss, or the sum of several, without backward()"
+                "loss_fn runs backward itself: let it return the loss alone, or the sum of several losses; train_step "
+                f"adds backward, and would lose the .grad of {name}"
             )
         if leaf.requires_grad is not required[name]:
             raise CaptureError(

@@ -39,9 +39,9 @@ def unfreezes(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [
-        (backward_of_another, r"called backward\(\), which leaves a \.grad of 0\.weight"),
-        (backward_of_the_loss, r"return the loss, or the sum of several, without backward\(\)"),
-        (backward_alone, r"called backward\(\)"),
+        (backward_of_another, r"runs backward itself: .* lose the \.grad of 0\.weight"),
+        (backward_of_the_loss, "let it return the loss alone, or the sum of several"),
+        (backward_alone, "runs backward itself"),
         (freezes, r"sets requires_grad of 0\.weight to False; set it before the step"),
         (unfreezes, r"sets requires_grad of 1\.weight to True; set it before the step"),
     ],
