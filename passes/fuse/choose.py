@@ -22,7 +22,7 @@ from roamc.operators.gpu.printed import printed
 from roamc.options import Options
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.estimates import Estimates
-from roamc.passes.fuse.inline import with_inlines
+from roamc.passes.fuse.inline import may_save, with_inlines
 from roamc.passes.fuse.launches import shared_launches
 from roamc.passes.fuse.write import Site, operands_of
 from roamc.units import Bytes
@@ -75,8 +75,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         if members:
             finder.note(members)
             found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
-    inlined = with_inlines(graph, Decision(tuple(reversed(found))), estimates, fast=finder.fast)
-    if not finder.fast or not site.kind.several:
+    decision, shares = Decision(tuple(reversed(found))), finder.fast and site.kind.several
+    if not shares and not may_save(finder.memory):
+        return decision
+    inlined = with_inlines(graph, decision, estimates, fast=finder.fast)
+    if not shares:
         return inlined.decision
     groups = [[inlined.names[name] for name in names] for names in inlined.decision.groups]
     return replace(inlined.decision, launches=shared_launches(inlined.site, inlined.ledger, groups, estimates))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from roamc.graph import Phase, TrainGraph, copied
-from roamc.graph.memory import Place, Storage, build_memory
+from roamc.graph.memory import MemoryModel, Place, Storage, build_memory
 from roamc.operators import blocks, ops
 from roamc.operators.gpu.results import made_by
 from roamc.passes.fuse.copies import Writer, Written, repeats
@@ -118,6 +118,11 @@ class Inlined:
     names: Mapping[str, fx.Node]
     site: Site
     ledger: Ledger
+
+
+def may_save(memory: MemoryModel) -> bool:
+    """Return whether forward saves a storage that is large enough to be rebuilt inside its readers."""
+    return any(storage.nbytes >= EFFORT.least_bytes for storage in memory.saved)
 
 
 def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *, fast: bool) -> Inlined:
